@@ -1,0 +1,8 @@
+"""How bytes move: copies between the pools' tensors.
+
+The modules are imported one by one (`cuda_ops.copier`, `cuda_ops.hazards`, ...), because only some of
+them need torch: importing this package, the protocol, the scheduling or the simulated devices does not.
+"""
+
+KVCACHE_PACKAGE = "kvcache"
+"""Says that this is the `cuda_ops` that belongs to `kvcache`."""

@@ -1,0 +1,113 @@
+"""What can go wrong with events and their log, as one tree.
+
+::
+
+    EventsError
+    ├── EventDecodeError      these bytes are no events
+    └── LogError              about a log directory; `path` says where
+        ├── LogExists         there is a log already, and nobody said to continue it
+        ├── LogLocked         another writer has it open
+        ├── NotALog           a directory with something else in it, or nothing at all
+        ├── LogTooNew         written by a newer version of this software
+        ├── LogDamaged        bytes that were once whole are not what was written
+        └── LogWriteFailed    the disk refused; nothing more is recorded
+
+Messages are built from our own fields only: bytes that failed to decode may hold somebody's prompt, and
+are never repeated. All errors survive pickling, because engines carry them between processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class EventsError(Exception):
+    """Base of all errors of this package."""
+
+
+class EventDecodeError(EventsError):
+    """Bytes, or JSON, that hold no event batch."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LogError(EventsError):
+    """Base of the errors about a log directory or a file in it."""
+
+    def __init__(self, path: Path, *details: object) -> None:
+        super().__init__(path, *details)
+        self.path = path
+
+
+class LogExists(LogError):
+    """The directory holds a log, and `resume` was not asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+
+    def __str__(self) -> str:
+        return f"{self.path} holds a log already: choose another directory, or open it with resume=True"
+
+
+class LogLocked(LogError):
+    """Another writer has the log open; `holder` says which process, as far as is known."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(path, holder)
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return f"{self.path} is being written by {self.holder}: stop that process or choose another directory"
+
+
+class NotALog(LogError):
+    """No log is there: the directory is missing, empty, or holds other things."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+
+    def __str__(self) -> str:
+        return f"{self.path} is not a log directory: give one that kvcache wrote, or an empty one to write to"
+
+
+class LogTooNew(LogError):
+    """The log has a format version that this software does not know."""
+
+    def __init__(self, path: Path, version: int) -> None:
+        super().__init__(path, version)
+        self.version = version
+
+    def __str__(self) -> str:
+        return f"{self.path} has format version {self.version}, which is newer than this software: upgrade it"
+
+
+class LogDamaged(LogError):
+    """What was written is not there any more.
+
+    `offset` is the byte in the file `path` where reading had to stop, `seq` the batch that was expected
+    there (None if that is not known). Everything before it is intact; nothing behind it is shown.
+    """
+
+    def __init__(self, path: Path, offset: int, seq: int | None, reason: str) -> None:
+        super().__init__(path, offset, seq, reason)
+        self.offset = offset
+        self.seq = seq
+        self.reason = reason
+
+    def __str__(self) -> str:
+        where = f"byte {self.offset}" if self.seq is None else f"byte {self.offset}, batch {self.seq}"
+        return f"{self.path} is damaged at {where}: {self.reason}; restore the file from a copy"
+
+
+class LogWriteFailed(LogError):
+    """The log stopped recording. `errno` is the system's error number, if it was the system that failed."""
+
+    def __init__(self, path: Path, reason: str, errno: int | None = None) -> None:
+        super().__init__(path, reason, errno)
+        self.reason = reason
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return f"{self.path} is not recorded any more: {self.reason}; make room or open a new log"

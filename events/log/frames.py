@@ -1,0 +1,164 @@
+r"""The bytes of a log: segment headers and frames. No files here.
+
+A segment file is a header of 64 bytes and frames behind each other, without padding. One frame is one
+batch: it is there as a whole or not at all. All numbers are little-endian, all checksums CRC-32 (zlib).
+
+Segment header::
+
+    magic "KVEVLOG\0" | version u16 | event format u16 | 0 u32 | log id 16 bytes | epoch u64 |
+    segment number u64 | first seq u64 | payload CRC of the frame before u32 | header CRC u32
+
+The header and its CRC keep their places in every version, so that a newer log is told from a damaged one.
+
+Frame::
+
+    sync word | payload bytes u32 | seq u64 | events u32 | flags u32 |
+    payload CRC of the frame before u32 | payload CRC u32 | header CRC u32 | payload (msgpack)
+
+Why so much of it:
+
+- the header has its own CRC, so a length is believed only after that (nothing is allocated for a lie);
+- the CRC of the frame before, and `seq`, chain the frames: one that is missing, moved or repeated shows;
+- header CRCs start from a checksum of log id and epoch: frames of another log, or of an earlier life of
+  the same disk blocks, cannot pass, and neither can bytes that a user smuggled in as his prompt;
+- the sync word lets a reader look for frames behind a broken one: finding one proves damage, finding
+  none means that writing was interrupted there. Its first byte never begins a msgpack value.
+- no clock and nothing that depends on timing: equal batches give equal files.
+
+A last frame with `CLOSED`, no payload, and the seq after the last batch says that the writer ended in order.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+from zlib import crc32
+
+MAGIC = b"KVEVLOG\0"
+VERSION = 1
+"""Of segments and frames. A reader refuses a newer one. (Of the events: `events.types.FORMAT_VERSION`.)"""
+SYNC = b"\xc1KVF"
+MAX_PAYLOAD = 1 << 30
+
+CLOSED = 1
+"""Flag: the end of an epoch, not a batch."""
+AFTER_LOSS = 2
+"""Flag: the batches before this one, back to the frame before, were dropped by a full queue."""
+
+_SEGMENT = struct.Struct("<8sHH4x16sQQQI")
+_FRAME = struct.Struct("<4sIQIIII")
+_CRC = struct.Struct("<I")
+SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
+FRAME_HEADER_BYTES = _FRAME.size + _CRC.size
+
+
+class SegmentHeader(NamedTuple):
+    """What the start of a segment says."""
+
+    version: int
+    event_format: int
+    log_id: bytes
+    epoch: int
+    number: int
+    """Counts the segments of a log, from 0."""
+    base_seq: int
+    previous_crc: int
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        packed = _SEGMENT.pack(MAGIC, *self)
+        return packed + _CRC.pack(crc32(packed))
+
+
+def parse_segment_header(data: bytes | memoryview) -> SegmentHeader | None:
+    """Read 64 bytes; None if they are no intact header."""
+    magic, *fields = _SEGMENT.unpack_from(data)
+    if magic != MAGIC or _CRC.unpack_from(data, _SEGMENT.size)[0] != crc32(data[: _SEGMENT.size]):
+        return None
+    return SegmentHeader(*fields)
+
+
+class FrameHeader(NamedTuple):
+    """What the start of a frame says."""
+
+    payload_bytes: int
+    seq: int
+    events: int
+    flags: int
+    previous_crc: int
+    payload_crc: int
+
+
+def seed_of(log_id: bytes, epoch: int) -> int:
+    """Where the header CRCs of one epoch start."""
+    return crc32(log_id + epoch.to_bytes(8, "little"))
+
+
+def pack_frame_header(header: FrameHeader, seed: int) -> bytes:
+    """The header's 36 bytes."""
+    packed = _FRAME.pack(SYNC, *header)
+    return packed + _CRC.pack(crc32(packed, seed))
+
+
+def parse_frame_header(data: bytes | memoryview, seed: int) -> FrameHeader | None:
+    """Read 36 bytes; None if they are no intact header of this log and epoch."""
+    sync, *fields = _FRAME.unpack_from(data)
+    if sync != SYNC or _CRC.unpack_from(data, _FRAME.size)[0] != crc32(data[: _FRAME.size], seed):
+        return None
+    return FrameHeader(*fields)
+
+
+@dataclass
+class Chain:
+    """Where a log has got to: what the next segment and the next frame must continue.
+
+    Readers check against it, recovery ends with it, writers begin with it.
+    """
+
+    log_id: bytes | None = None
+    """None: no segment yet."""
+    epoch: int = 0
+    number: int = 0
+    """Of the next segment."""
+    seq: int = 0
+    """Of the next frame."""
+    crc: int = 0
+    """Payload CRC of the last frame."""
+    closed: bool = False
+    """The last frame ended its epoch."""
+
+    def refuses_segment(self, header: SegmentHeader) -> str | None:
+        """Why this segment cannot be the next one; None if it can."""
+        if header.number != self.number:
+            return f"segment {self.number} is missing"
+        if self.log_id is not None and header.log_id != self.log_id:
+            return "the segment belongs to another log"
+        if header.epoch < self.epoch or (self.closed and header.epoch == self.epoch):
+            return "the segment's epoch is over"
+        if header.previous_crc != self.crc or header.base_seq < self.seq:
+            return "frames are missing before this segment"
+        return None
+
+    def enter(self, header: SegmentHeader) -> None:
+        """Go on into a segment that was not refused."""
+        self.log_id, self.epoch, self.number = header.log_id, header.epoch, header.number + 1
+        self.closed = False
+
+    def refuses_frame(self, header: FrameHeader) -> str | None:
+        """Why this frame cannot be the next one; None if it can."""
+        if self.closed:
+            return "a frame follows the end of its epoch"
+        if header.previous_crc != self.crc:
+            return "the frame does not continue the one before"
+        if header.seq != self.seq and not (header.flags & AFTER_LOSS and header.seq > self.seq):
+            return f"the frame is of batch {header.seq}"
+        if header.payload_bytes > MAX_PAYLOAD:
+            return "the frame is larger than any that is written"
+        return None
+
+    def follow(self, header: FrameHeader) -> None:
+        """Go on over a frame that was not refused."""
+        self.closed = bool(header.flags & CLOSED)
+        self.seq = header.seq + (not self.closed)
+        self.crc = header.payload_crc

@@ -1,0 +1,166 @@
+"""Reading a log back, batch by batch, with bounded memory.
+
+A log is read up to its end or up to the first thing wrong with it. At the end of the last segment,
+writing may have been interrupted: then the tail is *torn*, which is no error, and everything before it is
+shown. Anything else that is wrong is damage, and raises. Which of the two it is: a broken frame with an
+intact one behind it was whole once, and so was a broken frame in a segment that is not the last. (Damage
+to the very last frame cannot be told from an interrupted write of it.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from events.codec import decode_batch
+from events.errors import EventDecodeError, LogDamaged, LogTooNew, NotALog
+from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
+from events.log.segments import Broken, Frame, Segment, is_log, segment_paths
+from events.types import FORMAT_VERSION, CacheCreated, EventBatch
+
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """How a log ends.
+
+    `kind` is "clean" after an orderly close, "open" where a writer is at work or stopped between frames, and
+    "torn" where it stopped inside one. `path` and `offset` say where the readable part ends.
+    """
+
+    kind: Literal["clean", "open", "torn"]
+    last_seq: int | None
+    """Of the last batch that was read; None if there is none."""
+    path: Path
+    offset: int
+    next_seq: int
+    """Greater than last_seq + 1 if the writer lost its last batches and closed without recording a Gap."""
+
+
+class LogReader:
+    """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
+
+    Iterating raises NotALog, LogDamaged or LogTooNew; batches before the bad place have been yielded by
+    then. With `follow` it waits for more at the end, until `stop()` returns True. Every iteration begins anew.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, follow: bool = False, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.directory = Path(directory)
+        self._follow = follow
+        self._stop = stop
+        self._end: LogEnd | None = None
+        self._last_seq: int | None = None
+
+    @property
+    def end(self) -> LogEnd:
+        """How the log ends. Known after an iteration that ran to its end; RuntimeError before."""
+        if self._end is None:
+            raise RuntimeError("the log has not been read to its end")
+        return self._end
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        if not is_log(self.directory):
+            raise NotALog(self.directory)
+        self._end = self._last_seq = None
+        end = LogEnd("open", None, self.directory, 0, 0)
+        chain, previous = Chain(), None
+        while (path := self._next(previous)) is not None:
+            ahead = replace(chain)
+            try:
+                segment = Segment(path)
+            except FileNotFoundError:
+                continue  # Recovery has just put it aside: it held no whole frame.
+            with segment:
+                end, step = yield from self._segment(segment, ahead)
+            if step == "stop":
+                break
+            if step == "next":
+                chain, previous = ahead, path
+        self._end = end
+
+    def _next(self, previous: Path | None) -> Path | None:
+        """The segment after this one (None: the first); following, this waits for it."""
+        while (path := self._behind(previous)) is None and self._wait():
+            pass
+        return path
+
+    def _behind(self, previous: Path | None) -> Path | None:
+        later = [path for path in segment_paths(self.directory) if previous is None or path > previous]
+        return later[0] if later else None
+
+    def _wait(self) -> bool:
+        """Wait a little for the writer; False if nobody wants to wait on."""
+        if not self._follow or self._stop():
+            return False
+        time.sleep(_POLL_SECONDS)
+        return True
+
+    def _segment(
+        self, segment: Segment, chain: Chain
+    ) -> Generator[EventBatch, None, tuple[LogEnd, Literal["stop", "next", "again"]]]:
+        """Yield the batches of one segment, then say where it ends and what to do next."""
+        if not self._enter(segment, chain):
+            return LogEnd("torn", self._last_seq, segment.path, 0, chain.seq), "stop"
+        looked_again = False
+        while True:
+            found = segment.read(chain)
+            if isinstance(found, Frame):
+                looked_again = False
+                if not found.header.flags & CLOSED:
+                    yield self._batch(segment, found)
+                continue
+            has_successor = self._behind(segment.path) is not None
+            if has_successor or self._was_whole(segment, found, chain):
+                # A live writer may have gone on between our two looks, so the first one proves nothing yet.
+                if not looked_again:
+                    looked_again = True
+                elif found is None:
+                    return self._end_at(segment, found, chain), "next"
+                else:
+                    raise LogDamaged(segment.path, found.offset, chain.seq, found.reason)
+            elif not self._wait():
+                return self._end_at(segment, found, chain), "stop"
+            elif segment.offset == SEGMENT_HEADER_BYTES and segment.replaced():
+                return self._end_at(segment, found, chain), "again"
+
+    def _enter(self, segment: Segment, chain: Chain) -> bool:
+        """Read the header. False if writing it was interrupted."""
+        header = segment.header()
+        if header is None:
+            if self._behind(segment.path) is not None:
+                raise LogDamaged(segment.path, 0, chain.seq, "the segment header is cut short")
+            return False
+        refusal = chain.refuses_segment(header)
+        if refusal is not None:
+            raise LogDamaged(segment.path, 0, chain.seq, refusal)
+        chain.enter(header)
+        return True
+
+    def _was_whole(self, segment: Segment, found: Broken | None, chain: Chain) -> bool:
+        return found is not None and (found.certain or segment.intact_frame_behind(found.offset, chain.seq))
+
+    def _end_at(self, segment: Segment, found: Broken | None, chain: Chain) -> LogEnd:
+        kind: Literal["clean", "open", "torn"] = "clean" if chain.closed else "open"
+        return LogEnd(
+            kind if found is None else "torn", self._last_seq, segment.path, segment.offset, chain.seq
+        )
+
+    def _batch(self, segment: Segment, frame: Frame) -> EventBatch:
+        header = frame.header
+        try:
+            batch = decode_batch(frame.payload)
+        except EventDecodeError as error:
+            raise LogDamaged(segment.path, frame.offset, header.seq, error.reason) from None
+        if batch.seq != header.seq or len(batch.events) != header.events:
+            raise LogDamaged(segment.path, frame.offset, header.seq, "header and payload disagree")
+        for event in batch.events:
+            if isinstance(event, CacheCreated) and event.format_version > FORMAT_VERSION:
+                raise LogTooNew(segment.path, event.format_version)
+        self._last_seq = batch.seq
+        return batch

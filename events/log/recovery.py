@@ -1,0 +1,148 @@
+"""Opening a log for writing: whose it is, and where it goes on.
+
+Only the last segment is read: it is the only one that an interrupted write can have touched, and opening
+must not take longer the longer a log is. Bytes of an interrupted write are put into `quarantine/` before they
+are cut off; anything that looks like damage is refused, and then nothing is changed at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from events.errors import LogDamaged, LogExists, LogLocked, NotALog
+from events.log.frames import SEGMENT_HEADER_BYTES, Chain
+from events.log.segments import (
+    LOCK_NAME,
+    QUARANTINE_NAME,
+    UNFINISHED_SUFFIX,
+    Broken,
+    Frame,
+    Segment,
+    holds_foreign_files,
+    segment_paths,
+)
+
+
+def claim(directory: Path, resume: bool) -> int:
+    """Make `directory` a log directory of ours; returns the descriptor that holds its lock.
+
+    Raises NotALog, LogLocked, LogExists. A new log's directory is made private: its files name requests and
+    may hold prompts.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    is_new = not segment_paths(directory)
+    if is_new and holds_foreign_files(directory):
+        raise NotALog(directory)
+    lock = _lock(directory)
+    try:
+        if segment_paths(directory) and not resume:
+            raise LogExists(directory)
+        if is_new:
+            directory.chmod(0o700)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _lock(directory: Path) -> int:
+    # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
+        os.close(descriptor)
+        raise LogLocked(directory, holder or "another process") from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def recover(directory: Path) -> tuple[Chain, bool]:
+    """Where the log of a locked directory goes on, and whether something was cut off there.
+
+    The chain's epoch is that of the last segment (no `log_id`: there is none). Raises LogDamaged, LogTooNew.
+    """
+    for unfinished in directory.glob(f"*{UNFINISHED_SUFFIX}"):
+        unfinished.unlink()  # A segment gets its name when its header is on disk; this one held nothing more.
+    cut = False
+    while paths := segment_paths(directory):
+        with Segment(paths[-1]) as segment:
+            # What we are about to build on must not be something that only the page cache remembers.
+            os.fsync(segment.descriptor)
+            chain, broken = _scan(segment, is_last=not cut)
+            holds_frames = segment.offset > SEGMENT_HEADER_BYTES
+            if broken and holds_frames:
+                _cut_tail(segment)
+        if holds_frames:
+            return chain, cut or broken
+        # Without a whole frame there is nothing to keep, and its name is the next segment's.
+        _put_aside(paths[-1], chain.epoch)
+        cut = True
+    return Chain(), cut
+
+
+def _scan(segment: Segment, is_last: bool) -> tuple[Chain, bool]:
+    """Go over a segment's frames; returns where they end, and whether bytes of a torn one follow."""
+    header = segment.header()
+    if header is None:
+        if not is_last:
+            raise LogDamaged(segment.path, 0, None, "the segment header is cut short")
+        return Chain(), True
+    chain = Chain(header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc)
+    chain.enter(header)
+    while isinstance(found := segment.read(chain), Frame):
+        pass
+    if isinstance(found, Broken) and (
+        not is_last or found.certain or segment.intact_frame_behind(found.offset, chain.seq)
+    ):
+        raise LogDamaged(segment.path, found.offset, chain.seq, found.reason)
+    return chain, found is not None
+
+
+def _cut_tail(segment: Segment) -> None:
+    """Copy what follows the last whole frame to the quarantine, then cut it off; each step durable."""
+    directory = _quarantine(segment.path.parent)
+    copy = directory / f"{segment.path.name}.{segment.offset}"
+    unfinished = copy.with_name(copy.name + UNFINISHED_SUFFIX)
+    source = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        target = os.open(unfinished, flags, 0o600)
+        with os.fdopen(target, "wb") as file:
+            offset = segment.offset
+            while data := os.pread(source, 1 << 20, offset):
+                file.write(data)
+                offset += len(data)
+            file.flush()
+            os.fsync(target)
+        unfinished.rename(copy)
+        sync_directory(directory)
+        os.ftruncate(source, segment.offset)
+        os.fsync(source)
+    finally:
+        os.close(source)
+
+
+def _put_aside(path: Path, epoch: int) -> None:
+    path.rename(_quarantine(path.parent) / f"{path.name}.epoch{epoch}")
+    sync_directory(path.parent)
+
+
+def _quarantine(directory: Path) -> Path:
+    quarantine = directory / QUARANTINE_NAME
+    quarantine.mkdir(mode=0o700, exist_ok=True)
+    return quarantine
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names in a directory durable: syncing a file does not do that."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

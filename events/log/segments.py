@@ -1,0 +1,198 @@
+"""Segment files: their names, and reading one of them frame by frame.
+
+A reader takes as much into memory as one window or one frame, and believes no length before its checksum.
+What it cannot read it calls broken, with the reason; whether that means an interrupted write or damage
+depends on what lies behind (`Segment.intact_frame_behind`) and is decided by the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from zlib import crc32
+
+from events.errors import LogDamaged, LogTooNew
+from events.log.frames import (
+    FRAME_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    SYNC,
+    VERSION,
+    Chain,
+    FrameHeader,
+    SegmentHeader,
+    parse_frame_header,
+    parse_segment_header,
+    seed_of,
+)
+from events.types import FORMAT_VERSION
+
+LOCK_NAME = "LOCK"
+QUARANTINE_NAME = "quarantine"
+UNFINISHED_SUFFIX = ".tmp"
+_WINDOW_BYTES = 1 << 20
+_SYNC = re.compile(re.escape(SYNC))
+_NAME = re.compile(r"[0-9]{20}\.kvlog")
+_OWN_NAME = re.compile(rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|{LOCK_NAME}|{QUARANTINE_NAME}")
+
+
+def segment_name(base_seq: int) -> str:
+    """File name of the segment whose first batch is `base_seq`."""
+    return f"{base_seq:020d}.kvlog"
+
+
+def segment_paths(directory: Path) -> list[Path]:
+    """The segments of a log, oldest first. Other names are not looked at."""
+    return [directory / name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
+
+
+def is_log(directory: Path) -> bool:
+    """Whether a writer has been here."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return any(name == LOCK_NAME or _NAME.fullmatch(name) for name in names)
+
+
+def holds_foreign_files(directory: Path) -> bool:
+    """Whether anything is here, in a directory without segments, that no log writer left."""
+    return not all(_OWN_NAME.fullmatch(name) for name in os.listdir(directory))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame whose checksums are right."""
+
+    header: FrameHeader
+    offset: int
+    payload: memoryview
+
+
+@dataclass(frozen=True)
+class Broken:
+    """No frame can be read at this place. `certain`: interrupted writing cannot have caused it."""
+
+    offset: int
+    reason: str
+    certain: bool = False
+
+
+class Segment:
+    """One segment file, open for reading; `offset` is where the next frame begins."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = SEGMENT_HEADER_BYTES
+        self._window = memoryview(b"")
+        self._window_start = 0
+        self._seed = 0
+        # SECURITY: a link in the directory could make us read, and later cut, some other file.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self.descriptor)
+
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return os.fstat(self.descriptor).st_size
+
+    def replaced(self) -> bool:
+        """Whether the name now means another file, or none."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+        except FileNotFoundError:
+            return True
+
+    def header(self) -> SegmentHeader | None:
+        """The segment's header; None if the file is too short to have one.
+
+        Raises LogDamaged if it is not intact, LogTooNew if it is of a newer version.
+        """
+        data = self._bytes(0, SEGMENT_HEADER_BYTES)
+        if len(data) < SEGMENT_HEADER_BYTES:
+            return None
+        header = parse_segment_header(data)
+        if header is None:
+            raise LogDamaged(self.path, 0, None, "the segment header is not intact")
+        if header.version > VERSION:
+            raise LogTooNew(self.path, header.version)
+        if header.event_format > FORMAT_VERSION:
+            raise LogTooNew(self.path, header.event_format)
+        if segment_name(header.base_seq) != self.path.name:
+            raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
+        self._seed = seed_of(header.log_id, header.epoch)
+        return header
+
+    def read(self, chain: Chain) -> Frame | Broken | None:
+        """The frame at `offset`, which must continue `chain`; both then go on. None at the end of the file."""
+        start = self.offset
+        data = self._bytes(start, FRAME_HEADER_BYTES)
+        if len(data) < FRAME_HEADER_BYTES:
+            return self._broken("a frame header is cut short") if data else None
+        header = parse_frame_header(data, self._seed)
+        if header is None:
+            return self._broken("a frame header is not intact")
+        refusal = chain.refuses_frame(header)
+        if refusal is not None:
+            return self._broken(refusal, certain=True)
+        payload = self._payload(start + FRAME_HEADER_BYTES, header)
+        if payload is None:
+            return self._broken("a frame's payload is cut short or not intact")
+        chain.follow(header)
+        self.offset += FRAME_HEADER_BYTES + header.payload_bytes
+        return Frame(header, start, payload)
+
+    def _broken(self, reason: str, certain: bool = False) -> Broken:
+        # The next look must be at the file: recovery may cut what is broken, a writer may complete it.
+        self._window = memoryview(b"")
+        return Broken(self.offset, reason, certain)
+
+    def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
+        # The size is looked at first so that a cut file does not make us ask for a gigabyte of nothing.
+        if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self.size():
+            return None
+        payload = self._bytes(start, header.payload_bytes)
+        if len(payload) != header.payload_bytes or crc32(payload) != header.payload_crc:
+            return None
+        return payload
+
+    def intact_frame_behind(self, offset: int, seq: int) -> bool:
+        """Whether the header of a batch later than `seq` can be found after `offset`."""
+        position = offset + 1
+        while True:
+            chunk = os.pread(self.descriptor, _WINDOW_BYTES, position)
+            for match in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
+                header = parse_frame_header(
+                    chunk[match.start() : match.start() + FRAME_HEADER_BYTES], self._seed
+                )
+                if header is not None and header.seq > seq:
+                    return True
+            if len(chunk) < FRAME_HEADER_BYTES:
+                return False
+            # Chunks overlap, so that a header across their border is seen.
+            position += len(chunk) - FRAME_HEADER_BYTES + 1
+
+    def _bytes(self, offset: int, count: int) -> memoryview:
+        """Up to `count` bytes at `offset`; fewer only at the end of the file."""
+        begin = offset - self._window_start
+        if begin < 0 or begin + count > len(self._window):
+            self._window = memoryview(_pread(self.descriptor, max(count, _WINDOW_BYTES), offset))
+            self._window_start, begin = offset, 0
+        return self._window[begin : begin + count]
+
+
+def _pread(descriptor: int, count: int, offset: int) -> bytes:
+    """`os.pread` that comes back short only at the end of the file (the system stops at 2 GiB)."""
+    data = os.pread(descriptor, count, offset)
+    while len(data) < count:
+        more = os.pread(descriptor, count - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data

@@ -1,0 +1,379 @@
+"""The events: everything that can happen to the cache, as frozen msgspec structs.
+
+An event is encoded as an array ``[tag, field, ...]``. The schema only grows: new fields are added at
+the end with a default, tags are never reused. Columns are packed (see `events.packed`).
+
+Inside a log a cached block is addressed by (group, level, slot); events about cached blocks carry the
+8-byte names as well, so that a line can be read alone. A sequence is addressed by its `handle`, which
+`SequenceAdded` ties to the request's id; a handle is never used twice in a log.
+
+Levels: 0 is the primary (GPU) pool, 1 the secondary (host) pool.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from events.packed import Counts, Handles, Keys, Names, Numbers, Slots, Tokens
+
+PRIMARY = 0
+SECONDARY = 1
+FORMAT_VERSION = 1
+"""Raised when the meaning of an event changes. A reader refuses a newer one."""
+
+RequestId = str | int
+
+
+class AllocateReason(StrEnum):
+    """Why slots left the free set."""
+
+    PROMPT = "prompt"
+    DECODE = "decode"
+    COPY = "copy"
+
+
+class MoveReason(StrEnum):
+    """Why blocks changed their level."""
+
+    OFFLOAD = "offload"
+    """Evicted from primary, kept in secondary."""
+    ONBOARD = "onboard"
+    """Reused by a sequence, so copied back to primary."""
+    RECOMPUTED = "recomputed"
+    """A sequence computed a block that lay in secondary: its own primary slot takes over, nothing is copied."""
+
+
+class RemoveReason(StrEnum):
+    """Why cached content is gone."""
+
+    CAPACITY = "capacity"
+    SUPERSEDED = "superseded"
+    """A stored block begins with the same tokens as this shorter one."""
+    UNREACHABLE = "unreachable"
+    """An ancestor was removed."""
+    TRANSFER_FAILED = "transfer_failed"
+    CLEARED = "cleared"
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Base of all events."""
+
+
+class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Base of the structs inside events."""
+
+
+class Namespace(Part):
+    """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+    salt_digest: bytes | None = None
+
+
+class PoolCreated(Part):
+    """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
+
+    num_kv_heads: int
+    layers: tuple[int, ...]
+    bytes_per_block: int
+
+
+class GroupCreated(Part):
+    """One attention window: its layers, its pools, and its blocks per level."""
+
+    window: int
+    kind: str
+    layers: tuple[int, ...]
+    pools: tuple[PoolCreated, ...]
+    num_blocks: tuple[int, int]
+
+
+class CacheCreated(Event):
+    """A manager started with an empty cache."""
+
+    config: str
+    """The effective configuration as JSON."""
+    tokens_per_block: int
+    groups: tuple[GroupCreated, ...]
+    hash_algorithm: str
+    key_bytes: int
+    content_id: str
+    """Digest of what a block's bytes mean (layers, heads, dims, dtype, layout)."""
+    format_version: int = FORMAT_VERSION
+
+
+class EpochStarted(Event):
+    """A log was opened for writing. Always the first event of its batch, and of an epoch."""
+
+    epoch: int
+    log_id: bytes
+    previous_epoch: int | None
+    previous_last_seq: int | None
+    clean: bool
+    """Whether the previous epoch ended with a close (True for the first epoch)."""
+    tokens_recorded: bool
+    software: str
+
+
+class GroupExported(Part):
+    """The cached blocks of one group as columns over runs, parents before children."""
+
+    namespaces: tuple[Namespace, ...]
+    runs: Numbers
+    """int64, 9 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
+    block, level, priority, expiry, release stamp, references, transfer."""
+    symbols: Tokens
+    """The tokens of all runs, in order; empty if the log records no tokens."""
+    slots: Slots
+    keys: Keys
+    free: tuple[Slots, Slots]
+    """Blank slots per level; the next one to be taken is the last."""
+    shared: Numbers
+    """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
+
+
+class SequenceExported(Part):
+    """One running sequence."""
+
+    handle: int
+    request_id: RequestId
+    namespace: Namespace
+    num_tokens: int
+    tokens: Tokens
+    num_prompt_tokens: int
+    computed: int
+    stored: tuple[int, ...]
+    """Per group, the number of leading blocks that are cached."""
+    slots: tuple[Slots, ...]
+
+
+class TransferExported(Part):
+    """A copy whose landing is not yet known."""
+
+    transfer: int
+    group: int
+    level: int
+    slots: Slots
+    handle: int | None
+    first_block: int
+
+
+class StateExported(Event):
+    """The whole state, so that folding can begin here."""
+
+    groups: tuple[GroupExported, ...]
+    sequences: tuple[SequenceExported, ...]
+    transfers: tuple[TransferExported, ...]
+    next_handle: int
+    next_transfer: int
+    stamp: int
+    changed_blocks: int
+    """Blocks changed since the last checkpoint."""
+
+
+class Gap(Event):
+    """Batches are missing here."""
+
+    first_seq: int
+    last_seq: int
+    reason: str
+
+
+class SequenceAdded(Event):
+    """A request was admitted."""
+
+    handle: int
+    request_id: RequestId
+    namespace: Namespace
+    num_tokens: int
+    tokens: Tokens
+    reused_primary: tuple[int, ...]
+    """Per group: tokens in full blocks found in primary."""
+    reused_secondary: tuple[int, ...]
+    """Per group: tokens in full blocks found in secondary."""
+    reused_partial: int
+    """Tokens copied from a block of which only the start matches."""
+
+
+class BlocksAllocated(Event):
+    """Slots left the free set and were appended to a sequence's block table."""
+
+    handle: int
+    group: int
+    slots: Slots
+    why: AllocateReason
+
+
+class BlocksReused(Event):
+    """A sequence took cached blocks into its table, from `first_block` on."""
+
+    handle: int
+    group: int
+    level: int
+    first_block: int
+    slots: Slots
+    names: Names
+    replaced: Slots = b""
+    """The sequence's own slots, given back because it had computed blocks that another one stored first."""
+
+
+class BlocksCopied(Event):
+    """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence."""
+
+    handle: int
+    group: int
+    source_level: int
+    source: int
+    target: int
+    num_tokens: int
+    block: int
+    """Index of the target in the sequence's block table."""
+    transfer: int
+
+
+class BlocksStored(Event):
+    """Blocks of a sequence became reusable, from `first_block` of its table on. The tokens are the sequence's."""
+
+    handle: int
+    group: int
+    first_block: int
+    parent: Names
+    """Name of the block before the first one; empty at the start of a prompt."""
+    keys: Keys
+    slots: Slots
+    level: int
+    priority: int
+    last_tokens: int
+    """Tokens in the last block; fewer than tokens_per_block only for the last block of a removed sequence."""
+
+
+class BlocksMoved(Event):
+    """Blocks changed their level."""
+
+    group: int
+    names: Names
+    from_level: int
+    from_slots: Slots
+    to_level: int
+    to_slots: Slots
+    why: MoveReason
+    transfer: int
+    """0: nothing is copied."""
+    handle: int | None = None
+    """The sequence for which the move was made."""
+    first_block: int = 0
+    """Onboard and recomputed: index of the first block in the sequence's table."""
+
+
+class BlocksRemoved(Event):
+    """Cached content is gone; deepest block first. Slots that no sequence holds become blank."""
+
+    group: int
+    level: int
+    slots: Slots
+    names: Names
+    why: RemoveReason
+    handle: int | None = None
+    """The sequence that needed the room."""
+
+
+class TokensAppended(Event):
+    """One `add_tokens` call."""
+
+    handles: Handles
+    counts: Counts
+    """Tokens per sequence; empty: one each."""
+    tokens: Tokens
+
+
+class ContextComputed(Event):
+    """The engine has written K/V of the first `num_tokens` tokens of a sequence."""
+
+    handle: int
+    num_tokens: int
+
+
+class SequenceRemoved(Event):
+    """A sequence ended: its references are released, its own slots become blank."""
+
+    handle: int
+    stored: tuple[int, ...]
+    """Per group: blocks that stay cached."""
+    freed: tuple[Slots, ...]
+    """Per group: slots that become blank, in the order in which they do."""
+    num_tokens: int
+    computed: int
+
+
+class TransferLanded(Event):
+    """Copies are complete."""
+
+    transfers: Numbers
+
+
+class TransferFailed(Event):
+    """Copies failed: what they should have written is not there."""
+
+    transfers: Numbers
+    reason: str
+
+
+class CacheCleared(Event):
+    """Everything was dropped that no sequence holds; what is held lost its name."""
+
+    removed: tuple[int, int]
+    """Blocks dropped per level."""
+    unnamed: int
+    """Blocks that stay with running sequences."""
+
+
+class Checkpoint(Event):
+    """The fingerprint of the state before this event."""
+
+    fingerprint: bytes
+    num_sequences: int
+    num_cached: tuple[int, int]
+
+
+class AdmissionRefused(Event):
+    """A note that no fold reads: a request did not fit. At most one per request until it is admitted."""
+
+    request_id: RequestId
+    needed: int
+    available: int
+
+
+AnyEvent = (
+    CacheCreated
+    | EpochStarted
+    | StateExported
+    | Gap
+    | SequenceAdded
+    | BlocksAllocated
+    | BlocksReused
+    | BlocksCopied
+    | BlocksStored
+    | BlocksMoved
+    | BlocksRemoved
+    | TokensAppended
+    | ContextComputed
+    | SequenceRemoved
+    | TransferLanded
+    | TransferFailed
+    | CacheCleared
+    | Checkpoint
+    | AdmissionRefused
+)
+
+
+class EventBatch(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What one flush published: the unit of atomicity."""
+
+    seq: int
+    """Counts the batches of a log directory, from 0, without holes and never restarting."""
+    ts: int
+    """Wall clock in nanoseconds; never used for ordering."""
+    events: tuple[AnyEvent, ...]

@@ -1,0 +1,79 @@
+"""A paged KV cache manager for LLM inference engines whose only way to change is to emit an event.
+
+Everything below is imported on first use, so that programs that only read logs need neither torch nor the time
+to load it. `errors` and `replay` are modules: ``kvcache.replay.replay(directory)``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcache._version import __version__
+
+if TYPE_CHECKING:
+    from kvcache import errors, replay
+    from kvcache.config import KVCacheConfig, LogConfig
+    from kvcache.layout import Layout
+    from kvcache.manager import KVCacheManager
+    from kvcache.results import Admission, Request
+
+__all__ = [
+    "Admission",
+    "KVCacheConfig",
+    "KVCacheManager",
+    "Layout",
+    "LogConfig",
+    "Request",
+    "__version__",
+    "errors",
+    "replay",
+]
+
+_HOMES = {
+    "Admission": "kvcache.results",
+    "KVCacheConfig": "kvcache.config",
+    "KVCacheManager": "kvcache.manager",
+    "Layout": "kvcache.layout",
+    "LogConfig": "kvcache.config",
+    "Request": "kvcache.results",
+}
+"""The module of each name; a name that is missing here is a module itself."""
+
+_FOREIGN = """\
+kvcache needs its own package `{name}`, but `import {name}` {found}.
+Another distribution has the same top-level name: PyPI's `events` overwrites files of that name in place.
+Uninstall it (`pip uninstall {name}`) and install kvcache again (`pip install --force-reinstall kvcache`), or
+take the directory in which the other one lies off the import path."""
+
+
+def _require_own(name: str) -> None:
+    """Refuse to work with another distribution's package of the same name, before it does harm."""
+    try:
+        package = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(_FOREIGN.format(name=name, found="finds nothing")) from error
+    file = getattr(package, "__file__", None)
+    marked = getattr(package, "KVCACHE_PACKAGE", None) == "kvcache"
+    # The mark tells files that were overwritten in place, the path a copy of ours from another installation.
+    if not marked or not file or Path(file).resolve().parent.parent != Path(__file__).resolve().parent.parent:
+        raise ImportError(_FOREIGN.format(name=name, found=f"found {file or 'a directory without code'}"))
+
+
+for _name in ("events", "sinks"):
+    _require_own(_name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        return import_module(f"{__name__}.{name}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,109 @@
+"""Proof of the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
+
+The laws: each slot is in exactly one place; references equal the sequences that hold a block; blank + held + cached
+= total; every cached block's parent is cached, in primary if the block is; the next victim is the lowest in order.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+from events.types import PRIMARY
+from kvcache.errors import invariant
+from kvcache.group_state import GroupState
+from kvcache.prefix_tree import Root, Run, runs_below
+from kvcache.sequence import Sequence
+from kvcache.slots import Level, eviction_order
+from kvcache.state import CacheState
+
+
+def check(state: CacheState) -> None:
+    """Verify the whole state."""
+    for index, group in enumerate(state.groups):
+        _check_tree(group)
+        references: Counter[int] = Counter()
+        private: Counter[int] = Counter()
+        for sequence in state.sequences.values():
+            _check_sequence(group, index, sequence, references, private)
+        _check_references(group, references, private)
+        for level in group.levels:
+            _check_level(group, level, private if level.index == PRIMARY else Counter())
+        users = Counter(sequence.namespace for sequence in state.sequences.values())
+        for namespace, root in group.tree.roots.items():
+            invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
+            invariant(bool(root.children or root.users), "an unused namespace is kept")
+    invariant(
+        {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
+        "request ids and handles disagree",
+    )
+
+
+def _check_tree(group: GroupState) -> None:
+    seen = 0
+    for root in group.tree.roots.values():
+        for run in runs_below(root):
+            seen += 1
+            invariant(group.tree.runs.get(run.id) is run, "a run is not registered")
+            _check_run(group, run)
+    invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
+
+
+def _check_run(group: GroupState, run: Run) -> None:
+    tree, parent = group.tree, run.parent
+    blocks = len(run.slots)
+    invariant(blocks > 0, "a run is empty")
+    invariant(run.end == parent.end + blocks, "a run ends elsewhere")
+    full = (blocks - 1) * tree.block_bytes
+    invariant(full < len(run.symbols) <= full + tree.block_bytes, "a run's content has another length")
+    invariant(len(run.keys) == blocks * tree.key_bytes, "a run's keys have another length")
+    invariant(parent.children.get(run.head) is run, "a parent does not know its child")
+    invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
+    invariant(run.order == sorted(run.children), "children are out of order")
+    invariant(run.kin == sum(c.level == run.level for c in run.children.values()), "children are counted wrongly")
+    invariant(not (run.partial and run.children), "a block hangs behind a partial one")
+    invariant((run.refs == 0) or (run.stamp == 0), "a held block has a release stamp")
+    if isinstance(parent, Run):
+        invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
+        invariant(parent.refs >= run.refs, "a block is held but its parent is not")
+        invariant(not tree.may_join(run), "two runs with one state were not joined")
+    else:
+        invariant(isinstance(parent, Root), "a run hangs below nothing")
+
+
+def _check_sequence(
+    group: GroupState, index: int, sequence: Sequence, references: Counter[int], private: Counter[int]
+) -> None:
+    table, tail = sequence.tables[index], sequence.tails[index]
+    needed = -(-sequence.num_tokens // group.tokens_per_block)
+    invariant(len(table) == needed, "a block table does not fit the tokens")
+    invariant(len(set(table)) == len(table), "a block table names a slot twice")
+    invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
+    path = list(group.path(tail))
+    held = array("i", [slot for run in reversed(path) for slot in run.slots])
+    invariant(table[: tail.end] == held, "a block table and the cached path disagree")
+    invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
+    references.update(run.id for run in path)
+    private.update(table[tail.end :])
+
+
+def _check_references(group: GroupState, references: Counter[int], private: Counter[int]) -> None:
+    for run in group.tree.runs.values():
+        invariant(run.refs == references[run.id], "references differ from the sequences that hold a block")
+    shared = {slot: count for slot, count in private.items() if count > 1}
+    invariant(shared == group.shared, "uncached blocks are shared by others than noted")
+
+
+def _check_level(group: GroupState, level: Level, private: Counter[int]) -> None:
+    runs = [run for run in group.tree.runs.values() if run.level == level.index]
+    cached = Counter(slot for run in runs for slot in run.slots)
+    everything = [*level.free, *cached.elements(), *private]
+    invariant(sorted(everything) == list(range(level.size)), "a slot is in two places or in none")
+    for run in runs:
+        invariant(all(level.owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+    invariant(int((level.owner >= 0).sum()) == len(cached), "an uncached slot has an owner")
+    unreferenced = sum(len(run.slots) for run in runs if not run.refs)
+    invariant(level.unreferenced == unreferenced, "unreferenced blocks are counted wrongly")
+    leaves = [run for run in runs if not run.refs and not run.kin]
+    lowest = min(leaves, key=eviction_order, default=None)
+    invariant(level.victim(group.tree.runs) is lowest, "another block would be evicted than the lowest in order")

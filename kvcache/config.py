@@ -1,0 +1,341 @@
+"""The settings of a cache: one frozen model, and the ways to fill it.
+
+A configuration comes from code, or from a YAML or TOML file, the environment and code together
+(`KVCacheConfig.load`). All of them end in the same validation, which raises one `ConfigError` with a line per
+problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting
+that is silently ignored costs more than an error at the start.
+
+What each field accepts is said beside its type, for people (`_Accepts`) and for pydantic (`Field`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvcache.errors import ConfigError
+
+ENV_PREFIX = "KVCACHE_"
+ENV_NESTING = "__"
+MAX_BLOCKS = 2**31 - 1
+"""Slots are int32."""
+_SHOWN = 60
+"""A given value is quoted up to this many characters."""
+
+
+@dataclass(frozen=True)
+class _Accepts:
+    """Says for people what a field accepts."""
+
+    text: str
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError("not a power of two")
+    return value
+
+
+def _integers(value: object) -> object:
+    """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
+    if isinstance(value, str):
+        value = value.strip().removeprefix("[").removesuffix("]").split(",")
+        if len(value) == 1:
+            value = value[0]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _one_or_more(value: object) -> object:
+    """A single window is the window of all layers."""
+    value = _integers(value)
+    return (value,) if isinstance(value, int | str) else value
+
+
+_Positive = Annotated[int, Field(ge=1), _Accepts("an integer, at least 1")]
+_Natural = Annotated[int, Field(ge=0), _Accepts("an integer, at least 0")]
+_Flag = Annotated[bool, _Accepts("true or false")]
+_OneUp = Annotated[int, Field(ge=1)]
+_MaybeBlocks = Annotated[
+    int | None, Field(ge=1, le=MAX_BLOCKS), _Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")
+]
+_MaybeNoBlocks = Annotated[
+    int | None, Field(ge=0, le=MAX_BLOCKS), _Accepts(f"an integer from 0 to {MAX_BLOCKS}, or none")
+]
+_MaybeTokens = Annotated[int | None, Field(ge=1), _Accepts("tokens, at least tokens_per_block, or none")]
+
+
+class _Settings(BaseModel, frozen=True, extra="forbid"):
+    """Base of the models here: frozen, nothing unknown, and one readable error."""
+
+    # Type checkers take the constructor's parameters from the fields as long as they see no constructor here.
+    if not TYPE_CHECKING:
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError(_problems(type(self), error, values)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_flag_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """To Python True is 1, but who writes it for a number means something else."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise ValueError("a flag, not a number")
+        return value
+
+
+class LogConfig(_Settings, frozen=True):
+    """How the event log is written."""
+
+    record_tokens: _Flag = True
+    """Whether token ids, which are the prompts, are written. Without them the log cannot be continued."""
+    overflow: Annotated[Literal["block", "drop"], _Accepts("block or drop")] = "drop"
+    """When the disk is too slow: let the engine wait, or lose batches and record the loss."""
+    segment_bytes: Annotated[int, Field(ge=4096), _Accepts("bytes, at least 4096")] = 64 * 1024 * 1024
+    """A file is followed by the next one when it has grown to this size."""
+    fsync: Annotated[Literal["group", "never"], _Accepts("group or never")] = "group"
+    """Whether written batches are forced to the disk, all waiting ones at once."""
+    max_queued_batches: _Positive = 4096
+    """Batches that may wait for the disk."""
+    max_queued_bytes: _Positive = 32 * 1024 * 1024
+    """Bytes that may wait for the disk."""
+
+
+class KVCacheConfig(_Settings, frozen=True):
+    """The settings of a cache. `primary_blocks` or `max_tokens` must be given; the smaller limit wins."""
+
+    max_sequence_length: _Positive
+    """Tokens of the longest sequence, prompt and output."""
+    tokens_per_block: Annotated[
+        int, Field(ge=1), AfterValidator(_power_of_two), _Accepts("a power of two, at least 1")
+    ] = 32
+    num_layers: _Positive = 2
+    num_kv_heads: Annotated[
+        _OneUp | tuple[_OneUp, ...],
+        BeforeValidator(_integers),
+        _Accepts("an integer, at least 1, or one such integer per layer"),
+    ] = 2
+    head_dim: _Positive = 8
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"],
+        _Accepts("float16, bfloat16, float32, float8_e4m3fn or int8"),
+    ] = "bfloat16"
+    kv_layout: Annotated[Literal["NHD", "HND"], _Accepts("NHD or HND")] = "NHD"
+    """Inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
+    max_attention_window: Annotated[
+        Annotated[tuple[_OneUp, ...], Field(min_length=1)] | None,
+        BeforeValidator(_one_or_more),
+        _Accepts("windows in tokens (a shorter list is repeated), or none"),
+    ] = None
+    """Attention windows of the layers, repeated cyclically; none: all layers attend to everything."""
+    primary_blocks: _MaybeBlocks = None
+    """Blocks on the device, for each group of layers with the same window."""
+    max_tokens: _MaybeTokens = None
+    """Tokens that the blocks on the device hold, for each group of layers with the same window."""
+    secondary_blocks: _MaybeNoBlocks = None
+    """Blocks in host memory, for each group of layers with the same window."""
+    host_cache_size: Annotated[int | None, Field(ge=0), _Accepts("bytes, at least 0, or none")] = None
+    """Host memory of all groups together, in bytes. With `secondary_blocks`, the smaller wins; with neither,
+    there is none."""
+    enable_block_reuse: _Flag = True
+    enable_partial_reuse: _Flag = True
+    """Whether the matching start of a block is copied when the rest of the block differs."""
+    secondary_offload_min_priority: Annotated[
+        int, Field(ge=0, le=100), _Accepts("a priority from 0 to 100")
+    ] = 30
+    """Evicted blocks of a lower priority are dropped instead of being kept in host memory."""
+    block_hash: Annotated[
+        Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"],
+        _Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
+    ] = "auto"
+    """How blocks are named for the outside; reuse never depends on it."""
+    model: str = ""
+    """What computed the K and V. Caches of different models never exchange bytes."""
+    checkpoint_spacing: _Positive = 10
+    """A fingerprint is recorded whenever this many times as many blocks have changed as the cache has slots."""
+    event_buffer_max_size: _Natural = 0
+    """Events kept for polling consumers; 0: none."""
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        """Check what no field can say alone."""
+        problems = _problems_between(self)
+        if problems:
+            raise ConfigError(problems)
+        return self
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Fill the settings from a file, then the environment, then `overrides`; later ones win.
+
+        `path` ends in .toml, .yaml or .yml (YAML needs the extra ``kvcache[cli]``). Each variable
+        ``KVCACHE_<FIELD>`` sets a field, ``KVCACHE_LOG__<FIELD>`` one of `log`; ``none`` stands for no value,
+        and an empty variable for an unset one. `env` defaults to the process's environment. Raises ConfigError.
+        """
+        from_file = {} if path is None else _read_file(Path(path))
+        from_env, variables = _read_env(os.environ if env is None else env)
+        try:
+            return cls(**_merged(_merged(from_file, from_env), overrides))
+        except ConfigError as error:
+            sources = [] if path is None else [str(path)]
+            raise ConfigError(error.problems, ", ".join(sources + variables)) from None
+
+
+def _problems_between(config: KVCacheConfig) -> list[str]:
+    problems = []
+    if config.primary_blocks is None and config.max_tokens is None:
+        problems.append("primary_blocks, max_tokens: missing; accepted: one of the two, or both")
+    if config.max_tokens is not None and config.max_tokens < config.tokens_per_block:
+        problems.append(
+            f"max_tokens: given {config.max_tokens}; accepted: at least one block of {config.tokens_per_block} tokens"
+        )
+    heads, windows = config.num_kv_heads, config.max_attention_window
+    if isinstance(heads, tuple) and len(heads) != config.num_layers:
+        problems.append(
+            f"num_kv_heads: given {len(heads)} numbers; accepted: one, or {config.num_layers} (num_layers)"
+        )
+    if windows is not None and len(windows) > config.num_layers:
+        problems.append(
+            f"max_attention_window: given {len(windows)} windows; accepted: at most {config.num_layers} (num_layers)"
+        )
+    return problems
+
+
+def _problems(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """One line per field and problem. A union reports each of its branches; they end in the same line."""
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        lines.update(dict.fromkeys(_lines_of(model, detail, values)))
+    return list(lines)
+
+
+def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str, Any]) -> list[str]:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    nested = detail.get("ctx", {}).get("error")
+    if isinstance(nested, ConfigError):
+        return [f"{name}.{line}" if name else line for line in nested.problems]
+    if detail["type"] == "extra_forbidden":
+        return [f"{name}: no such field{_did_you_mean(name, model.model_fields)}"]
+    accepted = f"accepted: {_accepted(model.model_fields[name])}"
+    if detail["type"] == "missing":
+        return [f"{name}: missing; {accepted}"]
+    given = repr(values[name])
+    return [f"{name}: given {given if len(given) <= _SHOWN else given[:_SHOWN] + '…'}; {accepted}"]
+
+
+def _accepted(field: FieldInfo) -> str:
+    for mark in field.metadata:
+        if isinstance(mark, _Accepts):
+            return mark.text
+    kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"a mapping of {', '.join(kind.model_fields)}"
+    return "text"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _read_env(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings in the environment, and the variables that hold them."""
+    given = {
+        name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
+    }
+    known = _variables(KVCacheConfig)
+    unknown = [f"{name}: no such setting{_did_you_mean(name, known)}" for name in given if name not in known]
+    if unknown:
+        raise ConfigError(unknown, "the environment")
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        *outer, field = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
+        target = values
+        for step in outer:
+            target = target.setdefault(step, {})
+        target[field] = None if text.lower() == "none" and _may_be_none(known[name]) else text
+    return values, list(given)
+
+
+def _variables(model: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, FieldInfo]:
+    """The environment variables that set fields of a model, and of the models inside it."""
+    found = {}
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.update(_variables(kind, f"{prefix}{name.upper()}{ENV_NESTING}"))
+        else:
+            found[prefix + name.upper()] = field
+    return found
+
+
+def _may_be_none(field: FieldInfo) -> bool:
+    return type(None) in get_args(field.annotation)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if path.suffix not in _PARSERS:
+        raise ConfigError([f"the file's name must end in {', '.join(_PARSERS)}"], str(path))
+    try:
+        values = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
+    except ConfigError as error:
+        raise ConfigError(error.problems, str(path)) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+    if not isinstance(values, dict):
+        raise ConfigError(
+            [f"given {type(values).__name__}; accepted: a mapping of fields to values"], str(path)
+        )
+    return values
+
+
+def _parse_yaml(text: str) -> object:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(["YAML needs an extra: pip install 'kvcache[cli]', or use TOML"]) from error
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from error
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    ".toml": tomllib.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+
+
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` wins; mappings on both sides are merged."""
+    merged = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = _merged(merged[name], value) if both else value
+    return merged

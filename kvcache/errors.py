@@ -1,0 +1,228 @@
+"""Everything the cache manager raises, as one tree that tells three parties apart.
+
+::
+
+    KVCacheError
+    ├── UsageError            the call was wrong; nothing has changed
+    │   ├── ConfigError
+    │   ├── DuplicateRequest
+    │   ├── UnknownRequest
+    │   ├── InvalidTokens
+    │   ├── WrongThread
+    │   ├── TransfersPending
+    │   ├── ManagerClosed
+    │   └── Unsupported
+    ├── CapacityError         there is no room; nothing has changed, less or later may work
+    │   ├── OutOfBlocks
+    │   ├── PromptTooLong
+    │   └── NotEnoughMemory
+    └── InternalError         a bug of this library; the manager must not be used any further
+        ├── InvariantViolated
+        └── Poisoned
+
+Each error keeps what a program can act on as attributes and passes exactly these to ``Exception``, so that
+it survives pickling; its text is made from them and says what to do. No text contains token ids: they are
+the prompt, and error texts end up in logs that more people read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from events.types import RequestId
+
+
+class KVCacheError(Exception):
+    """Base of all errors of the cache manager."""
+
+
+class UsageError(KVCacheError):
+    """The call was wrong. Nothing has changed."""
+
+
+class ConfigError(UsageError, ValueError):
+    """A configuration cannot be used.
+
+    `problems` holds one line per problem, `source` says where the settings came from (empty: the code).
+    It is a ValueError as well, so that pydantic reports it as the problem of the field it is nested in.
+    """
+
+    def __init__(self, problems: Sequence[str], source: str = "") -> None:
+        super().__init__(tuple(problems), source)
+        self.problems = tuple(problems)
+        self.source = source
+
+    def __str__(self) -> str:
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        origin = f" from {self.source}" if self.source else ""
+        return f"the configuration{origin} has {count}:" + "".join(f"\n  {line}" for line in self.problems)
+
+
+class DuplicateRequest(UsageError):
+    """A request was added whose id belongs to a running one."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} is running already: remove it first, or choose another id"
+
+
+class UnknownRequest(UsageError):
+    """No running request has this id."""
+
+    def __init__(self, request_id: RequestId) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+    def __str__(self) -> str:
+        return f"request {self.request_id!r} is not running: it was never added, or was removed already"
+
+
+class InvalidTokens(UsageError):
+    """Token ids cannot be used. `reason` says why without naming any; `position` is the first bad one's index."""
+
+    def __init__(self, reason: str, position: int | None = None) -> None:
+        super().__init__(reason, position)
+        self.reason = reason
+        self.position = position
+
+    def __str__(self) -> str:
+        where = "" if self.position is None else f" at position {self.position}"
+        return f"tokens{where}: {self.reason}"
+
+
+class WrongThread(UsageError):
+    """The manager was called from another thread than the one that owns it; both by name."""
+
+    def __init__(self, owner: str, caller: str) -> None:
+        super().__init__(owner, caller)
+        self.owner = owner
+        self.caller = caller
+
+    def __str__(self) -> str:
+        return (
+            f"the manager belongs to thread {self.owner!r} and was called from {self.caller!r}: "
+            "make all calls from one thread"
+        )
+
+
+class TransfersPending(UsageError):
+    """Block tables were asked for while copies that fill their blocks have not been started."""
+
+    def __str__(self) -> str:
+        return "copies into these blocks are pending: call start_transfers() before asking for block tables"
+
+
+class ManagerClosed(UsageError):
+    """The manager was called after close()."""
+
+    def __str__(self) -> str:
+        return "the manager is closed: create a new one"
+
+
+class Unsupported(UsageError):
+    """A combination that this library does not offer. `what` names it, `instead` says what to do."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(what, instead)
+        self.what = what
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return f"{self.what} is not supported: {self.instead}"
+
+
+class CapacityError(KVCacheError):
+    """There is no room. Nothing has changed; with less, or later, the call may succeed."""
+
+
+class OutOfBlocks(CapacityError):
+    """Too few primary blocks are blank or can be evicted.
+
+    `index` is the first request of the batch (or sequence of the step) that does not fit; `needed` and
+    `available` count blocks, one entry per group.
+    """
+
+    def __init__(self, index: int, needed: Sequence[int], available: Sequence[int]) -> None:
+        super().__init__(index, tuple(needed), tuple(available))
+        self.index = index
+        self.needed = tuple(needed)
+        self.available = tuple(available)
+
+    def __str__(self) -> str:
+        short = ", ".join(
+            f"group {group} needs {needed} and has {available}"
+            for group, (needed, available) in enumerate(zip(self.needed, self.available, strict=True))
+            if needed > available
+        )
+        return (
+            f"too few blocks for entry {self.index} of the call: {short}; remove a sequence, "
+            f"pass only the first {self.index}, or raise primary_blocks"
+        )
+
+
+class PromptTooLong(CapacityError):
+    """A sequence would be longer than can ever be held; both in tokens."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(length, limit)
+        self.length = length
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return (
+            f"{self.length} tokens exceed the limit of {self.limit}: shorten the sequence, "
+            "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
+        )
+
+
+class NotEnoughMemory(CapacityError):
+    """Pools do not fit; both in bytes. `where` names the memory, `lower` the settings that shrink the need."""
+
+    def __init__(
+        self, needed: int, free: int, where: str = "memory", lower: str = "primary_blocks or max_tokens"
+    ) -> None:
+        super().__init__(needed, free, where, lower)
+        self.needed = needed
+        self.free = free
+        self.where = where
+        self.lower = lower
+
+    def __str__(self) -> str:
+        return f"the pools need {self.needed:,} bytes of {self.where}, {self.free:,} are free: lower {self.lower}"
+
+
+class InternalError(KVCacheError):
+    """A bug of this library. The manager must not be used any further; please report it."""
+
+
+class InvariantViolated(InternalError):
+    """The state breaks one of its laws. `law` says what is broken, `detail` where, in numbers and ids."""
+
+    def __init__(self, law: str, detail: str = "") -> None:
+        super().__init__(law, detail)
+        self.law = law
+        self.detail = detail
+
+    def __str__(self) -> str:
+        where = f" ({self.detail})" if self.detail else ""
+        return f"{self.law}{where}: a bug of kvcache, please report it"
+
+
+class Poisoned(InternalError):
+    """An earlier call failed halfway, so the state cannot be trusted. `cause` names the first failure."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"the manager stopped at an earlier failure ({self.cause}): create a new one, and report the failure"
+
+
+def invariant(holds: bool, law: str) -> None:
+    """Raise InvariantViolated, with what is broken, unless the law holds. Unlike ``assert`` it is never off."""
+    if not holds:
+        raise InvariantViolated(law)

@@ -1,0 +1,274 @@
+"""The state of one attention window: its prefix tree and its slots per level, and how events change them.
+
+Only `kvcache.state` calls the methods that change something, and only while it applies an event.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+
+from events.types import PRIMARY, SECONDARY, Namespace
+from kvcache.errors import invariant
+from kvcache.prefix_tree import Node, PrefixTree, Root, Run
+from kvcache.slots import Level
+
+
+class GroupState:
+    """Blocks of one window: cached ones in the tree, the others blank or held by one sequence."""
+
+    __slots__ = ("levels", "shared", "tokens_per_block", "tree")
+
+    def __init__(self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int) -> None:
+        self.tree = PrefixTree(block_bytes, key_bytes)
+        self.levels = (Level(PRIMARY, num_blocks[0]), Level(SECONDARY, num_blocks[1]))
+        self.tokens_per_block = tokens_per_block
+        self.shared: dict[int, int] = {}
+        """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
+
+    def root(self, namespace: Namespace, key: bytes) -> Root:
+        """The root of a namespace, made on first use."""
+        root = self.tree.roots.get(namespace)
+        if root is None:
+            root = self.tree.roots[namespace] = Root(namespace, key)
+        return root
+
+    def owner(self, level: int, slot: int) -> Run:
+        """The run that holds a cached slot."""
+        run = self.tree.runs.get(int(self.levels[level].owner[slot]))
+        invariant(run is not None, "a slot that an event names is not cached")
+        assert run is not None
+        return run
+
+    def path(self, node: Node) -> Iterator[Run]:
+        """The runs from a node up to its root."""
+        while isinstance(node, Run):
+            yield node
+            node = node.parent
+
+    def claim(self, node: Node, level: int, slots: array[int]) -> Run:
+        """Take a reference on the blocks in `slots`, which continue `node`; returns the last run."""
+        done = 0
+        while done < len(slots):
+            run = self.owner(level, slots[done])
+            invariant(run.parent is node, "reused blocks do not continue the sequence's prefix")
+            take = min(len(run.slots), len(slots) - done)
+            invariant(run.slots[:take] == slots[done : done + take], "reused blocks are not consecutive")
+            if take < len(run.slots):
+                run = self.split(run, take)
+            self.reference(run)
+            done += take
+            node = run
+        assert isinstance(node, Run)
+        return node
+
+    def reference(self, run: Run) -> None:
+        """One more sequence holds the run."""
+        if run.refs == 0:
+            self.levels[run.level].unreferenced -= len(run.slots)
+            run.stamp = 0
+        run.refs += 1
+
+    def release(self, node: Node, stamp: int) -> None:
+        """One sequence fewer holds the path that ends at `node`."""
+        for run in self.path(node):
+            run.refs -= 1
+            if run.refs == 0:
+                run.stamp = stamp
+                self.levels[run.level].unreferenced += len(run.slots)
+        if isinstance(node, Run):
+            self._settle_around(node)
+            level = self.levels[node.level]
+            level.add_leaf(node)
+            level.compact(self.tree.runs)
+
+    def settle(self, run: Run) -> None:
+        """Join whatever has become equal on the path that ends at `run`."""
+        node: Node = run
+        while isinstance(node, Run):
+            while self.tree.may_join(node):
+                gone = self.tree.join(node)
+                self.levels[node.level].own(gone.slots, node.id)
+            node = node.parent
+
+    def split(self, run: Run, at: int) -> Run:
+        """Cut a run in two; returns the upper part."""
+        upper = self.tree.split(run, at)
+        self.levels[run.level].own(upper.slots, upper.id)
+        return upper
+
+    def store(self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int) -> Run:
+        """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
+        if isinstance(node, Run) and self._continues(node, priority):
+            run = node
+            run.symbols += symbols
+            run.slots.extend(slots)
+            run.keys += keys
+            run.end += len(slots)
+        else:
+            run = self.tree.new_run(node, bytearray(symbols), slots, bytearray(keys))
+            run.refs, run.priority = 1, priority
+            self.tree.link(run)
+        run.partial = partial
+        self.levels[PRIMARY].own(slots, run.id)
+        return run
+
+    def _continues(self, run: Run, priority: int) -> bool:
+        """Whether new blocks of the only sequence that holds a leaf can be added to it."""
+        return not (run.children or run.refs != 1 or run.transfer or run.partial or run.priority != priority)
+
+    def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node, array[int]]]:
+        """Forget cached blocks, deepest first; returns the runs that sequences still hold, as (run, parent, slots)."""
+        held = []
+        done = 0
+        while done < len(slots):
+            run = self.owner(level, slots[done])
+            take = min(len(run.slots), len(slots) - done)
+            gone = self._cut_tail(run, take, slots[done : done + take])
+            if run.refs:
+                held.append(gone)
+                self._share(run.refs, gone[2])
+            else:
+                self.levels[level].unreferenced -= take
+                self.levels[level].give_back(slots[done : done + take])
+            done += take
+        return held
+
+    def _share(self, holders: int, slots: array[int]) -> None:
+        if holders > 1:
+            for slot in slots:
+                self.shared[slot] = holders
+
+    def _cut_tail(self, run: Run, take: int, expected: array[int]) -> tuple[Run, Node, array[int]]:
+        """Take the last `take` blocks of a leaf out of the tree."""
+        invariant(not run.children, "a block with cached descendants cannot be removed")
+        invariant(run.slots[: -take - 1 : -1] == expected, "removed blocks are not the end of a run")
+        if take < len(run.slots) and run.refs:
+            self.split(run, len(run.slots) - take)
+        level = self.levels[run.level]
+        level.owner[np.frombuffer(expected, np.int32)] = -1
+        if take == len(run.slots):
+            parent = run.parent
+            self.tree.unlink(run)
+            if isinstance(parent, Run):
+                self.levels[parent.level].add_leaf(parent)
+                self._settle_children(parent)
+            return run, parent, run.slots
+        self._trim(run, take)
+        level.add_leaf(run)
+        return run, run, expected
+
+    def _trim(self, run: Run, take: int) -> None:
+        """Shorten a run by its last `take` blocks."""
+        keep = len(run.slots) - take
+        del run.symbols[keep * self.tree.block_bytes :]
+        del run.slots[keep:]
+        del run.keys[keep * self.tree.key_bytes :]
+        run.end -= take
+        run.partial = 0
+
+    def _settle_children(self, parent: Run) -> None:
+        """A run that lost a child may have become equal to its only other one."""
+        if len(parent.children) == 1:
+            (child,) = parent.children.values()
+            self.settle(child)
+
+    def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move the end of an unreferenced primary leaf to secondary; deepest block first."""
+        run = self.owner(PRIMARY, slots[0])
+        take = len(slots)
+        invariant(run.slots[: -take - 1 : -1] == slots, "offloaded blocks are not the end of a run")
+        invariant(not run.refs and not run.kin, "an offloaded block is in use")
+        if take < len(run.slots):
+            self.split(run, len(run.slots) - take)
+        self.relocate(run, SECONDARY, to_slots[::-1], transfer)
+        self.levels[PRIMARY].give_back(slots)
+        parent = run.parent
+        if isinstance(parent, Run):
+            self.levels[PRIMARY].add_leaf(parent)
+        self.levels[SECONDARY].add_leaf(run)
+
+    def relocate(self, run: Run, level: int, slots: array[int], transfer: int) -> None:
+        """Give a whole run a new place; its old slots belong to nobody until they are given back."""
+        old = self.levels[run.level]
+        old.owner[np.frombuffer(run.slots, np.int32)] = -1
+        if not run.refs:
+            old.unreferenced -= len(run.slots)
+            self.levels[level].unreferenced += len(run.slots)
+        parent = run.parent
+        if isinstance(parent, Run):
+            parent.kin += (parent.level == level) - (parent.level == run.level)
+        run.level, run.slots, run.transfer = level, slots, transfer
+        run.kin = sum(child.level == level for child in run.children.values())
+        self.levels[level].own(slots, run.id)
+
+    def onboard(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move whole runs that a sequence holds to primary; shallowest block first."""
+        done = 0
+        while done < len(slots):
+            run = self.owner(SECONDARY, slots[done])
+            size = len(run.slots)
+            invariant(run.slots == slots[done : done + size], "onboarded blocks are not whole runs")
+            parent = run.parent
+            self.relocate(run, PRIMARY, to_slots[done : done + size], transfer)
+            if isinstance(parent, Run):
+                self.levels[SECONDARY].add_leaf(parent)
+            done += size
+        self.levels[SECONDARY].give_back(slots)
+
+    def land(self, level: int, slots: array[int], transfer: int) -> None:
+        """The copy of these blocks is complete, as far as they are still there."""
+        owners = np.unique(self.levels[level].owner[np.frombuffer(slots, np.int32)])
+        for run_id in owners.tolist():
+            run = self.tree.runs.get(run_id)
+            if run is not None and run.transfer == transfer:
+                run.transfer = 0
+                self._settle_around(run)
+
+    def _settle_around(self, run: Run) -> None:
+        if len(run.children) == 1:
+            (child,) = run.children.values()
+            if self.tree.may_join(child):
+                self.settle(child)
+                return
+        self.settle(run)
+
+    def give_back(self, slots: array[int]) -> array[int]:
+        """A sequence lets go of uncached slots; returns those that nobody else holds, which are blank now."""
+        if self.shared:
+            slots = array("i", [slot for slot in slots if not self._still_held(slot)])
+        self.levels[PRIMARY].give_back(slots)
+        return slots
+
+    def _still_held(self, slot: int) -> bool:
+        holders = self.shared.get(slot, 1) - 1
+        if holders > 1:
+            self.shared[slot] = holders
+        elif holders == 1:
+            del self.shared[slot]
+        return holders > 0
+
+    def clear(self) -> tuple[tuple[int, int], int]:
+        """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
+        counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
+        unnamed = 0
+        for run in self.tree.runs.values():
+            if run.refs:
+                unnamed += len(run.slots)
+                self._share(run.refs, run.slots)
+            else:
+                self.levels[run.level].give_back(run.slots)
+        for level in self.levels:
+            # A fixed order: that of the runs differs between a live state and one that was exported.
+            level.free = array("i", sorted(level.free, reverse=True))
+            level.owner.fill(-1)
+            level.unreferenced = 0
+            level.leaves.clear()
+        self.tree.runs.clear()
+        for root in list(self.tree.roots.values()):
+            root.children.clear()
+            root.order.clear()
+            self.tree.drop_unused(root)
+        return counts, unnamed

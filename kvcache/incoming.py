@@ -1,0 +1,41 @@
+"""A request as it enters the manager: validated, its tokens packed, its salt turned into a digest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.types import Namespace, RequestId
+from kvcache.errors import InvalidTokens, UsageError
+from kvcache.lookup import namespace_of
+from kvcache.prefix_tree import SYMBOL_BYTES
+from kvcache.results import Request
+from kvcache.tokens import pack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A validated request."""
+
+    request_id: RequestId
+    namespace: Namespace
+    symbols: bytes
+    """The prompt as packed int32."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.symbols) // SYMBOL_BYTES
+
+
+def incoming(request: Request) -> Incoming:
+    """Validate a request; raises `UsageError` or `InvalidTokens`."""
+    request_id = request.request_id
+    if isinstance(request_id, bool) or not isinstance(request_id, str | int):
+        raise UsageError(f"a request id must be a string or an integer, not {type(request_id).__name__}")
+    if isinstance(request_id, int) and not -(2**63) <= request_id < 2**64:
+        raise UsageError("an integer request id must fit 64 bits")
+    namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt)
+    symbols = pack_tokens(request.tokens)
+    if not symbols:
+        raise InvalidTokens("the prompt is empty: at least one token is needed")
+    return Incoming(request_id, namespace, symbols)

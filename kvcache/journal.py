@@ -1,0 +1,59 @@
+"""A state and the record of how it came about: emit = apply and publish, flush = one batch to the log and the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from events.bus import EventBus
+from events.types import CacheCreated, Event, EventBatch
+from kvcache.exported_state import export
+from kvcache.outlets import Outlets
+from kvcache.state import CacheState
+from kvcache.stats import StatsCounter
+
+
+class Journal:
+    """Starts an epoch; from then on nothing changes the state but `emit`."""
+
+    def __init__(self, created: CacheCreated, outlets: Outlets, wall_ns: Callable[[], int]) -> None:
+        self.state = CacheState()
+        self.bus = EventBus()
+        self.counter = StatsCounter(self.bus)
+        self.outlets = outlets
+        self._wall_ns = wall_ns
+        self._next_seq = outlets.next_seq
+        self._start(created)
+
+    def _start(self, created: CacheCreated) -> None:
+        """The first events of an epoch: what began, and the state that a fold can begin with."""
+        epoch = self.outlets.epoch_started
+        if epoch is not None:
+            self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
+        self.emit(created)
+        if epoch is not None:
+            previous = self.outlets.previous_state()
+            if previous is not None:
+                # Handles and transfer ids are never used twice in a log.
+                self.state.next_handle = previous.next_handle
+                self.state.next_transfer = previous.next_transfer
+                self.state.stamp = previous.stamp
+            self.emit(export(self.state))
+
+    def emit(self, event: Event) -> None:
+        """The only way in which anything changes."""
+        self.state.apply(event)
+        self.bus.publish(event)
+
+    def flush(self) -> EventBatch | None:
+        """Hand over what happened as one batch; an empty one is not made."""
+        gap = self.outlets.take_gap()
+        if gap is not None:
+            self.bus.publish(gap)
+            self.emit(export(self.state))
+        if not self.bus.pending:
+            return None
+        batch = EventBatch(self._next_seq, self._wall_ns(), self.bus.take())
+        self._next_seq += 1
+        self.counter.publish(self.state, len(batch.events))
+        self.outlets.publish(batch)
+        return batch

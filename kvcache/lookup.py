@@ -1,0 +1,59 @@
+"""What a prompt would reuse in a state, block by block: for `KVCacheManager.match` and for logs."""
+
+from __future__ import annotations
+
+from events.hashing import salt_digest
+from events.packed import NAME_BYTES
+from events.types import Namespace
+from kvcache.errors import Unsupported
+from kvcache.matching import PathMatch, match
+from kvcache.prefix_tree import SYMBOL_BYTES, Run
+from kvcache.results import Match, MatchedBlock
+from kvcache.state import CacheState
+
+
+def namespace_of(lora_id: int | None, lora_name: str | None, cache_salt: str | None) -> Namespace:
+    """The namespace of a request; the salt is known by its digest from here on."""
+    return Namespace(lora_id, lora_name, None if cache_salt is None else salt_digest(cache_salt))
+
+
+def lookup(state: CacheState, namespace: Namespace, symbols: bytes, *, partial: bool = True) -> Match:
+    """What a prompt (packed int32) would reuse. Changes nothing.
+
+    In the state of a log without tokens, blocks are found by their keys, full ones only.
+    """
+    num_tokens = len(symbols) // SYMBOL_BYTES
+    tree = state.groups[0].tree
+    stop = max(len(symbols) - SYMBOL_BYTES, 0)
+    if not state.tokens_recorded:
+        symbols = _keys(state, namespace, symbols, stop)
+        stop, partial = len(symbols), False
+    found = match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
+    return _describe(state, num_tokens, found)
+
+
+def _keys(state: CacheState, namespace: Namespace, symbols: bytes, stop: int) -> bytes:
+    if not state.hashing.key_bytes:
+        raise Unsupported("matching in a log with neither tokens nor names", "record the log with one of them")
+    block_bytes = state.tokens_per_block * SYMBOL_BYTES
+    full = symbols[: stop // block_bytes * block_bytes]
+    return state.hashing.chain(namespace, state.root_key(namespace), full, block_bytes)
+
+
+def _describe(state: CacheState, num_tokens: int, found: PathMatch) -> Match:
+    size = state.tokens_per_block
+    blocks = tuple(
+        _block(state, run, index, size) for run, take in found.runs for index in range(take)
+    )
+    partial = found.partial
+    return Match(
+        num_tokens,
+        blocks,
+        _block(state, partial.run, partial.block, partial.num_tokens) if partial is not None else None,
+    )
+
+
+def _block(state: CacheState, run: Run, index: int, num_tokens: int) -> MatchedBlock:
+    key_bytes = state.hashing.key_bytes
+    name = bytes(run.keys[index * key_bytes : index * key_bytes + min(key_bytes, NAME_BYTES)]).hex()
+    return MatchedBlock(run.start + index, run.level, run.slots[index], name, num_tokens, run.transfer == 0)

@@ -1,0 +1,432 @@
+"""The engine's interface: one manager owns the cache of one engine rank.
+
+A step of an engine is: admit (`add_sequence`), `start_transfers`, read block tables, run the forward pass, report what
+it wrote (`store_context_blocks`, `add_tokens`), end what is finished (`remove_sequence`), `flush`.
+
+All commands come from one thread. Each either happens whole or raises and leaves no trace; an exception in the
+middle of one (which would be a bug) poisons the manager, so that no later call works on half a state.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence as Items
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
+from events.types import AdmissionRefused, BlocksCopied, BlocksMoved, CacheCreated, EventBatch, RequestId
+from kvcache.admission import Plan
+from kvcache.block_manager import BlockManager
+from kvcache.check import check
+from kvcache.config import KVCacheConfig
+from kvcache.errors import (
+    DuplicateRequest,
+    InvalidTokens,
+    OutOfBlocks,
+    PromptTooLong,
+    TransfersPending,
+    UnknownRequest,
+    Unsupported,
+    UsageError,
+)
+from kvcache.fingerprint import fingerprint
+from kvcache.guard import Guard
+from kvcache.incoming import Incoming, incoming
+from kvcache.journal import Journal
+from kvcache.layout import Layout
+from kvcache.lookup import lookup, namespace_of
+from kvcache.outlets import LogTarget, Outlets
+from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
+from kvcache.sequence import Sequence
+from kvcache.stats import Stats
+from kvcache.tokens import Tokens, pack_tokens
+from kvcache.transfer import TransferEngine
+from sinks import Sink, SinkContext, SinkRunner, SinkStats
+
+if TYPE_CHECKING:
+    from cuda_ops.copier import Copier, Ticket
+    from kvcache.pools import Pools
+
+
+class KVCacheManager:
+    """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
+
+    `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default the pools'
+    own. `log` is a directory or a `LogWriter`; `sinks` are URLs or sinks. `wall_ns` stamps batches and is never used for
+    a decision.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        pools: Pools | None = None,
+        copier: Copier | None = None,
+        log: LogTarget = None,
+        sinks: Items[str | Sink | SinkRunner] = (),
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.config = config
+        self.layout = Layout.of(config)
+        if len(self.layout.groups) > 1 or self.layout.groups[0].window < config.max_sequence_length:
+            raise Unsupported("an attention window shorter than max_sequence_length", "leave max_attention_window out")
+        self._guard = Guard()
+        self._refused: set[RequestId] = set()
+        created = self._created(heard=log is not None or bool(sinks) or config.event_buffer_max_size > 0)
+        context = SinkContext(key_bytes=created.key_bytes, tokens_per_block=config.tokens_per_block)
+        outlets = Outlets.open(log, sinks, context, config.log)
+        try:
+            self._journal = Journal(created, outlets, wall_ns)
+        except BaseException:
+            outlets.close()
+            raise
+        self.state, self.bus = self._journal.state, self._journal.bus
+        copier = copier or (pools.copier() if pools is not None else None)
+        self.transfers = TransferEngine(copier) if copier is not None else None
+        if self.transfers is not None:
+            self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
+        self._blocks = BlockManager(config, self.state, self._journal.emit)
+        self._journal.flush()
+
+    def _created(self, *, heard: bool) -> CacheCreated:
+        algorithm = self.config.block_hash
+        if algorithm == "auto":
+            # Names are for others: where nobody listens, computing them would be most of the work.
+            algorithm = DEFAULT_ALGORITHM if heard else "none"
+        return CacheCreated(
+            config=self.config.model_dump_json(),
+            tokens_per_block=self.config.tokens_per_block,
+            groups=tuple(group.group_created() for group in self.layout.groups),
+            hash_algorithm=algorithm,
+            key_bytes=ALGORITHMS[algorithm].key_bytes,
+            content_id=self.layout.content_id,
+        )
+
+    # -- housekeeping
+
+    def _sequence(self, request_id: RequestId) -> Sequence:
+        handle = self.state.handles.get(request_id)
+        if handle is None:
+            raise UnknownRequest(request_id)
+        return self.state.sequences[handle]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- admission
+
+    def add_sequence(
+        self,
+        request_id: RequestId,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Admission:
+        """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
+
+        `tokens` is the whole prompt, at least one token. Raises `OutOfBlocks` if there is no room now,
+        `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running.
+        """
+        return self.add_sequences([Request(request_id, tokens, lora_id, lora_name, cache_salt)])[0]
+
+    def add_sequences(self, requests: Items[Request]) -> list[Admission]:
+        """Admit a batch whole or not at all; its matches are claimed before anything is evicted.
+
+        `OutOfBlocks.index` is the first request that does not fit.
+        """
+        self._guard.enter()
+        batch = self._incoming(requests)
+        if not batch:
+            return []
+        try:
+            with self._guard:
+                admitted = self._blocks.admit(batch)
+        except OutOfBlocks as refusal:
+            self._note_refusal(batch[refusal.index], refusal)
+            raise
+        if self._refused:
+            self._refused.difference_update(request.request_id for request in batch)
+        return [self._admission(sequence, plan) for sequence, plan in admitted]
+
+    def _incoming(self, requests: Items[Request]) -> list[Incoming]:
+        """Validate a batch."""
+        batch = [incoming(request) for request in requests]
+        seen: set[RequestId] = set()
+        for request in batch:
+            if request.request_id in self.state.handles or request.request_id in seen:
+                raise DuplicateRequest(request.request_id)
+            seen.add(request.request_id)
+            if request.num_tokens > self.max_tokens:
+                raise PromptTooLong(request.num_tokens, self.max_tokens)
+        return batch
+
+    def _note_refusal(self, request: Incoming, refusal: OutOfBlocks) -> None:
+        if request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            needed, available = refusal.needed[0], refusal.available[0]
+            self.bus.publish(AdmissionRefused(request.request_id, needed, available))
+
+    def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
+        request_id = sequence.request_id
+        return Admission(
+            request_id, sequence.handle, sequence.num_tokens, *plan.reused, lambda: (self.block_table(request_id),)
+        )
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that can be held."""
+        pool = self.layout.groups[0].num_blocks[0] * self.config.tokens_per_block
+        return min(self.config.max_sequence_length, pool)
+
+    def can_add(self, requests: Items[Request]) -> int:
+        """How many requests of the batch, from the first on, could be admitted together now."""
+        self._guard.enter()
+        return self._blocks.count_fitting(self._incoming(requests))
+
+    def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
+        """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
+        self._guard.enter()
+        sequence = self._sequence(request_id)
+        return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
+
+    # -- bytes
+
+    def start_transfers(self) -> Ticket | None:
+        """Issue the copies that the admissions asked for; call it before the forward pass.
+
+        The compute stream must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``). None:
+        nothing to wait for.
+        """
+        self._guard.enter()
+        if self.transfers is None or not self.transfers.pending:
+            return None
+        with self._guard:
+            return self.transfers.start()
+
+    def poll(self) -> PollResult:
+        """Record which copies have landed or failed. `flush` does so too; call this to learn what was cut."""
+        self._guard.enter()
+        return self._poll()
+
+    def _poll(self) -> PollResult:
+        if self.transfers is None:
+            if self.state.transfers:
+                # Nothing moves, so there is nothing to wait for.
+                self._blocks.land(list(self.state.transfers))
+            return PollResult()
+        if not self.state.transfers:
+            return PollResult()
+        landed, failed = self.transfers.poll()
+        with self._guard:
+            if landed:
+                self._blocks.land(landed)
+            cut = self._fail(failed) if failed else ()
+        return PollResult(tuple(landed), tuple(failed), cut)
+
+    def _fail(self, failed: list[tuple[int, str]]) -> tuple[tuple[RequestId, int], ...]:
+        before = {handle: sequence.computed for handle, sequence in self.state.sequences.items()}
+        reasons: dict[str, list[int]] = {}
+        for transfer, reason in failed:
+            reasons.setdefault(reason, []).append(transfer)
+        for reason, transfers in reasons.items():
+            self._blocks.fail(transfers, reason)
+        return tuple(
+            (sequence.request_id, sequence.computed)
+            for handle, sequence in self.state.sequences.items()
+            if sequence.computed < before[handle]
+        )
+
+    # -- running sequences
+
+    def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
+        """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
+
+        If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
+        (`StoreResult.swapped`): block tables read before are stale.
+        """
+        self._guard.enter()
+        sequence = self._sequence(request_id)
+        if not 0 <= num_computed_tokens <= sequence.num_tokens:
+            raise UsageError(
+                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be computed: "
+                "append sampled tokens with add_tokens first"
+            )
+        with self._guard:
+            swaps = self._blocks.compute(sequence, num_computed_tokens)
+        return StoreResult(sequence.tails[0].end, swaps)
+
+    def add_tokens(
+        self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
+    ) -> dict[RequestId, StoreResult]:
+        """Append sampled tokens: one call per engine step for all running sequences.
+
+        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). What was sampled before is
+        taken as computed now: blocks that this completes become reusable. Returns the sequences whose tables point
+        at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of
+        them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
+        """
+        self._guard.enter()
+        handles, sequences = self.state.handles, self.state.sequences
+        try:
+            running = [sequences[handles[request_id]] for request_id in request_ids]
+        except KeyError as error:
+            raise UnknownRequest(error.args[0]) from None
+        if len(set(running)) != len(running):
+            raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
+        packed = array("i", pack_tokens(tokens))
+        sizes = self._counts(running, packed, counts)
+        self._check_lengths(running, sizes)
+        if not running:
+            return {}
+        with self._guard:
+            swaps = self._blocks.append(running, packed, sizes)
+        return {
+            sequence.request_id: StoreResult(sequence.tails[0].end, swapped)
+            for sequence, swapped in zip(running, swaps, strict=False)
+            if swapped
+        }
+
+    def _counts(self, running: list[Sequence], tokens: array[int], counts: Items[int] | None) -> array[int] | None:
+        if counts is None:
+            if len(tokens) != len(running):
+                raise InvalidTokens(f"{len(tokens)} tokens were given for {len(running)} sequences: one each, or counts")
+            return None
+        if len(counts) != len(running) or min(counts, default=1) < 1 or sum(counts) != len(tokens):
+            raise InvalidTokens(
+                f"counts must give each of {len(running)} sequences at least 1 of the {len(tokens)} tokens"
+            )
+        return array("I", counts)
+
+    def _check_lengths(self, running: list[Sequence], counts: array[int] | None) -> None:
+        limit = self.max_tokens
+        for index, sequence in enumerate(running):
+            length = len(sequence.tokens) + (1 if counts is None else counts[index])
+            if length > limit:
+                raise PromptTooLong(length, limit)
+
+    def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
+        """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
+        self._guard.enter()
+        sequence = self._sequence(request_id)
+        with self._guard:
+            self._blocks.remove(sequence, store=store)
+
+    def clear(self) -> None:
+        """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
+        self._guard.enter()
+        with self._guard:
+            self._blocks.clear()
+        self.flush()
+
+    # -- reading
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Match:
+        """What a prompt would reuse now, block by block. Changes nothing."""
+        self._guard.enter()
+        namespace = namespace_of(lora_id, lora_name, cache_salt)
+        if not self.config.enable_block_reuse:
+            return Match(len(pack_tokens(tokens)) // 4, (), None)
+        return lookup(self.state, namespace, pack_tokens(tokens), partial=self.config.enable_partial_reuse)
+
+    def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
+        """Full blocks that a prompt would reuse now; takes the same namespace arguments as `match`."""
+        return len(self.match(tokens, **namespace).blocks)
+
+    def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
+        """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
+        self._guard.enter()
+        if window not in (None, self.layout.groups[0].window):
+            raise UsageError(f"there is no window of {window} tokens, only one of {self.layout.groups[0].window}")
+        self._refuse_pending()
+        return np.array(self._sequence(request_id).tables[0], np.int32)
+
+    def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
+        """Block tables of several sequences, [sequences, most blocks] int32, padded with -1."""
+        self._guard.enter()
+        self._refuse_pending()
+        tables = [self._sequence(request_id).tables[0] for request_id in request_ids]
+        padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    def _refuse_pending(self) -> None:
+        if self.transfers is not None and self.transfers.pending:
+            raise TransfersPending
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
+        return self.state.groups[0].levels[0].available
+
+    @property
+    def num_sequences(self) -> int:
+        """Running sequences."""
+        return len(self.state.sequences)
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the state; equal to that of the replayed log at this point."""
+        self._guard.enter()
+        return fingerprint(self.state)
+
+    def check(self) -> None:
+        """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
+        self._guard.enter()
+        check(self.state)
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last flush; may be called from any thread."""
+        return self._journal.counter.read()
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress, lag and drops per sink; may be called from any thread."""
+        return self._journal.outlets.sink_stats()
+
+    # -- end of a step
+
+    def flush(self) -> EventBatch | None:
+        """End an engine step: publish what happened as one batch. An empty step makes no batch."""
+        self._guard.enter()
+        self._poll()
+        with self._guard:
+            self._blocks.checkpoint_if_due()
+            return self._journal.flush()
+
+    def close(self) -> None:
+        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless."""
+        if self._guard.closed:
+            return
+        try:
+            if self._guard.failure is None:
+                self._finish()
+        finally:
+            self._guard.closed = True
+            self._journal.outlets.close()
+
+    def _finish(self) -> None:
+        self._guard.enter()
+        if self.transfers is not None:
+            self.start_transfers()
+            self.transfers.wait()
+        self._poll()
+        with self._guard:
+            self._blocks.checkpoint()
+            self._journal.flush()

@@ -1,0 +1,112 @@
+"""Finding what of a prompt is cached. Lookups never change anything.
+
+SECURITY: a hit is decided by comparing tokens inside one namespace, never by a hash.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from events.types import PRIMARY
+from kvcache.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Root, Run, common_bytes, common_prefix
+
+
+@dataclass(slots=True)
+class PartialMatch:
+    """A block of which only the start matches."""
+
+    run: Run
+    block: int
+    """Index in the run."""
+    num_tokens: int
+
+    @property
+    def slot(self) -> int:
+        """Where the block lies, in the run's level."""
+        return self.run.slots[self.block]
+
+
+@dataclass(slots=True)
+class PathMatch:
+    """The cached path of a prompt: runs from the root on, the last one perhaps in part."""
+
+    runs: list[tuple[Run, int]] = field(default_factory=list)
+    """(run, how many of its blocks match)."""
+    blocks: int = 0
+    partial: PartialMatch | None = None
+
+    def slots(self, level: int) -> array[int]:
+        """Slots of the matching full blocks that lie in this level."""
+        found = array("i")
+        for run, take in self.runs:
+            if run.level == level:
+                found += run.slots[:take]
+        return found
+
+    def keys(self, level: int, key_bytes: int) -> bytes:
+        """Their keys."""
+        return b"".join(bytes(run.keys[: take * key_bytes]) for run, take in self.runs if run.level == level)
+
+    def unreferenced(self) -> int:
+        """Matching primary blocks that no sequence holds: they are taken out of what can be evicted."""
+        return sum(take for run, take in self.runs if run.level == PRIMARY and not run.refs)
+
+
+def match(tree: PrefixTree, root: Root | None, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
+    """The longest cached prefix of ``symbols[:stop]`` (bytes) in one namespace.
+
+    `partial` asks for the leading tokens of one more block as well.
+    """
+    found = PathMatch()
+    if root is None:
+        return found
+    size = tree.block_bytes
+    node: Node = root
+    position = 0
+    while position + size <= stop:
+        child = node.children.get(symbols[position : position + size])
+        if child is None:
+            break
+        common = len(child.symbols)
+        if position + common > stop or not symbols.startswith(child.symbols, position):
+            common = common_bytes(child, symbols, position, stop)
+        take = min(common // size, len(child.slots) - bool(child.partial))
+        found.runs.append((child, take))
+        found.blocks += take
+        position += take * size
+        if take < len(child.slots):
+            rest = (common - take * size) // SYMBOL_BYTES
+            if partial and rest:
+                found.partial = PartialMatch(child, take, rest)
+            return found
+        node = child
+    if partial and position < stop:
+        found.partial = _partial_child(node, symbols[position : min(position + size, stop)])
+    return found
+
+
+def _partial_child(node: Node, wanted: bytes) -> PartialMatch | None:
+    """The child whose first block has the longest prefix in common: a neighbour in the order of contents."""
+    at = bisect_left(node.order, wanted)
+    best, best_tokens = None, 0
+    for head in node.order[max(at - 1, 0) : at + 1]:
+        tokens = common_prefix(head, wanted) // SYMBOL_BYTES
+        if tokens > best_tokens:
+            best, best_tokens = node.children[head], tokens
+    return PartialMatch(best, 0, best_tokens) if best is not None else None
+
+
+def covered(node: Node, symbols: bytes) -> bool:
+    """Whether a child's first block begins with these symbols."""
+    at = bisect_left(node.order, symbols)
+    return at < len(node.order) and node.order[at].startswith(symbols)
+
+
+def covered_child(node: Node, symbols: bytes) -> Run | None:
+    """The child whose (partial) only block is the beginning of these symbols."""
+    at = bisect_left(node.order, symbols)
+    if at and symbols.startswith(node.order[at - 1]):
+        return node.children[node.order[at - 1]]
+    return None

@@ -1,0 +1,107 @@
+"""Where flushed batches go: the log and the sinks. The manager's only contact with files, threads and sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+
+from events.log import LogWriter
+from events.types import EpochStarted, EventBatch, Gap
+from kvcache._version import __version__
+from kvcache.config import LogConfig
+from kvcache.replay import replay
+from kvcache.state import CacheState
+from sinks import Sink, SinkContext, SinkRunner, SinkStats, open_sink
+
+LogTarget = LogWriter | str | PathLike[str] | None
+
+
+class Outlets:
+    """Hands batches over without waiting (unless the log is told to block rather than drop)."""
+
+    def __init__(self, log: LogWriter | None, runners: Sequence[SinkRunner]) -> None:
+        self.log = log
+        self._runners = list(runners)
+
+    @classmethod
+    def open(
+        cls, log: LogTarget, sinks: Sequence[str | Sink | SinkRunner], context: SinkContext, config: LogConfig
+    ) -> Outlets:
+        """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
+        writer = log if isinstance(log, LogWriter) or log is None else open_log(Path(log), config)
+        runners: list[SinkRunner] = []
+        try:
+            for sink in sinks:
+                runners.append(_runner(sink, context))
+                runners[-1].start()
+        except BaseException:
+            for runner in runners:
+                runner.close()
+            if writer is not None and writer is not log:
+                writer.close()
+            raise
+        return cls(writer, runners)
+
+    @property
+    def epoch_started(self) -> EpochStarted | None:
+        """What the log's new epoch begins with."""
+        return self.log.epoch_started if self.log is not None else None
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next batch."""
+        return self.log.next_seq if self.log is not None else 0
+
+    def previous_state(self) -> CacheState | None:
+        """The state at the end of the log's previous epoch, if it has one."""
+        if self.log is None or self.log.epoch_started.previous_epoch is None:
+            return None
+        return replay(self.log.directory).state
+
+    def publish(self, batch: EventBatch) -> None:
+        """Hand a batch over."""
+        if self.log is not None:
+            self.log.append(batch)
+        for runner in self._runners:
+            runner.put(batch)
+
+    def take_gap(self) -> Gap | None:
+        """What the log has lost, once there is room again."""
+        return self.log.take_gap() if self.log is not None else None
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress, lag and drops per sink."""
+        return tuple(runner.stats() for runner in self._runners)
+
+    def close(self) -> None:
+        """Drain and close everything, each sink within its own time; the log's failure is raised last."""
+        try:
+            for runner in self._runners:
+                runner.close()
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+
+def open_log(directory: Path, config: LogConfig, *, resume: bool = False) -> LogWriter:
+    """A log writer as configured."""
+    return LogWriter(
+        directory,
+        record_tokens=config.record_tokens,
+        resume=resume,
+        overflow=config.overflow,
+        max_queued_batches=config.max_queued_batches,
+        max_queued_bytes=config.max_queued_bytes,
+        segment_bytes=config.segment_bytes,
+        fsync=config.fsync,
+        software=f"kvcache {__version__}",
+    )
+
+
+def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:
+    if isinstance(sink, SinkRunner):
+        return sink
+    if isinstance(sink, str):
+        return SinkRunner(open_sink(sink, context), sink)
+    return SinkRunner(sink, type(sink).__name__)

@@ -1,0 +1,152 @@
+"""The memory of the cache: one contiguous tensor per pool and level.
+
+Primary lies on the GPU (on the host where there is none), secondary on the host, page-locked if a GPU is to
+copy to and from it. All memory is taken at once, after it was compared with what is free: a cache that fails
+to start is easier to live with than an engine that runs out of memory under load, and the host does not
+refuse allocations that it cannot back.
+
+A pool's tensor has the shape [blocks, layers, K and V, tokens, heads, dim] (layout NHD; tokens and heads are
+swapped for HND). A block's data is one run of bytes; the view of one layer has the shape that
+paged-attention kernels take.
+"""
+
+from __future__ import annotations
+
+import math
+
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("pools need torch: install kvcache[torch]") from error
+
+from cuda_ops.cpu import TorchCopier
+from cuda_ops.host_memory import free_host_bytes, pinned_zeros
+from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.layout import Layout, PoolLayout
+
+LOWER_PRIMARY = "primary_blocks or max_tokens"
+LOWER_SECONDARY = "secondary_blocks or host_cache_size"
+
+
+class KVCacheBlockPool:
+    """The blocks' data of the layers of one group that share a number of KV heads."""
+
+    def __init__(self, layout: PoolLayout, num_blocks: tuple[int, int], device: torch.device) -> None:
+        """Allocate both levels, zeroed. The caller has made sure that they fit."""
+        self.layout = layout
+        primary, secondary = num_blocks
+        dtype = getattr(torch, layout.dtype)
+        self._levels = (
+            torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device),
+            _host_zeros((secondary, *layout.block_shape), dtype, pinned=device.type == "cuda"),
+        )
+
+    @property
+    def levels(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors of primary and secondary, [blocks, *layout.block_shape]."""
+        return self._levels
+
+    @property
+    def primary(self) -> torch.Tensor:
+        """The tensor that attention reads and writes."""
+        return self._levels[0]
+
+    @property
+    def secondary(self) -> torch.Tensor:
+        """The tensor on the host."""
+        return self._levels[1]
+
+    @property
+    def token_dim(self) -> int:
+        """The dimension of the tensors that counts the tokens of a block."""
+        return 3 if self.layout.kv_layout == "NHD" else 4
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """View one of the pool's layers in primary: [blocks, K and V, tokens, heads, dim] for NHD."""
+        return self.primary[:, self.layout.layers.index(layer)]
+
+
+class Pools:
+    """All pools of a cache."""
+
+    def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
+        """Allocate everything, with primary on `device` (None: the current GPU, else the host).
+
+        Raises NotEnoughMemory, before anything is allocated, if it does not fit, and Unsupported for a
+        device that is neither a GPU of CUDA nor the host.
+        """
+        self.device = _device(device)
+        self.layout = layout
+        self.bytes_primary, self.bytes_secondary = _bytes(layout)
+        _refuse_too_much(self.device, self.bytes_primary, self.bytes_secondary)
+        self.groups = tuple(
+            tuple(KVCacheBlockPool(pool, group.num_blocks, self.device) for pool in group.pools)
+            for group in layout.groups
+        )
+
+    def layer(self, layer: int) -> torch.Tensor:
+        """View one layer's K and V in primary; see `KVCacheBlockPool.layer`. Raises KeyError if there is none."""
+        for pools in self.groups:
+            for pool in pools:
+                if layer in pool.layout.layers:
+                    return pool.layer(layer)
+        raise KeyError(layer)
+
+    def copier(self) -> TorchCopier:
+        """Create what moves blocks between the levels of these pools. Needed once."""
+        return TorchCopier(self.groups)
+
+    def describe(self) -> str:
+        """Say in one line what was allocated where."""
+        parts = [
+            f"{_readable(self.bytes_primary)} primary on {self.device}",
+            f"{_readable(self.bytes_secondary)} secondary on the host",
+        ]
+        parts += [
+            f"window {group.window}: {group.num_blocks[0]}+{group.num_blocks[1]} blocks of "
+            f"{_readable(group.bytes_per_block)} in {len(group.pools)} pool{'s' * (len(group.pools) > 1)}"
+            for group in self.layout.groups
+        ]
+        return "; ".join(parts)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type not in ("cuda", "cpu"):
+        raise Unsupported(f"a cache on {device.type}", "use a CUDA device, or the CPU")
+    return torch.empty(0, device=device).device  # with the index of the GPU, should it be missing
+
+
+def _bytes(layout: Layout) -> tuple[int, int]:
+    primary = sum(group.num_blocks[0] * group.bytes_per_block for group in layout.groups)
+    secondary = sum(group.num_blocks[1] * group.bytes_per_block for group in layout.groups)
+    return primary, secondary
+
+
+def _refuse_too_much(device: torch.device, primary: int, secondary: int) -> None:
+    """Compare with what is free on the GPU and on the host, or on the host alone if it holds both levels."""
+    on_host = primary + secondary
+    lower_on_host = f"{LOWER_PRIMARY}, or {LOWER_SECONDARY}" if secondary else LOWER_PRIMARY
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        if primary > free:
+            raise NotEnoughMemory(primary, free, f"memory on {device}", LOWER_PRIMARY)
+        on_host, lower_on_host = secondary, LOWER_SECONDARY
+    free = free_host_bytes()
+    if on_host > free:
+        raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    if not pinned:
+        return torch.zeros(shape, dtype=dtype)
+    return pinned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

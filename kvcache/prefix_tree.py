@@ -1,0 +1,235 @@
+"""The run-compressed prefix tree.
+
+Cached prefixes are long and rarely branch, so the tree keeps them as *runs*: consecutive cached blocks of
+one prefix with the same state. A lookup compares the bytes of whole runs; its cost follows the number of
+distinct prefixes touched, not the number of tokens.
+
+A run is split where prefixes diverge and where the state differs, and joined with its only child when both
+become equal again. In a split and in a join the *deeper* part keeps its identity: sequences point at the
+deepest run that they hold, and children point up, so that neither has to be visited.
+
+Children are found by the content of their whole first block (exact), and listed in the order of that content
+(the longest common prefix with any sibling is at a neighbour of the insertion point).
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+
+import numpy as np
+
+from events.types import Namespace
+from kvcache.errors import invariant
+
+SYMBOL_BYTES = 4
+
+
+class Node:
+    """What runs hang below: the root of a namespace, or a run."""
+
+    __slots__ = ("children", "end", "order")
+
+    def __init__(self, end: int) -> None:
+        self.children: dict[bytes, Run] = {}
+        self.order: list[bytes] = []
+        """The keys of `children`, sorted."""
+        self.end = end
+        """Blocks from the start of the prompt to the end of this node."""
+
+    def key_of_last(self, key_bytes: int) -> bytes:
+        """The key that a child continues."""
+        raise NotImplementedError("abstract")
+
+
+class Root(Node):
+    """The start of every prompt of one namespace."""
+
+    __slots__ = ("key", "namespace", "users")
+
+    def __init__(self, namespace: Namespace, key: bytes) -> None:
+        super().__init__(0)
+        self.namespace = namespace
+        self.key = key
+        self.users = 0
+        """Running sequences of the namespace."""
+
+    def key_of_last(self, key_bytes: int) -> bytes:
+        return self.key
+
+
+class Run(Node):
+    """Consecutive cached blocks of one prefix with the same state."""
+
+    __slots__ = (
+        "expiry",
+        "head",
+        "id",
+        "keys",
+        "kin",
+                "level",
+        "parent",
+        "partial",
+        "priority",
+        "refs",
+        "slots",
+        "stamp",
+        "symbols",
+        "transfer",
+    )
+
+    def __init__(
+        self, run_id: int, parent: Node, symbols: bytearray, slots: array[int], keys: bytearray, head: bytes
+    ) -> None:
+        super().__init__(parent.end + len(slots))
+        self.id = run_id
+        self.parent = parent
+        self.symbols = symbols
+        """The blocks' content: int32 tokens, or the keys where a log records no tokens."""
+        self.slots = slots
+        self.keys = keys
+        self.head = head
+        """The content of the first block."""
+        self.partial = 0
+        """Tokens in the last block where it is not full, else 0. Only a run without children ends so."""
+        self.level = 0
+        self.priority = 0
+        self.expiry = 0
+        self.stamp = 0
+        """When it was released: a counter, 0 while it is held."""
+        self.refs = 0
+        self.transfer = 0
+        """The copy that brings these blocks here, 0 when they have landed."""
+        self.kin = 0
+        """Children in the same level; without any, the last block may be evicted."""
+
+    def key_of_last(self, key_bytes: int) -> bytes:
+        return bytes(self.keys[len(self.keys) - key_bytes :])
+
+    @property
+    def start(self) -> int:
+        """Blocks before the first one."""
+        return self.end - len(self.slots)
+
+    def same_state(self, other: Run) -> bool:
+        """Whether the blocks of both could be one run."""
+        return (
+            self.refs == other.refs
+            and self.level == other.level
+            and self.stamp == other.stamp
+            and self.transfer == other.transfer
+            and self.priority == other.priority
+            and self.expiry == other.expiry
+        )
+
+
+class PrefixTree:
+    """Roots, runs, and the operations that change their shape but not what is cached."""
+
+    __slots__ = ("block_bytes", "key_bytes", "next_id", "roots", "runs")
+
+    def __init__(self, block_bytes: int, key_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        """Bytes of `Run.symbols` per full block."""
+        self.key_bytes = key_bytes
+        self.roots: dict[Namespace, Root] = {}
+        self.runs: dict[int, Run] = {}
+        self.next_id = 0
+
+    def link(self, run: Run) -> None:
+        """Hang a run below its parent."""
+        parent = run.parent
+        invariant(run.head not in parent.children, "a sibling with the same first block exists")
+        parent.children[run.head] = run
+        parent.order.insert(bisect_left(parent.order, run.head), run.head)
+        if isinstance(parent, Run) and parent.level == run.level:
+            parent.kin += 1
+        self.runs[run.id] = run
+
+    def unlink(self, run: Run) -> None:
+        """Take a run without children off its parent."""
+        parent = run.parent
+        invariant(not run.children, "a run with children cannot be taken off")
+        del parent.children[run.head]
+        del parent.order[bisect_left(parent.order, run.head)]
+        del self.runs[run.id]
+        if isinstance(parent, Run):
+            if parent.level == run.level:
+                parent.kin -= 1
+        elif isinstance(parent, Root):
+            self.drop_unused(parent)
+
+    def drop_unused(self, root: Root) -> None:
+        """Forget a namespace that nothing uses."""
+        if not root.children and not root.users:
+            del self.roots[root.namespace]
+
+    def new_run(self, parent: Node, symbols: bytearray, slots: array[int], keys: bytearray) -> Run:
+        """A run with the next id, not yet linked."""
+        self.next_id += 1
+        return Run(self.next_id, parent, symbols, slots, keys, bytes(symbols[: self.block_bytes]))
+
+    def split(self, run: Run, at: int) -> Run:
+        """Make the first `at` blocks a run of their own, above the rest; returns it."""
+        size, keys = at * self.block_bytes, at * self.key_bytes
+        parent = run.parent
+        upper = self.new_run(parent, run.symbols[:size], run.slots[:at], run.keys[:keys])
+        del run.symbols[:size]
+        del run.slots[:at]
+        del run.keys[:keys]
+        upper.level, upper.priority, upper.expiry = run.level, run.priority, run.expiry
+        upper.refs, upper.stamp, upper.transfer = run.refs, run.stamp, run.transfer
+        upper.kin = 1
+        run.head = bytes(run.symbols[: self.block_bytes])
+        parent.children[upper.head] = upper
+        upper.children = {run.head: run}
+        upper.order = [run.head]
+        run.parent = upper
+        self.runs[upper.id] = upper
+        return upper
+
+    def may_join(self, run: Run) -> bool:
+        """Whether a run and its parent are one prefix with one state."""
+        parent = run.parent
+        return isinstance(parent, Run) and len(parent.children) == 1 and run.same_state(parent)
+
+    def join(self, run: Run) -> Run:
+        """Put the parent's blocks in front of its only child's; returns the parent, which is gone."""
+        upper = run.parent
+        assert isinstance(upper, Run)
+        run.symbols[:0] = upper.symbols
+        run.slots = upper.slots + run.slots
+        run.keys[:0] = upper.keys
+        run.head = upper.head
+        run.parent = upper.parent
+        run.parent.children[run.head] = run
+        del self.runs[upper.id]
+        return upper
+
+
+def runs_below(top: Node) -> list[Run]:
+    """All runs below a node, parents before children, in a fixed order."""
+    found: list[Run] = []
+    stack: list[Run] = [top.children[head] for head in reversed(top.order)]
+    while stack:
+        run = stack.pop()
+        found.append(run)
+        stack.extend(run.children[head] for head in reversed(run.order))
+    return found
+
+
+def common_bytes(run: Run, symbols: bytes, start: int, stop: int) -> int:
+    """Length of the common prefix of a run's content and ``symbols[start:stop]``, in whole symbols' bytes."""
+    count = min(len(run.symbols), stop - start) // SYMBOL_BYTES
+    ours = np.frombuffer(run.symbols, np.int32, count)
+    differs = ours != np.frombuffer(symbols, np.int32, count, start)
+    first = int(differs.argmax()) if count else 0
+    return (first if count and differs[first] else count) * SYMBOL_BYTES
+
+
+def common_prefix(one: bytes, other: bytes) -> int:
+    """Length in bytes of the common prefix of two short contents."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))

@@ -1,0 +1,124 @@
+"""Folding a log back into the state that it records.
+
+The fold uses the code that made the live state (`CacheState.apply`), so equality alone would prove little; the log
+therefore carries `Checkpoint` events with the fingerprint of the live state, which are compared on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+
+from events.log import LogEnd, LogReader
+from events.types import Checkpoint, EventBatch, Gap
+from kvcache.errors import CapacityError, InternalError
+from kvcache.fingerprint import fingerprint
+from kvcache.state import CacheState
+
+Progress = Callable[[int], None]
+
+
+class BeyondEnd(CapacityError):
+    """A state was asked for that the log does not reach."""
+
+    def __init__(self, seq: int, last_seq: int) -> None:
+        super().__init__(seq, last_seq)
+        self.seq = seq
+        self.last_seq = last_seq
+
+    def __str__(self) -> str:
+        return f"batch {self.seq} is beyond the log's end: the last one is {self.last_seq}"
+
+
+class Unreplayable(InternalError):
+    """A batch does not fit the state before it: the log is not the record of one cache."""
+
+    def __init__(self, seq: int, reason: str) -> None:
+        super().__init__(seq, reason)
+        self.seq = seq
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"batch {self.seq} does not follow from those before it: {self.reason}"
+
+
+@dataclass
+class Replayed:
+    """A state folded from a log."""
+
+    state: CacheState
+    last_seq: int = -1
+    """The last batch folded; -1 before the first."""
+    batches: int = 0
+    events: int = 0
+    checkpoints_verified: int = 0
+    checkpoints_failed: list[int] = field(default_factory=list)
+    """Batches whose checkpoint disagrees."""
+    gaps: list[Gap] = field(default_factory=list)
+    end: LogEnd | None = None
+    """How the log ends; None if folding stopped before its end."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the state."""
+        return fingerprint(self.state)
+
+    def fold(self, batch: EventBatch, *, verify: bool) -> None:
+        """Apply one batch; raises `Unreplayable`."""
+        try:
+            for event in batch.events:
+                self._apply(batch.seq, event, verify)
+        except InternalError as error:
+            raise Unreplayable(batch.seq, str(error)) from error
+        except (KeyError, IndexError, ValueError, OverflowError, AssertionError) as error:
+            raise Unreplayable(batch.seq, f"{type(error).__name__} while applying it") from error
+        self.last_seq = batch.seq
+        self.batches += 1
+        self.events += len(batch.events)
+
+    def _apply(self, seq: int, event: object, verify: bool) -> None:
+        if isinstance(event, Gap):
+            self.gaps.append(event)
+        elif verify and isinstance(event, Checkpoint):
+            if fingerprint(self.state) == event.fingerprint:
+                self.checkpoints_verified += 1
+            else:
+                self.checkpoints_failed.append(seq)
+        self.state.apply(event)  # type: ignore[arg-type]
+
+
+def replay(
+    log: str | PathLike[str], at: int | None = None, *, verify: bool = False, progress: Progress | None = None
+) -> Replayed:
+    """Fold a log up to and including batch `at` (default: all of it).
+
+    `verify` compares every checkpoint on the way. Raises `BeyondEnd`, `Unreplayable`, and what `LogReader` raises
+    for a damaged, newer or missing log.
+    """
+    reader = LogReader(Path(log))
+    replayed = fold(reader, at, verify=verify, progress=progress)
+    if at is None or replayed.last_seq < at:
+        replayed.end = reader.end
+    if at is not None and replayed.last_seq < at:
+        raise BeyondEnd(at, replayed.last_seq)
+    return replayed
+
+
+def fold(
+    batches: Iterable[EventBatch], at: int | None = None, *, verify: bool = False, progress: Progress | None = None
+) -> Replayed:
+    """Fold batches from any source."""
+    replayed = Replayed(CacheState())
+    if at is not None and at < 0:
+        return replayed
+    for batch in batches:
+        if at is not None and batch.seq > at:
+            break
+        replayed.fold(batch, verify=verify)
+        if progress is not None:
+            progress(batch.seq)
+        if batch.seq == at:
+            break
+    return replayed

@@ -1,0 +1,105 @@
+"""What goes into the manager's calls and what comes back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from events.types import RequestId
+from kvcache.tokens import Tokens
+from kvcache.window_manager import Swap
+
+BlockTable = npt.NDArray[np.int32]
+"""Primary slots of a sequence's blocks, int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt."""
+
+    request_id: RequestId
+    tokens: Tokens
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """An admitted request."""
+
+    request_id: RequestId
+    handle: int
+    """Identifies the sequence in events; never used twice in a log."""
+    num_tokens: int
+    """Tokens of the prompt."""
+    reused_primary: int
+    """Tokens in full blocks that were found in primary."""
+    reused_secondary: int
+    """Tokens in full blocks that are being copied from secondary."""
+    reused_partial: int
+    """Tokens at the start of a block that are being copied into a new one."""
+    _tables: Callable[[], tuple[BlockTable, ...]] = field(repr=False, compare=False)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Leading prompt tokens that need no computing; always fewer than the prompt has."""
+        return self.reused_primary + self.reused_secondary + self.reused_partial
+
+    @property
+    def block_tables(self) -> tuple[BlockTable, ...]:
+        """The block table per window, as it is now. Raises `TransfersPending` before `start_transfers`."""
+        return self._tables()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What a call that stores blocks has changed."""
+
+    stored_blocks: int
+    """Leading blocks of the sequence that are cached now."""
+    swapped: list[Swap] = field(default_factory=list)
+    """(index, old slot, new slot): another sequence had stored these blocks first, so the table points at its copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PollResult:
+    """Copies whose end was seen."""
+
+    landed: tuple[int, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()
+    """(transfer, reason)."""
+    cut: tuple[tuple[RequestId, int], ...] = ()
+    """Sequences that lost what a failed copy should have brought, and how many leading tokens are still computed:
+    the engine must compute the rest again."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedBlock:
+    """One cached block of a prompt."""
+
+    index: int
+    level: int
+    slot: int
+    name: str
+    """16 hex digits; empty where blocks have no names."""
+    num_tokens: int
+    landed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a prompt would reuse now."""
+
+    num_tokens: int
+    blocks: tuple[MatchedBlock, ...]
+    partial: MatchedBlock | None
+    """A block of which only the first `num_tokens` match."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens that would be reused."""
+        return sum(block.num_tokens for block in self.blocks) + (self.partial.num_tokens if self.partial else 0)

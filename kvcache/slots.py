@@ -1,0 +1,102 @@
+"""The slots of one level: which are blank, which run owns which, and what may be evicted next.
+
+Victims are chosen among *leaves*: unreferenced runs without a child in their level. The order is own
+priority, then release stamp, then deepest. Entries of the heap are never updated in place: a changed run gets a
+new entry, and an entry that no longer describes its run is dropped when it comes up.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from kvcache.errors import invariant
+from kvcache.prefix_tree import Run
+
+Entry = tuple[int, int, int, int, int]
+
+
+class Level:
+    """Slots of one window at one level."""
+
+    __slots__ = ("free", "index", "leaves", "owner", "size", "unreferenced")
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index = index
+        self.size = size
+        self.free = array("i", range(size - 1, -1, -1))
+        """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
+        self.owner = np.full(size, -1, np.int64)
+        """Id of the run that holds the slot; -1 where none does."""
+        self.unreferenced = 0
+        """Cached blocks that no sequence holds: all can be evicted, leaf by leaf."""
+        self.leaves: list[Entry] = []
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had: blank, or cached and unreferenced."""
+        return len(self.free) + self.unreferenced
+
+    def peek(self, count: int) -> array[int]:
+        """The next `count` blank slots, in the order in which they would be taken."""
+        invariant(count <= len(self.free), "not enough blank slots")
+        return self.free[: -count - 1 : -1]
+
+    def take(self, slots: array[int]) -> None:
+        """Take slots off the free list: the next ones or, rarely, chosen ones."""
+        count = len(slots)
+        if self.free[: -count - 1 : -1] == slots:
+            del self.free[-count:]
+            return
+        for slot in slots:
+            invariant(slot in self.free, "a slot that is not blank cannot be taken")
+            self.free.remove(slot)
+
+    def give_back(self, slots: array[int]) -> None:
+        """Add slots to the free list; the last one will be taken first."""
+        self.free.extend(slots)
+
+    def own(self, slots: array[int], run_id: int) -> None:
+        """Note which run holds the slots."""
+        self.owner[np.frombuffer(slots, np.int32)] = run_id
+
+    def add_leaf(self, run: Run) -> None:
+        """Make a run a candidate if it is one."""
+        if run.refs == 0 and run.kin == 0 and run.level == self.index:
+            heappush(self.leaves, _entry(run))
+
+    def victim(self, runs: dict[int, Run], spares: Iterable[Run] = ()) -> Run | None:
+        """The run whose last block goes next; `spares` are passed over."""
+        leaves = self.leaves
+        spared = []
+        found = None
+        while leaves:
+            run = runs.get(leaves[0][4])
+            if run is None or run.refs or run.kin or run.level != self.index or _entry(run) != leaves[0]:
+                heappop(leaves)
+            elif run in spares:
+                spared.append(heappop(leaves))
+            else:
+                found = run
+                break
+        for entry in spared:
+            heappush(leaves, entry)
+        return found
+
+    def compact(self, runs: dict[int, Run]) -> None:
+        """Drop entries that describe nothing, once they outnumber the runs."""
+        if len(self.leaves) > 4 * len(runs) + 64:
+            self.leaves = [_entry(run) for run in runs.values() if run.level == self.index and not run.refs | run.kin]
+            heapify(self.leaves)
+
+
+def eviction_order(run: Run) -> tuple[int, int, int]:
+    """Lower goes first: own priority, release stamp, deepest."""
+    return (run.priority, run.stamp, -run.end)
+
+
+def _entry(run: Run) -> Entry:
+    return (run.priority, run.stamp, -run.end, run.slots[-1], run.id)

@@ -1,0 +1,309 @@
+"""The state of the cache: a fold over events.
+
+`CacheState.apply` is the only code that changes it, live and in replay. It knows no clock, file, socket, thread or
+tensor. It trusts that an event was decided for this state, but checks what it can afford: an event that does not
+fit raises `InvariantViolated` instead of corrupting silently.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from events import types as ev
+from events.hashing import ALGORITHMS, HashAlgorithm
+from events.types import PRIMARY, SECONDARY, MoveReason, Namespace, RemoveReason, RequestId
+from kvcache.errors import invariant
+from kvcache.group_state import GroupState
+from kvcache.prefix_tree import SYMBOL_BYTES, Node
+from kvcache.sequence import Sequence
+
+
+class Transfer:
+    """A copy whose landing is not yet known."""
+
+    __slots__ = ("first_block", "group", "handle", "level", "slots")
+
+    def __init__(self, group: int, level: int, slots: array[int], handle: int | None, first_block: int) -> None:
+        self.group = group
+        self.level = level
+        self.slots = slots
+        self.handle = handle
+        """The sequence that must not have computed beyond `first_block` if this copy fails."""
+        self.first_block = first_block
+
+
+class CacheState:
+    """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
+
+    def __init__(self, *, tokens_recorded: bool = True) -> None:
+        self.tokens_recorded = tokens_recorded
+        """False: a log without tokens; blocks are then matched by their keys."""
+        self.epoch = 0
+        self.created: ev.CacheCreated | None = None
+        self.groups: list[GroupState] = []
+        self.hashing: HashAlgorithm = ALGORITHMS["none"]
+        self.tokens_per_block = 1
+        self.sequences: dict[int, Sequence] = {}
+        self.handles: dict[RequestId, int] = {}
+        self.transfers: dict[int, Transfer] = {}
+        self.next_handle = 1
+        self.next_transfer = 1
+        self.stamp = 0
+        """Raised by each release."""
+        self.changed_blocks = 0
+        """Blocks stored, moved and removed since the last checkpoint."""
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.CacheCreated: self._create,
+            ev.EpochStarted: self._start_epoch,
+            ev.StateExported: self._install,
+            ev.Gap: _ignore,
+            ev.SequenceAdded: self._add_sequence,
+            ev.BlocksAllocated: self._allocate,
+            ev.BlocksReused: self._reuse,
+            ev.BlocksCopied: self._copy,
+            ev.BlocksStored: self._store,
+            ev.BlocksMoved: self._move,
+            ev.BlocksRemoved: self._remove,
+            ev.TokensAppended: self._append_tokens,
+            ev.ContextComputed: self._compute,
+            ev.SequenceRemoved: self._remove_sequence,
+            ev.TransferLanded: self._land,
+            ev.TransferFailed: self._fail,
+            ev.CacheCleared: self._clear,
+            ev.Checkpoint: self._checkpoint,
+            ev.AdmissionRefused: _ignore,
+        }
+
+    def apply(self, event: ev.Event) -> None:
+        """Change the state by one event."""
+        self._handlers[type(event)](event)
+
+    # -- life of the cache
+
+    def _create(self, event: ev.CacheCreated) -> None:
+        self.created = event
+        self.hashing = ALGORITHMS[event.hash_algorithm]
+        self.tokens_per_block = event.tokens_per_block
+        block_bytes = event.tokens_per_block * SYMBOL_BYTES if self.tokens_recorded else event.key_bytes
+        self.groups = [
+            GroupState(group.num_blocks, event.tokens_per_block, block_bytes, event.key_bytes)
+            for group in event.groups
+        ]
+        self.sequences.clear()
+        self.handles.clear()
+        self.transfers.clear()
+        self.changed_blocks = 0
+
+    def _start_epoch(self, event: ev.EpochStarted) -> None:
+        self.epoch = event.epoch
+        self.tokens_recorded = event.tokens_recorded
+
+    def _install(self, event: ev.StateExported) -> None:
+        from kvcache.exported_state import install  # exported_state describes this class
+
+        install(self, event)
+
+    def _checkpoint(self, event: ev.Checkpoint) -> None:
+        self.changed_blocks = 0
+
+    def _clear(self, event: ev.CacheCleared) -> None:
+        removed, unnamed = (0, 0), 0
+        for group in self.groups:
+            counts, kept = group.clear()
+            removed = (removed[0] + counts[0], removed[1] + counts[1])
+            unnamed += kept
+        invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
+        for sequence in self.sequences.values():
+            sequence.tails = self._roots(sequence.namespace)
+        self.changed_blocks += sum(removed) + unnamed
+
+    # -- sequences
+
+    def root_key(self, namespace: Namespace) -> bytes:
+        """The key that the first block of a prompt continues."""
+        return self.hashing.root_key(namespace)
+
+    def _roots(self, namespace: Namespace) -> list[Node]:
+        return [
+            group.tree.roots.get(namespace) or group.root(namespace, self.root_key(namespace))
+            for group in self.groups
+        ]
+
+    def _add_sequence(self, event: ev.SequenceAdded) -> None:
+        invariant(event.handle >= self.next_handle, "a handle was used twice")
+        invariant(event.request_id not in self.handles, "a request was admitted twice")
+        roots = self._roots(event.namespace)
+        tokens = array("i", event.tokens if self.tokens_recorded else bytes(SYMBOL_BYTES * event.num_tokens))
+        self.sequences[event.handle] = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
+        self.handles[event.request_id] = event.handle
+        self.next_handle = event.handle + 1
+        for group in self.groups:
+            group.tree.roots[event.namespace].users += 1
+
+    def _append_tokens(self, event: ev.TokensAppended) -> None:
+        sequences = self.sequences
+        handles = array("I", event.handles)
+        if event.counts or not self.tokens_recorded:
+            self._append_many(handles, array("I", event.counts), event.tokens)
+            return
+        for handle, token in zip(handles, array("i", event.tokens), strict=True):
+            sequence = sequences[handle]
+            sequence.computed = len(sequence.tokens)
+            sequence.tokens.append(token)
+
+    def _append_many(self, handles: array[int], counts: array[int], tokens: bytes) -> None:
+        start = 0
+        for handle, count in zip(handles, counts, strict=True):
+            sequence = self.sequences[handle]
+            size = count * SYMBOL_BYTES
+            sequence.tokens.frombytes(tokens[start : start + size] if self.tokens_recorded else bytes(size))
+            sequence.computed = len(sequence.tokens) - 1
+            start += size
+
+    def _compute(self, event: ev.ContextComputed) -> None:
+        self.sequences[event.handle].computed = event.num_tokens
+
+    def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
+        sequence = self.sequences.pop(event.handle)
+        del self.handles[sequence.request_id]
+        self.stamp += 1
+        for index, group in enumerate(self.groups):
+            tail = sequence.tails[index]
+            own = sequence.tables[index][tail.end :]
+            own.reverse()
+            freed = group.give_back(own)
+            invariant(freed.tobytes() == event.freed[index], "other slots were freed")
+            group.release(tail, self.stamp)
+            root = group.tree.roots[sequence.namespace]
+            root.users -= 1
+            group.tree.drop_unused(root)
+
+    # -- blocks
+
+    def _allocate(self, event: ev.BlocksAllocated) -> None:
+        slots = array("i", event.slots)
+        self.groups[event.group].levels[PRIMARY].take(slots)
+        self.sequences[event.handle].tables[event.group].extend(slots)
+
+    def _reuse(self, event: ev.BlocksReused) -> None:
+        group, sequence = self.groups[event.group], self.sequences[event.handle]
+        slots = array("i", event.slots)
+        tail = group.claim(sequence.tails[event.group], event.level, slots)
+        sequence.tails[event.group] = tail
+        if event.level == SECONDARY:
+            slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
+        table = sequence.tables[event.group]
+        first = event.first_block
+        invariant(first <= len(table), "reused blocks leave a hole in the table")
+        table[first : first + len(slots)] = slots
+        if event.replaced:
+            group.give_back(array("i", event.replaced))
+        else:
+            sequence.computed = max(sequence.computed, tail.end * self.tokens_per_block)
+        group.settle(tail)
+
+    def _copy(self, event: ev.BlocksCopied) -> None:
+        sequence = self.sequences[event.handle]
+        sequence.computed = max(sequence.computed, event.block * self.tokens_per_block + event.num_tokens)
+        target = array("i", [event.target])
+        self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle, event.block))
+
+    def _store(self, event: ev.BlocksStored) -> None:
+        group, sequence = self.groups[event.group], self.sequences[event.handle]
+        tail = sequence.tails[event.group]
+        first = event.first_block
+        slots = array("i", event.slots)
+        last = first + len(slots)
+        invariant(tail.end == first, "stored blocks do not continue the sequence's cached prefix")
+        invariant(sequence.tables[event.group][first:last] == slots, "stored blocks are not the sequence's")
+        size = self.tokens_per_block
+        partial = event.last_tokens if event.last_tokens < size else 0
+        if self.tokens_recorded:
+            stop = last * size - (size - partial if partial else 0)
+            symbols = sequence.tokens[first * size : stop].tobytes()
+        else:
+            symbols = event.keys
+        sequence.tails[event.group] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        self.changed_blocks += len(slots)
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        group = self.groups[event.group]
+        from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
+        self.changed_blocks += len(from_slots)
+        if event.why == MoveReason.RECOMPUTED:
+            self._take_over(group, event, from_slots, to_slots)
+            return
+        if event.why == MoveReason.OFFLOAD:
+            group.levels[SECONDARY].take(to_slots)
+            group.offload(from_slots, to_slots, event.transfer)
+        else:
+            assert event.handle is not None
+            group.levels[PRIMARY].take(to_slots)
+            group.onboard(from_slots, to_slots, event.transfer)
+            group.settle(self.sequences[event.handle].tails[event.group])  # type: ignore[arg-type]
+            self._fill_tables(event.group, event.first_block, to_slots)
+        onboarded = event.handle if event.why == MoveReason.ONBOARD else None
+        transfer = Transfer(event.group, event.to_level, to_slots, onboarded, event.first_block)
+        self._track(event.transfer, transfer)
+
+    def _fill_tables(self, index: int, first: int, slots: array[int]) -> None:
+        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+        for sequence in self.sequences.values():
+            table = sequence.tables[index]
+            if first < len(table) and table[first] == -1 and self._holds(sequence, index, slots[0]):
+                last = min(first + len(slots), sequence.tails[index].end)
+                table[first:last] = slots[: last - first]
+
+    def _holds(self, sequence: Sequence, index: int, slot: int) -> bool:
+        return any(run.level == PRIMARY and slot in run.slots for run in self.groups[index].path(sequence.tails[index]))
+
+    def _take_over(
+        self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]
+    ) -> None:
+        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        assert event.handle is not None
+        sequence = self.sequences[event.handle]
+        table = sequence.tables[event.group]
+        first = event.first_block
+        invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
+        tail = group.claim(sequence.tails[event.group], SECONDARY, from_slots)
+        group.onboard(from_slots, to_slots, 0)
+        sequence.tails[event.group] = tail
+        group.settle(tail)
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        group = self.groups[event.group]
+        slots = array("i", event.slots)
+        self.changed_blocks += len(slots)
+        for run, parent, gone in group.remove(event.level, slots):
+            for sequence in self.sequences.values():
+                if sequence.tails[event.group] is run:
+                    sequence.tails[event.group] = parent
+                    if event.why == RemoveReason.TRANSFER_FAILED:
+                        sequence.computed = min(sequence.computed, parent.end * self.tokens_per_block)
+            invariant(run.refs > 0 and len(gone) > 0, "only held runs are reported")
+
+    # -- copies
+
+    def _track(self, transfer_id: int, transfer: Transfer) -> None:
+        invariant(transfer_id >= self.next_transfer, "a transfer id was used twice")
+        self.transfers[transfer_id] = transfer
+        self.next_transfer = transfer_id + 1
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer_id in array("q", event.transfers):
+            transfer = self.transfers.pop(transfer_id)
+            self.groups[transfer.group].land(transfer.level, transfer.slots, transfer_id)
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        for transfer_id in array("q", event.transfers):
+            transfer = self.transfers.pop(transfer_id)
+            sequence = self.sequences.get(transfer.handle) if transfer.handle is not None else None
+            if sequence is not None:
+                sequence.computed = min(sequence.computed, transfer.first_block * self.tokens_per_block)
+
+
+def _ignore(event: ev.Event) -> None:
+    """Notes that change nothing."""

@@ -1,0 +1,346 @@
+"""Decisions for one attention window: what to match, evict, offload, store. Reads state, emits events.
+
+`emit` applies an event at once, so each decision sees the effect of the one before. Whether everything will fit
+is counted before the first event of a call; after that no step can fail.
+
+Eviction is exact: the victim is the lowest leaf by (own priority, release stamp, deepest). Blocks go from primary to
+secondary while secondary has room or holds something lower in the same order; otherwise the victim is dropped.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from events.packed import NAME_BYTES, names_of_keys
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    AllocateReason,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksMoved,
+    BlocksRemoved,
+    BlocksReused,
+    BlocksStored,
+    Event,
+    MoveReason,
+    Namespace,
+    RemoveReason,
+)
+from kvcache.group_state import GroupState
+from kvcache.matching import PartialMatch, PathMatch, covered, covered_child, match
+from kvcache.prefix_tree import SYMBOL_BYTES, Run, common_bytes, runs_below
+from kvcache.sequence import Sequence
+from kvcache.slots import eviction_order
+from kvcache.state import CacheState
+
+DEFAULT_PRIORITY = 35
+Swap = tuple[int, int, int]
+"""(index in the block table, old slot, new slot)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """Cached blocks at one level, shallowest first."""
+
+    slots: array[int]
+    names: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A block whose first `num_tokens` tokens are to be copied."""
+
+    run: Run
+    level: int
+    slot: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, found: PartialMatch) -> CopySource:
+        """Where the partial match lies now."""
+        return cls(found.run, found.run.level, found.slot, found.num_tokens)
+
+
+class WindowBlockManager:
+    """Decides for the blocks of one window."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        index: int,
+        emit: Callable[[Event], None],
+        *,
+        reuse: bool,
+        partial_reuse: bool,
+        offload_min_priority: int,
+    ) -> None:
+        self._state = state
+        self.index = index
+        self._emit = emit
+        self._reuse = reuse
+        self._partial_reuse = partial_reuse and state.tokens_recorded
+        self._offload_min_priority = offload_min_priority
+        self._key_bytes = state.hashing.key_bytes
+        self.tokens_per_block = state.tokens_per_block
+
+    @property
+    def group(self) -> GroupState:
+        """The state decided about."""
+        return self._state.groups[self.index]
+
+    # -- reading
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> PathMatch:
+        """The longest cached prefix of ``symbols[:stop]`` (bytes)."""
+        if not self._reuse:
+            return PathMatch()
+        tree = self.group.tree
+        return match(tree, tree.roots.get(namespace), symbols, stop, partial=self._partial_reuse)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def _names(self, keys: bytes) -> bytes:
+        return names_of_keys(keys, self._key_bytes)
+
+    def _names_of_tail(self, run: Run, count: int) -> bytes:
+        """Names of the last `count` blocks, deepest first."""
+        if not self._key_bytes:
+            return b""
+        names = self._names(bytes(run.keys[len(run.keys) - count * self._key_bytes :]))
+        return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()
+
+    # -- admission
+
+    def blocks_of(self, found: PathMatch, level: int) -> BlockNames:
+        """The full blocks of a match that lie in this level."""
+        return BlockNames(found.slots(level), self._names(found.keys(level, self._key_bytes)))
+
+    def claim(self, sequence: Sequence, claimed: tuple[BlockNames, BlockNames]) -> None:
+        """Take the matching blocks before anything is evicted."""
+        first = 0
+        for level, blocks in enumerate(claimed):
+            slots = blocks.slots
+            if slots:
+                self._emit(BlocksReused(sequence.handle, self.index, level, first, slots.tobytes(), blocks.names))
+            first += len(slots)
+
+    def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[int]) -> None:
+        """Copy the start of a block into a new one of the sequence.
+
+        A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch:
+        nothing may overwrite one before it was read.
+        """
+        primary = self.group.levels[PRIMARY]
+        slot = source.slot
+        if source.level == PRIMARY and primary.owner[slot] < 0 and slot in unread:
+            unread.discard(slot)
+            target = slot
+        else:
+            target = next(free for free in reversed(primary.free) if free not in unread)
+        block = len(sequence.tables[self.index])
+        slots = array("i", [target]).tobytes()
+        self._emit(BlocksAllocated(sequence.handle, self.index, slots, AllocateReason.COPY))
+        transfer, tokens = self._state.next_transfer, source.num_tokens
+        self._emit(BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer))
+
+    def allocate(self, sequence: Sequence, count: int, why: AllocateReason) -> None:
+        """Append blank slots to the sequence's table."""
+        slots = self.group.levels[PRIMARY].peek(count).tobytes()
+        self._emit(BlocksAllocated(sequence.handle, self.index, slots, why))
+
+    def onboard(self, sequence: Sequence) -> None:
+        """Bring the secondary blocks that the sequence claimed to primary."""
+        runs = [run for run in self.group.path(sequence.tails[self.index]) if run.level == SECONDARY]
+        if not runs:
+            return
+        runs.reverse()
+        slots = array("i", [slot for run in runs for slot in run.slots])
+        names = self._names(b"".join(bytes(run.keys) for run in runs))
+        to_slots = self.group.levels[PRIMARY].peek(len(slots)).tobytes()
+        self._emit(
+            BlocksMoved(
+                self.index,
+                names,
+                SECONDARY,
+                slots.tobytes(),
+                PRIMARY,
+                to_slots,
+                MoveReason.ONBOARD,
+                self._state.next_transfer,
+                sequence.handle,
+                runs[0].start,
+            )
+        )
+
+    # -- eviction
+
+    def free_up(self, needed: int, handle: int | None, spares: Iterable[Run] = ()) -> None:
+        """Evict until `needed` primary slots are blank; the runs in `spares` stay in secondary."""
+        primary = self.group.levels[PRIMARY]
+        while (short := needed - len(primary.free)) > 0:
+            run = primary.victim(self.group.tree.runs)
+            assert run is not None, "counted before"
+            take = min(short, len(run.slots))
+            room = self._room_in_secondary(run, take, handle, spares)
+            if room:
+                self._offload(run, min(take, room), handle)
+            else:
+                self._remove_below(run, RemoveReason.UNREACHABLE, handle)
+                self._remove_tail(run, take, RemoveReason.CAPACITY, handle)
+
+    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Iterable[Run]) -> int:
+        """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
+        secondary = self.group.levels[SECONDARY]
+        if run.priority < self._offload_min_priority:
+            return 0
+        if not secondary.free:
+            lower = secondary.victim(self.group.tree.runs, spares)
+            if lower is None or eviction_order(lower) > eviction_order(run):
+                return 0
+            self._remove_tail(lower, min(take, len(lower.slots)), RemoveReason.CAPACITY, handle)
+        return len(secondary.free)
+
+    def _offload(self, run: Run, count: int, handle: int | None) -> None:
+        slots = run.slots[: -count - 1 : -1]
+        to_slots = self.group.levels[SECONDARY].peek(count)
+        self._emit(
+            BlocksMoved(
+                self.index,
+                self._names_of_tail(run, count),
+                PRIMARY,
+                slots.tobytes(),
+                SECONDARY,
+                to_slots.tobytes(),
+                MoveReason.OFFLOAD,
+                self._state.next_transfer,
+                handle,
+            )
+        )
+
+    def _remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
+        slots = run.slots[: -count - 1 : -1].tobytes()
+        names = self._names_of_tail(run, count)
+        self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
+
+    def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
+        """Remove everything cached behind a run, leaves first."""
+        if run.children:
+            for below in reversed(runs_below(run)):
+                self._remove_tail(below, len(below.slots), why, handle)
+
+    def remove_failed(self, transfers: set[int]) -> None:
+        """Remove the blocks that these copies should have brought, and what hangs behind them."""
+        failed = [run for run in self.group.tree.runs.values() if run.transfer in transfers]
+        for run in sorted(failed, key=lambda run: run.end, reverse=True):
+            self._remove_below(run, RemoveReason.UNREACHABLE)
+            self._remove_tail(run, len(run.slots), RemoveReason.TRANSFER_FAILED, None)
+
+    # -- storing
+
+    def store(self, sequence: Sequence, *, partial: bool = False) -> list[Swap]:
+        """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them)."""
+        if not self._reuse:
+            return []
+        size, table = self.tokens_per_block, sequence.tables[self.index]
+        full = sequence.computed // size
+        stop = sequence.computed if partial and self._partial_reuse else full * size
+        if self.group.shared:
+            own = self._own_blocks(table, sequence.tails[self.index].end)
+            full, stop = min(full, own), min(stop, own * size)
+        swaps: list[Swap] = []
+        first = sequence.tails[self.index].end
+        while first < full:
+            done = self._adopt(sequence, first, full, swaps)
+            if not done:
+                break
+            first += done
+        if first * size < stop:
+            self._store_new(sequence, first, stop)
+        return swaps
+
+    def _own_blocks(self, table: array[int], first: int) -> int:
+        """Blocks before the first one that another sequence holds without a name: it must stay without."""
+        for index in range(first, len(table)):
+            if table[index] in self.group.shared:
+                return index
+        return len(table)
+
+    def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Swap]) -> int:
+        """If another sequence has stored the next blocks meanwhile, hold its copy instead; returns how many."""
+        tail = sequence.tails[self.index]
+        if not tail.children:
+            return 0
+        symbols = sequence.tokens[first * self.tokens_per_block : full * self.tokens_per_block].tobytes()
+        block_bytes = self.tokens_per_block * SYMBOL_BYTES
+        child = tail.children.get(symbols[:block_bytes])
+        if child is None:
+            return 0
+        take = common_bytes(child, symbols, 0, len(symbols)) // block_bytes
+        theirs, own = child.slots[:take], sequence.tables[self.index][first : first + take]
+        names = self._names(bytes(child.keys[: take * self._key_bytes]))
+        if child.level == PRIMARY:
+            swaps += zip(range(first, first + take), own, theirs, strict=True)
+            event: Event = BlocksReused(
+                sequence.handle, self.index, PRIMARY, first, theirs.tobytes(), names, own[::-1].tobytes()
+            )
+        else:
+            event = BlocksMoved(
+                self.index,
+                names,
+                SECONDARY,
+                theirs.tobytes(),
+                PRIMARY,
+                own.tobytes(),
+                MoveReason.RECOMPUTED,
+                0,
+                sequence.handle,
+                first,
+            )
+        self._emit(event)
+        return take
+
+    def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Store the blocks from `first` up to the token `stop`."""
+        tail, size = sequence.tails[self.index], self.tokens_per_block
+        symbols = sequence.tokens[first * size : stop].tobytes()
+        if tail.children:
+            head = symbols[: size * SYMBOL_BYTES]
+            if covered(tail, head):
+                return  # a block that begins with these tokens serves as well
+            shorter = covered_child(tail, head)
+            if shorter is not None:
+                self._remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
+            tail = sequence.tails[self.index]
+        last = self.blocks_for(stop)
+        parent = tail.key_of_last(self._key_bytes)
+        hashing = self._state.hashing
+        keys = hashing.chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
+        self._emit(
+            BlocksStored(
+                sequence.handle,
+                self.index,
+                first,
+                parent[:NAME_BYTES] if tail.end else b"",
+                keys,
+                sequence.tables[self.index][first:last].tobytes(),
+                PRIMARY,
+                DEFAULT_PRIORITY,
+                stop - (last - 1) * size,
+            )
+        )
+
+    def freed_by(self, sequence: Sequence) -> bytes:
+        """The slots that become blank when the sequence goes, deepest first."""
+        own = sequence.tables[self.index][sequence.tails[self.index].end :]
+        own.reverse()
+        shared = self.group.shared
+        if shared:
+            own = array("i", [slot for slot in own if slot not in shared])
+        return own.tobytes()

@@ -1,0 +1,85 @@
+"""The clock of a played trace: it counts engine steps, so that equal traces make equal runs.
+
+A step stands for `step_ms` of the trace's time, whatever it took to compute. Which requests have arrived follows
+from the number of the step, never from how fast this machine is; a speed only adds waiting, so that the
+trace's time does not run ahead of the real one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from kvcache.errors import UsageError
+
+START_NS = 1_767_225_600_000_000_000
+"""What the wall clock shows at the first step of an unpaced run (2026-01-01, UTC)."""
+_MS = 1_000_000
+
+
+def parse_speed(text: str) -> float | None:
+    """Read "real" (1), a factor such as "10", or "max" (None: do not wait). Raises UsageError."""
+    if text == "max":
+        return None
+    try:
+        speed = 1.0 if text == "real" else float(text)
+    except ValueError:
+        speed = math.nan
+    if not (math.isfinite(speed) and speed > 0):
+        raise UsageError(f"speed {text!r} is not real, max, or a number above 0")
+    return speed
+
+
+class StepClock:
+    """Time of a run. Give its `wall_ns` and `monotonic_ns` to the manager that the run drives.
+
+    Without a speed both follow the trace's time, so equal runs write equal logs; with one they are real.
+    """
+
+    def __init__(
+        self,
+        speed: float | None = None,
+        step_ms: int = 20,
+        *,
+        real_ns: Callable[[], int] = time.time_ns,
+        real_monotonic_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if step_ms < 1:
+            raise UsageError("a step takes at least 1 ms")
+        self.speed = speed
+        self.step_ms = step_ms
+        self.now_ms = 0
+        """Time of the trace."""
+        self._real_ns = real_ns
+        self._real_monotonic_ns = real_monotonic_ns
+        self._started_ns: int | None = None
+
+    def wall_ns(self) -> int:
+        """Return the wall clock's nanoseconds."""
+        return START_NS + self.now_ms * _MS if self.speed is None else self._real_ns()
+
+    def monotonic_ns(self) -> int:
+        """Return nanoseconds that never run backwards."""
+        return self.now_ms * _MS if self.speed is None else self._real_monotonic_ns()
+
+    def has_arrived(self, timestamp_ms: int) -> bool:
+        """Tell whether a request is there. Without a speed arrival times only order the requests."""
+        return self.speed is None or timestamp_ms <= self.now_ms
+
+    def advance(self, stop: threading.Event, until_ms: int = 0) -> None:
+        """Go on by one step; with a speed, to `until_ms` if that is later, and wait while ahead of real time.
+
+        Setting `stop` ends the waiting.
+        """
+        self.now_ms += self.step_ms
+        if self.speed is None:
+            return
+        self.now_ms = max(self.now_ms, until_ms)
+        if self._started_ns is None:
+            self._started_ns = self._real_monotonic_ns() - int(self.step_ms * _MS / self.speed)
+        due_ns = self._started_ns + int(self.now_ms * _MS / self.speed)
+        ahead_ns = due_ns - self._real_monotonic_ns()
+        if ahead_ns > 0:
+            stop.wait(ahead_ns / 1e9)

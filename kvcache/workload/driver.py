@@ -1,0 +1,325 @@
+"""Plays an engine over a manager: what a PyTorch engine would do, without the model.
+
+A step admits what fits, starts the copies, computes a chunk of the prompts and one token of every running output,
+reports both, ends what is finished, and flushes. Everything follows from the trace and the options, nothing
+from time: equal inputs make equal sequences of calls.
+
+A request is admitted only if it and all running ones can be completed without giving up any of them, even if
+nothing they hold is shared. That is stricter than `can_add`, which asks about prompts only, so an admission
+that passes always fits, and decoding never runs out of blocks.
+
+With pools, every computed token's rows are filled with a pattern, and reused blocks are compared with it (see
+`kvcache.workload.pattern`) when their request is admitted and again when it ends. A stub for a forward pass,
+it catches what a model would only answer with worse text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.errors import UsageError, invariant
+from kvcache.manager import KVCacheManager
+from kvcache.results import Admission
+from kvcache.workload.clock import StepClock
+from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
+from kvcache.workload.summary import RunCounts, RunResult, StepTimes
+from kvcache.workload.tokens import Uint64s
+from kvcache.workload.waiting import Limits, Waiting, WaitingLine
+
+if TYPE_CHECKING:
+    from kvcache.pools import Pools
+
+Progress = Callable[[int, int, int | None], None]
+"""Called after each step with (step, requests done or refused, requests in all or None if unknown)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriveOptions:
+    """How the engine behaves."""
+
+    concurrency: int = 32
+    """Most requests running at once."""
+    prefill_tokens: int = 8192
+    """Most prompt tokens computed in one step, over all requests, in the order of admission."""
+    seed: int = 0
+    """Chooses the token ids."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.prefill_tokens < 1:
+            raise UsageError("concurrency and prefill_tokens must be at least 1")
+
+
+def drive(
+    manager: KVCacheManager,
+    trace: Iterable[TraceRequest],
+    options: DriveOptions | None = None,
+    *,
+    pools: Pools | None = None,
+    clock: StepClock | None = None,
+    stop: threading.Event | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Play a trace to its end, or until `stop` is set; then no request of it is running any more.
+
+    `pools` are those of the manager; without them no bytes are written or compared. For equal logs the manager
+    must have been given the `wall_ns` of `clock`. Raises UsageError if the manager is serving requests already,
+    PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
+    """
+    if manager.num_sequences:
+        raise UsageError("the manager is serving requests: a trace needs one of its own")
+    total = len(trace) if isinstance(trace, Collection) else None
+    return _Engine(manager, trace, options or DriveOptions(), pools, clock or StepClock()).run(
+        stop or threading.Event(), progress, total
+    )
+
+
+@dataclass(slots=True)
+class _Running:
+    """An admitted request."""
+
+    request_id: int
+    num_prompt_tokens: int
+    outputs: list[int]
+    computed: int
+    """Leading tokens whose K and V exist."""
+    sampled: int = 0
+    digests: Uint64s | None = None
+    """One per token of prompt and output; only with pools."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.sampled
+
+    @property
+    def outputs_left(self) -> int:
+        return len(self.outputs) - self.sampled
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last output was sampled; without outputs, whether its prompt is computed."""
+        return not self.outputs_left and self.computed >= self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What a step computes of one request: the tokens from `begin` to `end`."""
+
+    running: _Running
+    begin: int
+    end: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing has to be computed after it: the K and V of the last output have no use."""
+        return self.end == self.running.num_tokens and self.running.outputs_left <= 1
+
+
+class _Engine:
+    """One run."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        trace: Iterable[TraceRequest],
+        options: DriveOptions,
+        pools: Pools | None,
+        clock: StepClock,
+    ) -> None:
+        self._manager = manager
+        self._options = options
+        self._clock = clock
+        self._pattern = PoolPattern(pools) if pools is not None else None
+        limits = Limits(
+            manager.config.max_sequence_length, manager.num_free_blocks, manager.config.tokens_per_block
+        )
+        self._line = WaitingLine(trace, limits, clock, options.seed)
+        self._running: dict[int, _Running] = {}
+        """In the order of admission."""
+        self._may_admit = True
+        """False while the first request in line waits for a running one to end."""
+        self._counts = RunCounts()
+        self._times = StepTimes()
+
+    def run(self, stop: threading.Event, progress: Progress | None, total: int | None) -> RunResult:
+        """Step until all requests are done."""
+        while (self._line or self._running) and not stop.is_set():
+            self._step()
+            if progress is not None:
+                progress(len(self._times), self._counts.requests + self._counts.refused, total)
+            self._clock.advance(stop, until_ms=0 if self._running else self._line.next_arrival_ms)
+        interrupted = bool(self._line or self._running)
+        self._end()
+        return self._counts.result(self._times, interrupted=interrupted)
+
+    def _step(self) -> None:
+        self._check_reused(self._admit())
+        chunks = self._plan()
+        self._compute(chunks)
+        self._store(chunks)
+        self._sample(chunks)
+        self._remove([running for running in self._running.values() if running.finished])
+        with self._times.timed():
+            self._manager.flush()
+        self._times.end_step()
+
+    def _end(self) -> None:
+        """Leave a manager without sequences and without copies on their way."""
+        self._remove(list(self._running.values()))
+        self._transfer()
+        with self._times.timed():
+            self._manager.flush()
+
+    # -- admission
+
+    def _admit(self) -> list[_Running]:
+        """Admit what fits, start the copies that this asks for, and return what was admitted."""
+        chosen = self._choose()
+        admitted = []
+        if chosen:
+            with self._times.timed():
+                admissions = self._manager.add_sequences([waiting.request for waiting in chosen])
+            self._line.take(len(chosen))
+            admitted = [self._start(*pair) for pair in zip(chosen, admissions, strict=True)]
+        # Also without admissions: decoding may have pressed blocks out to secondary.
+        self._transfer()
+        return admitted
+
+    def _choose(self) -> list[Waiting]:
+        """Return the first requests in line that can be completed beside the running ones."""
+        room = self._options.concurrency - len(self._running) if self._may_admit else 0
+        candidates = self._line.first(room)
+        self._counts.refuse(self._line.refusals)
+        if not candidates:
+            return []
+        free = self._free_after_completion()
+        chosen = []
+        for waiting in candidates:
+            free -= waiting.blocks_to_completion
+            if free < 0:
+                # A smaller request behind it must not overtake it for ever, so the line waits.
+                self._may_admit = False
+                break
+            chosen.append(waiting)
+        # What needs more than an idle cache has was refused, so a line that waits for nobody would wait for ever.
+        invariant(bool(chosen or self._running), "an idle cache has fewer blocks than it had at the start")
+        return chosen
+
+    def _free_after_completion(self) -> int:
+        """Return the blocks that are left when all running requests are at their end."""
+        manager = self._manager
+        with self._times.timed():
+            return manager.num_free_blocks - sum(
+                manager.remaining_blocks_to_completion(running.request_id, running.outputs_left)
+                for running in self._running.values()
+            )
+
+    def _start(self, waiting: Waiting, admission: Admission) -> _Running:
+        index = int(admission.request_id)
+        running = _Running(index, len(waiting.prompt), waiting.outputs.tolist(), admission.reused_tokens)
+        if self._pattern is not None:
+            request = waiting.request
+            namespace = (request.lora_id, request.lora_name, request.cache_salt)
+            running.digests = prefix_digests(np.concatenate([waiting.prompt, waiting.outputs]), namespace)
+        self._running[index] = running
+        self._counts.admit(admission)
+        return running
+
+    def _transfer(self) -> None:
+        """Start all copies and wait for them, so that the calls that follow do not depend on how long they take."""
+        manager = self._manager
+        with self._times.timed():
+            manager.start_transfers()
+        if manager.transfers is not None:
+            manager.transfers.wait()
+        with self._times.timed():
+            cut = manager.poll().cut
+        for request_id, computed in cut:
+            running = self._running.get(int(request_id))
+            if running is not None and computed < running.computed:
+                self._counts.recomputed_tokens += running.computed - computed
+                running.computed = computed
+
+    # -- the forward pass
+
+    def _plan(self) -> list[_Chunk]:
+        """Choose what to compute: the last token of each output, and prompts as far as the step's budget goes."""
+        budget = self._options.prefill_tokens
+        chunks = []
+        for running in self._running.values():
+            missing = running.num_tokens - running.computed
+            if running.sampled and missing == 1:
+                chunks.append(_Chunk(running, running.computed, running.num_tokens))
+            elif budget:
+                take = min(missing, budget)
+                budget -= take
+                chunks.append(_Chunk(running, running.computed, running.computed + take))
+        return chunks
+
+    def _compute(self, chunks: list[_Chunk]) -> None:
+        """Write the K and V of the chunks, or what stands for them."""
+        if self._pattern is not None:
+            spans = [self._span(chunk.running, chunk.begin, chunk.end) for chunk in chunks]
+            self._pattern.write(spans)
+            for chunk, span in zip(chunks, spans, strict=True):
+                if chunk.is_last:
+                    everything = replace(span, begin=0)
+                    checked = self._pattern.check(chunk.running.request_id, everything)
+                    self._counts.checked_final_blocks += checked
+        for chunk in chunks:
+            chunk.running.computed = chunk.end
+
+    def _check_reused(self, admitted: list[_Running]) -> None:
+        """Compare what newly admitted requests got from the cache."""
+        if self._pattern is None:
+            return
+        for running in admitted:
+            if running.computed:
+                span = self._span(running, 0, running.computed)
+                self._counts.checked_blocks += self._pattern.check(running.request_id, span)
+
+    def _span(self, running: _Running, begin: int, end: int) -> Span:
+        assert running.digests is not None
+        manager = self._manager
+        with self._times.timed():
+            tables = tuple(
+                manager.block_table(running.request_id, group.window) for group in manager.layout.groups
+            )
+        return Span(tables, running.digests, begin, end)
+
+    # -- reporting it
+
+    def _store(self, chunks: list[_Chunk]) -> None:
+        """Make computed prompt blocks reusable; those of outputs become so when the next token arrives."""
+        manager = self._manager
+        with self._times.timed():
+            for chunk in chunks:
+                if not chunk.running.sampled:
+                    manager.store_context_blocks(chunk.running.request_id, chunk.end)
+
+    def _sample(self, chunks: list[_Chunk]) -> None:
+        """Append the next token to every request whose tokens are all computed, in one call."""
+        request_ids, tokens = [], []
+        for chunk in chunks:
+            running = chunk.running
+            if chunk.end == running.num_tokens and running.outputs_left:
+                request_ids.append(running.request_id)
+                tokens.append(running.outputs[running.sampled])
+                running.sampled += 1
+        if request_ids:
+            with self._times.timed():
+                self._manager.add_tokens(request_ids, tokens)
+
+    def _remove(self, ended: list[_Running]) -> None:
+        """End requests; what they computed stays reusable."""
+        for running in ended:
+            with self._times.timed():
+                self._manager.remove_sequence(running.request_id)
+            del self._running[running.request_id]
+            self._counts.end(running.sampled, finished=running.finished)
+            self._may_admit = True

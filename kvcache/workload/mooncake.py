@@ -1,0 +1,102 @@
+"""Traces in the Mooncake form: one JSON object a line.
+
+A line says when a request arrived (`timestamp`, ms), how long its prompt and its output are, and names
+the prompt's blocks of 512 tokens by `hash_ids`: equal numbers, equal tokens. No text and no token ids are in
+such a file, which is why real services can publish them. The last block is cut to `input_length`.
+
+Reading streams: a trace of any length takes the memory of one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import msgspec
+
+from kvcache.errors import UsageError
+from kvcache.workload.tokens import TRACE_BLOCK_TOKENS
+
+MAX_LINE_BYTES = 16 * 2**20
+"""A longer line is no trace; the bound keeps a wrong file from being read into memory whole."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class TraceError(UsageError):
+    """A line of a trace cannot be used; `path`, `line` (from 1) and `reason` say which and why."""
+
+    def __init__(self, path: str, line: int, reason: str) -> None:
+        super().__init__(path, line, reason)
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.reason}"
+
+
+class TraceRequest(msgspec.Struct, frozen=True):
+    """One request of a trace. Fields of the file that are not named here are ignored."""
+
+    timestamp: Count
+    """Arrival in milliseconds after the start of the trace."""
+    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    """Tokens of the prompt."""
+    output_length: Count
+    """Tokens to generate."""
+    hash_ids: tuple[HashId, ...]
+    """One number per 512 prompt tokens; the last may stand for fewer."""
+
+    def __post_init__(self) -> None:
+        needed = -(-self.input_length // TRACE_BLOCK_TOKENS)
+        if len(self.hash_ids) < needed:
+            raise ValueError(
+                f"hash_ids has {len(self.hash_ids)} entries, but input_length {self.input_length} "
+                f"needs {needed} of {TRACE_BLOCK_TOKENS} tokens each"
+            )
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """Yield the requests of a trace in file order, at most `limit`. Blank lines are skipped.
+
+    Raises TraceError at the first line that is no request, OSError if the file cannot be read.
+    """
+    decoder = msgspec.json.Decoder(TraceRequest)
+    found = 0
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(_lines(file, str(path)), start=1):
+            if found == limit:
+                return
+            if line.strip():
+                yield _decode(decoder, line, str(path), number)
+                found += 1
+
+
+def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> int:
+    """Write requests as a trace, replacing the file; return how many there were."""
+    count = 0
+    encoder = msgspec.json.Encoder()
+    with Path(path).open("wb") as file:
+        for request in requests:
+            file.write(encoder.encode(request) + b"\n")
+            count += 1
+    return count
+
+
+def _lines(file: BinaryIO, path: str) -> Iterator[bytes]:
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise TraceError(path, number, f"longer than {MAX_LINE_BYTES} bytes; is this a trace?")
+        yield line
+
+
+def _decode(decoder: msgspec.json.Decoder[TraceRequest], line: bytes, path: str, number: int) -> TraceRequest:
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise TraceError(path, number, str(error)) from None

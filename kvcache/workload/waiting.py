@@ -1,0 +1,102 @@
+"""The line of requests in front of an engine: which come next, and which can never be served.
+
+Requests are read from the trace as there is room for them, and their tokens are made only then, so the
+memory of a run does not grow with its trace.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcache.results import Request
+from kvcache.workload.clock import StepClock
+from kvcache.workload.mooncake import TraceRequest
+from kvcache.workload.summary import Refusal
+from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the largest possible sequence is."""
+
+    max_sequence_length: int
+    num_blocks: int
+    """Primary blocks of an idle cache."""
+    tokens_per_block: int
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks so many tokens take."""
+        return -(-num_tokens // self.tokens_per_block)
+
+    def obstacle(self, num_tokens: int) -> str | None:
+        """Say why a sequence of this length can never be served, or None."""
+        if num_tokens > self.max_sequence_length:
+            return f"{num_tokens} tokens exceed max_sequence_length {self.max_sequence_length}"
+        if self.blocks_for(num_tokens) > self.num_blocks:
+            return f"{num_tokens} tokens need {self.blocks_for(num_tokens)} blocks, primary has {self.num_blocks}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request with its tokens, ready to be admitted."""
+
+    request: Request
+    prompt: Int32s
+    outputs: Int32s
+    blocks_to_completion: int
+    """Blocks it holds at its end if nothing is shared."""
+
+
+class WaitingLine:
+    """The requests of a trace in its order. Each one's place in the trace, from 0, is its request id."""
+
+    def __init__(self, trace: Iterable[TraceRequest], limits: Limits, clock: StepClock, seed: int) -> None:
+        self._trace = enumerate(trace)
+        self._limits = limits
+        self._clock = clock
+        self._seed = seed
+        self._ready: deque[Waiting] = deque()
+        self._next = next(self._trace, None)
+        self.refusals: deque[Refusal] = deque()
+        """Refused since the driver has last taken them."""
+
+    def __bool__(self) -> bool:
+        """Whether requests are left."""
+        return bool(self._ready) or self._next is not None
+
+    @property
+    def next_arrival_ms(self) -> int:
+        """When the next request arrives; 0 if one is there, or none is left."""
+        if self._ready or self._next is None:
+            return 0
+        return self._next[1].timestamp
+
+    def first(self, count: int) -> list[Waiting]:
+        """Return up to `count` requests that have arrived, without taking them out of the line."""
+        while len(self._ready) < count and self._next is not None:
+            index, request = self._next
+            if not self._clock.has_arrived(request.timestamp):
+                break
+            self._receive(index, request)
+            self._next = next(self._trace, None)
+        return [self._ready[place] for place in range(min(count, len(self._ready)))]
+
+    def take(self, count: int) -> None:
+        """Take the first `count` requests out of the line."""
+        for _ in range(count):
+            self._ready.popleft()
+
+    def _receive(self, index: int, request: TraceRequest) -> None:
+        num_tokens = request.input_length + request.output_length
+        obstacle = self._limits.obstacle(num_tokens)
+        if obstacle is not None:
+            # Checked before any token is made: a line may claim any length.
+            self.refusals.append(Refusal(index, obstacle))
+            return
+        prompt = prompt_tokens(request.hash_ids, request.input_length, self._seed)
+        outputs = output_tokens(index, request.output_length, self._seed)
+        blocks = self._limits.blocks_for(num_tokens)
+        self._ready.append(Waiting(Request(index, prompt), prompt, outputs, blocks))

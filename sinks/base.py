@@ -1,0 +1,149 @@
+"""What a sink is, and the URL that names one.
+
+A sink has three methods and no say in when they are called: its runner calls all of them on one thread,
+so a sink needs no locks, may block, and may raise. Everything that concerns the engine's safety (queues,
+drops, retries, deadlines) is the runner's business and is written once.
+
+Options are declared by each sink as a msgspec struct. So every option has a type and a default, and an
+option that is misspelled is refused with the known ones named, instead of being ignored.
+
+Errors::
+
+    SinkError                 base; its text may be logged, so it repeats nothing that was published
+    ├── SinkURLError          the URL names no sink, or not so that it understands (also a ValueError)
+    └── SinkOpenError         the sink could not be opened
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from events.types import EventBatch
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+class SinkError(Exception):
+    """Base of the errors about sinks."""
+
+
+class SinkURLError(SinkError, ValueError):
+    """A URL that names no sink; `url` is the URL without user, password and options."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url = url
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"sink {self.url}: {self.reason}"
+
+
+class SinkOpenError(SinkError):
+    """The sink `name` could not be opened; `reason` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name = name
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"sink {self.name} could not be opened: {self.reason}"
+
+
+class Sink(Protocol):
+    """Takes batches of events somewhere. All methods are called on one thread, in this order."""
+
+    def open(self) -> None:
+        """Acquire what is needed. Called once, before anything else; raising means that it cannot work."""
+
+    def write(self, batch: EventBatch) -> None:
+        """Take one batch.
+
+        Raising means that the batch is lost to this sink: it is not offered again, because half of it may
+        have gone out. A `Gap` will stand in its place, and the next batch follows after a pause.
+        """
+
+    def close(self) -> None:
+        """Release everything. Called once if `open` succeeded, also after failures; nothing follows."""
+
+
+@dataclass(frozen=True)
+class SinkContext:
+    """What a sink has to know about the cache whose events it gets."""
+
+    key_bytes: int
+    """Bytes of one key in the events' key columns; 0 if blocks have no names."""
+    tokens_per_block: int
+
+
+@dataclass(frozen=True)
+class SinkURL:
+    """A parsed sink URL, ``scheme://user:password@host:port/path?option=value``.
+
+    All but the scheme is optional.
+    """
+
+    scheme: str
+    host: str | None
+    port: int | None
+    path: str
+    options: Mapping[str, str]
+    user: str | None = None
+    password: str | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> SinkURL:
+        """Parse, or raise SinkURLError."""
+        try:
+            parts = urlsplit(url)
+            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+            parsed = cls(
+                scheme=parts.scheme,
+                host=parts.hostname,
+                port=parts.port,
+                path=unquote(parts.path),
+                options=MappingProxyType(dict(pairs)),
+                user=unquote(parts.username) if parts.username else None,
+                password=unquote(parts.password) if parts.password else None,
+            )
+        except ValueError:
+            # urllib's message may quote the URL, and the URL may hold a password.
+            raise SinkURLError(url.partition(":")[0], "not a valid URL") from None
+        if not parsed.scheme:
+            raise SinkURLError(parsed.path, "a URL is needed, such as stdout: or file:///path/events.jsonl")
+        if len(pairs) != len(parsed.options):
+            raise SinkURLError(str(parsed), "an option is given twice")
+        if parts.fragment:
+            raise SinkURLError(str(parsed), "it has a #fragment; write a # in a path as %23")
+        return parsed
+
+    def __str__(self) -> str:
+        """The URL without user, password and options, any of which may hold a secret."""
+        if self.host is None:
+            slashes = "//" if self.path.startswith("/") else ""
+            return f"{self.scheme}:{slashes}{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port is None else f":{self.port}"
+        return f"{self.scheme}://{host}{port}{self.path}"
+
+    def read_options(self, declared: type[Options]) -> Options:
+        """The options as `declared` (a msgspec struct) types them.
+
+        Raises SinkURLError, naming the known options, for an unknown one and for a value that does not fit.
+        """
+        fields = msgspec.structs.fields(declared)
+        known = ", ".join(field.encode_name for field in fields) or "none"
+        unknown = sorted(set(self.options) - {field.encode_name for field in fields})
+        if unknown:
+            raise SinkURLError(str(self), f"unknown option {unknown[0]!r}; known options: {known}")
+        try:
+            return msgspec.convert(dict(self.options), declared, strict=False)
+        except msgspec.ValidationError as error:
+            raise SinkURLError(str(self), f"bad option: {error}; known options: {known}") from None

@@ -1,0 +1,193 @@
+"""The bounded queue between the engine's thread and a sink's thread.
+
+`put` is the engine's side and must cost next to nothing: it estimates the batch's size, counts, and appends
+to a deque. There is no `Queue.put`, no condition and no wake-up per batch: the other side looks every few
+milliseconds by itself, and is woken early only when the queue is half full. The lock is taken by `put` only
+where the queue overflows, and held by either side for single steps only.
+
+A row of lost batches is one `Loss` item exactly where they were in the queue, so a reader of the queue meets
+it in the right place by construction. Dropping the oldest keeps one at the head, dropping the newest puts one
+at the tail and goes on behind it. Both stay bounded: between two losses there is always a batch.
+
+Counters only grow, and each has one writer: `put_*` the engine's thread, all else whoever holds the lock. The
+fill is the difference of two, so the fast path knows it without the lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Literal, get_args
+
+from events.types import EventBatch, Gap
+from sinks.sizes import batch_bytes
+
+Overflow = Literal["drop_oldest", "drop_newest", "block"]
+
+
+class Loss:
+    """A row of batches that the sink will not get, with nothing delivered between them."""
+
+    __slots__ = ("first_seq", "last_seq", "reason", "ts")
+
+    def __init__(self, batch: EventBatch, reason: str) -> None:
+        self.first_seq = self.last_seq = batch.seq
+        self.ts = batch.ts
+        self.reason = reason
+
+    def add(self, batch: EventBatch) -> None:
+        """Extend the row by the next batch."""
+        self.last_seq = batch.seq
+        self.ts = batch.ts
+
+    def as_batch(self) -> EventBatch:
+        """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
+        return EventBatch(self.last_seq, self.ts, (Gap(self.first_seq, self.last_seq, self.reason),))
+
+
+Queued = tuple[EventBatch, int]
+"""A batch and its size in bytes as counted. A plain tuple, because making a named one takes ten times as long."""
+
+Item = Queued | Loss
+
+
+def note_loss(items: list[Loss] | deque[Item], batch: EventBatch, reason: str) -> None:
+    """Extend the loss at the end of `items`, or begin one there."""
+    last = items[-1] if items else None
+    if isinstance(last, Loss) and last.reason == reason:
+        last.add(batch)
+    else:
+        items.append(Loss(batch, reason))
+
+
+class BatchQueue:
+    """Batches on their way to one sink; `put` is for one thread, `take` for one other.
+
+    `max_events` and `max_bytes` bound it; an empty queue takes one batch of any size, so that a state export
+    larger than the bound is not lost for good. `overflow` says what gives way when it is full.
+    """
+
+    def __init__(self, max_events: int, max_bytes: int, overflow: Overflow) -> None:
+        if max_events < 1 or max_bytes < 1:
+            raise ValueError("max_events and max_bytes must be at least 1")
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow must be one of {', '.join(get_args(Overflow))}, not {overflow!r}")
+        self._max_events, self._max_bytes = max_events, max_bytes
+        self._overflow = overflow
+        self._items: deque[Item] = deque()
+        self._refusal: str | None = None
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._wake = threading.Event()
+        self.put_batches = self._put_events = self._put_bytes = 0
+        self._left_events = self._left_bytes = 0
+        self.dropped_batches = self.dropped_events = 0
+
+    def put(self, batch: EventBatch) -> None:
+        """Append a batch. Never raises; waits only if `overflow` is "block"."""
+        size = batch_bytes(batch)
+        self.put_batches += 1
+        events = self._put_events = self._put_events + len(batch.events)
+        total = self._put_bytes = self._put_bytes + size
+        events -= self._left_events
+        total -= self._left_bytes
+        if events > self._max_events or total > self._max_bytes or self._refusal:
+            self._put_slowly((batch, size))
+            return
+        self._items.append((batch, size))
+        if (events * 2 > self._max_events or total * 2 > self._max_bytes) and not self._wake.is_set():
+            self._wake.set()
+
+    def take(self) -> Item | None:
+        """Remove the head; None if there is nothing."""
+        with self._lock:
+            if not self._items:
+                return None
+            item = self._items.popleft()
+            if not isinstance(item, Loss):
+                self._count_left(item)
+            self._room.notify()
+            return item
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the queue is half full, `wake` is called, or the time is up."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+
+    def wake(self) -> None:
+        """End the other thread's `wait`."""
+        self._wake.set()
+
+    def refuse(self, reason: str) -> None:
+        """From now on whatever is put is lost for `reason`. What is in the queue stays."""
+        with self._lock:
+            self._refusal = reason
+            self._room.notify_all()
+
+    def drop_all(self, reason: str) -> None:
+        """Turn what is in the queue into losses, where it is."""
+        with self._lock:
+            losses: deque[Item] = deque()
+            while self._items:
+                item = self._items.popleft()
+                if isinstance(item, Loss):
+                    losses.append(item)
+                else:
+                    self._count_dropped(item)
+                    note_loss(losses, item[0], reason)
+            self._items.extend(losses)
+
+    def become_child(self) -> None:
+        """Start anew in a forked process, empty and refusing: the content is the parent's to deliver."""
+        # Whoever held the lock at the fork does not exist in this process.
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._items.clear()
+        self._refusal = "forked"
+
+    def _put_slowly(self, item: Queued) -> None:
+        with self._lock:
+            while self._overflow == "block" and not self._refusal and not self._fits(item):
+                self._wake.set()
+                self._room.wait()
+            if self._refusal:
+                self._drop_newest(item, self._refusal)
+            elif self._overflow == "drop_newest" and not self._fits(item):
+                self._drop_newest(item, "overflow")
+            else:
+                self._drop_oldest_until_fits(item)
+                self._items.append(item)
+
+    def _fits(self, item: Queued) -> bool:
+        """Whether `item`, which is counted already, is alone or within the bounds."""
+        total = self._put_bytes - self._left_bytes
+        events = self._put_events - self._left_events
+        return total == item[1] or (total <= self._max_bytes and events <= self._max_events)
+
+    def _drop_newest(self, item: Queued, reason: str) -> None:
+        self._count_dropped(item)
+        note_loss(self._items, item[0], reason)
+
+    def _drop_oldest_until_fits(self, item: Queued) -> None:
+        loss: Loss | None = None
+        while not self._fits(item):
+            head = self._items.popleft()
+            if isinstance(head, Loss):
+                loss = head
+                continue
+            self._count_dropped(head)
+            if loss is None:
+                loss = Loss(head[0], "overflow")
+            else:
+                loss.add(head[0])
+        if loss is not None:
+            self._items.appendleft(loss)
+
+    def _count_dropped(self, item: Queued) -> None:
+        self._count_left(item)
+        self.dropped_batches += 1
+        self.dropped_events += len(item[0].events)
+
+    def _count_left(self, item: Queued) -> None:
+        self._left_events += len(item[0].events)
+        self._left_bytes += item[1]

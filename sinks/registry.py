@@ -1,0 +1,55 @@
+"""Finds the sink for a URL's scheme.
+
+Sinks of this package are in a table, so that they work from a source tree that was never installed. Those
+of others come from the entry-point group ``kvcache.sinks``: the entry's name is the scheme, its object is
+called with the parsed URL and the context and returns the sink. Nothing is imported before it is asked for,
+and an entry point cannot take a scheme of this package away from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from sinks.base import Sink, SinkContext, SinkURL, SinkURLError
+
+ENTRY_POINT_GROUP = "kvcache.sinks"
+
+SinkFactory = Callable[[SinkURL, SinkContext], Sink]
+
+_BUILT_IN = {"file": "sinks.file", "stdout": "sinks.stdout"}
+
+
+def open_sink(url: str, context: SinkContext) -> Sink:
+    """The sink that `url` names, not yet opened: its runner calls `open` on its own thread.
+
+    Raises SinkURLError if the URL cannot be understood, its scheme is not known, or what provides the scheme
+    cannot be imported.
+    """
+    parsed = SinkURL.parse(url)
+    return _factory(parsed)(parsed, context)
+
+
+def known_schemes() -> list[str]:
+    """All schemes that `open_sink` can find, sorted."""
+    return sorted({*_BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
+
+
+def _factory(url: SinkURL) -> SinkFactory:
+    if url.scheme in _BUILT_IN:
+        return cast("SinkFactory", importlib.import_module(_BUILT_IN[url.scheme]).create)
+    found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=url.scheme))
+    if not found:
+        known = ", ".join(known_schemes())
+        raise SinkURLError(str(url), f"unknown scheme {url.scheme!r}; known schemes: {known}")
+    return _load(found[0], url)
+
+
+def _load(entry: EntryPoint, url: SinkURL) -> SinkFactory:
+    try:
+        return cast("SinkFactory", entry.load())
+    except (ImportError, AttributeError) as error:
+        reason = f"{entry.value} provides it but cannot be imported ({error}); install what it needs"
+        raise SinkURLError(str(url), reason) from error

@@ -1,0 +1,208 @@
+"""Events as lines for people: one line per event, counts instead of contents.
+
+A line starts with the event's address (batch seq and index), so that it can be found again in the log::
+
+     12.0  SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3
+     12.1  BlocksStored      #7 group=0 primary blocks=3 first=35 1f2e3d4c..9a8b7c6d after 00112233 priority=35
+
+``reused`` counts tokens found in primary, found in secondary, and copied from a block that matched in part.
+
+SECURITY: no line contains token ids, because lines end up in terminals, tickets and logs. Texts from outside
+(request ids, adapter names, reasons) are quoted where they hold anything but plain characters, so that they
+cannot forge lines or drive a terminal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from events.packed import NAME_BYTES, names_of_keys, unpack_u32
+from events.types import (
+    PRIMARY,
+    AdmissionRefused,
+    AnyEvent,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksMoved,
+    BlocksRemoved,
+    BlocksReused,
+    BlocksStored,
+    CacheCleared,
+    CacheCreated,
+    Checkpoint,
+    ContextComputed,
+    EpochStarted,
+    EventBatch,
+    Gap,
+    Namespace,
+    SequenceAdded,
+    SequenceRemoved,
+    StateExported,
+    TokensAppended,
+    TransferFailed,
+    TransferLanded,
+)
+
+NAME_DIGITS = 8
+"""Hex digits shown of a block's name: enough to tell blocks apart by eye, and to search the log for."""
+TEXT_LENGTH_MAX = 64
+_LEVELS = ("primary", "secondary")
+_PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
+_TYPE_WIDTH = max(len(kind.__name__) for kind in AnyEvent.__args__)
+
+
+def render_batch(batch: EventBatch, key_bytes: int) -> Iterator[str]:
+    """The lines of a batch, without newlines. `key_bytes` is that of the cache (`CacheCreated.key_bytes`)."""
+    for index, event in enumerate(batch.events):
+        address = f"{batch.seq}.{index}"
+        yield f"{address:>9}  {render_event(event, key_bytes)}"
+
+
+def render_event(event: AnyEvent, key_bytes: int) -> str:
+    """One event, without its address."""
+    kind = type(event)
+    details = _blocks_stored(event, key_bytes) if isinstance(event, BlocksStored) else _DETAILS[kind](event)
+    return f"{kind.__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
+
+
+def text(value: object) -> str:
+    """A text from outside, cut short, and quoted unless it is plain."""
+    spelled = str(value)
+    if len(spelled) > TEXT_LENGTH_MAX:
+        spelled = spelled[: TEXT_LENGTH_MAX - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    return spelled if _PLAIN_TEXT.fullmatch(spelled) else ascii(spelled)
+
+
+def _handle(handle: int | None) -> str:
+    return "" if handle is None else f"#{handle} "
+
+
+def _for(handle: int | None) -> str:
+    return "" if handle is None else f" for #{handle}"
+
+
+def _blocks(slots: bytes) -> str:
+    return f"blocks={len(slots) // 4}"
+
+
+def _names(packed: bytes) -> str:
+    """The first and the last name of a column."""
+    if not packed:
+        return ""
+    first, last = _name(packed[:NAME_BYTES]), _name(packed[-NAME_BYTES:])
+    return f" {first}" if len(packed) <= NAME_BYTES else f" {first}..{last}"
+
+
+def _name(packed: bytes) -> str:
+    return packed.hex()[:NAME_DIGITS]
+
+
+def _namespace(namespace: Namespace) -> str:
+    adapter = namespace.lora_id if namespace.lora_name is None else namespace.lora_name
+    lora = "" if adapter is None else f" lora={text(adapter)}"
+    salt = "" if namespace.salt_digest is None else f" salt={_name(namespace.salt_digest)}"
+    return lora + salt
+
+
+def _cache_created(e: CacheCreated) -> str:
+    groups = " ".join(
+        f"group{i}(window={g.window} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
+        for i, g in enumerate(e.groups)
+    )
+    return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}"
+
+
+def _epoch_started(e: EpochStarted) -> str:
+    before = "" if e.previous_epoch is None else f" after={e.previous_epoch} clean={_yes(e.clean)}"
+    return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {text(e.software)}"
+
+
+def _state_exported(e: StateExported) -> str:
+    blocks = sum(len(group.slots) // 4 for group in e.groups)
+    return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
+
+
+def _sequence_added(e: SequenceAdded) -> str:
+    reused = f"{max(e.reused_primary, default=0)}+{max(e.reused_secondary, default=0)}+{e.reused_partial}"
+    return (
+        f"{_handle(e.handle)}request={text(e.request_id)} tokens={e.num_tokens} reused={reused}"
+        f"{_namespace(e.namespace)}"
+    )
+
+
+def _blocks_reused(e: BlocksReused) -> str:
+    replaced = f" replaced={len(e.replaced) // 4}" if e.replaced else ""
+    where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
+    return f"{_handle(e.handle)}{where}{_names(e.names)}{replaced}"
+
+
+def _blocks_copied(e: BlocksCopied) -> str:
+    copied = f"tokens={e.num_tokens} from {_level(e.source_level)} block={e.block} transfer={e.transfer}"
+    return f"{_handle(e.handle)}group={e.group} {copied}"
+
+
+def _blocks_stored(e: BlocksStored, key_bytes: int) -> str:
+    names = _names(names_of_keys(e.keys, key_bytes) if e.keys else b"")
+    parent = f" after {_name(e.parent)}" if e.parent else ""
+    where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
+    return f"{_handle(e.handle)}{where}{names}{parent} priority={e.priority}"
+
+
+def _blocks_moved(e: BlocksMoved) -> str:
+    way = f"{_level(e.from_level)}->{_level(e.to_level)}"
+    moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
+    return f"{moved} transfer={e.transfer}{_for(e.handle)}"
+
+
+def _blocks_removed(e: BlocksRemoved) -> str:
+    removed = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
+    return f"{removed} why={e.why}{_for(e.handle)}"
+
+
+def _tokens_appended(e: TokensAppended) -> str:
+    sequences = len(e.handles) // 4
+    tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else sequences
+    first = f"{_handle(int(unpack_u32(e.handles)[0]))}" if sequences == 1 else ""
+    return f"{first}sequences={sequences} tokens={tokens}"
+
+
+def _sequence_removed(e: SequenceRemoved) -> str:
+    freed = sum(len(slots) // 4 for slots in e.freed)
+    kept = f"stored={sum(e.stored)} freed={freed}"
+    return f"{_handle(e.handle)}tokens={e.num_tokens} computed={e.computed} {kept}"
+
+
+def _level(level: int) -> str:
+    return _LEVELS[level] if PRIMARY <= level < len(_LEVELS) else f"level{level}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+_DETAILS: dict[type, Callable[[Any], str]] = {
+    CacheCreated: _cache_created,
+    EpochStarted: _epoch_started,
+    StateExported: _state_exported,
+    Gap: lambda e: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
+    SequenceAdded: _sequence_added,
+    BlocksAllocated: lambda e: f"{_handle(e.handle)}group={e.group} {_blocks(e.slots)} why={e.why}",
+    BlocksReused: _blocks_reused,
+    BlocksCopied: _blocks_copied,
+    BlocksMoved: _blocks_moved,
+    BlocksRemoved: _blocks_removed,
+    TokensAppended: _tokens_appended,
+    ContextComputed: lambda e: f"{_handle(e.handle)}tokens={e.num_tokens}",
+    SequenceRemoved: _sequence_removed,
+    TransferLanded: lambda e: f"transfers={len(e.transfers) // 8}",
+    TransferFailed: lambda e: f"transfers={len(e.transfers) // 8} reason={text(e.reason)}",
+    CacheCleared: lambda e: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
+    Checkpoint: lambda e: (
+        f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
+    ),
+    AdmissionRefused: lambda e: f"request={text(e.request_id)} needed={e.needed} available={e.available}",
+}

@@ -1,0 +1,270 @@
+"""Runs one sink on a thread of its own.
+
+Whatever a sink does (sleeps, raises, hangs, exits its thread, forks), `put` does not wait for it, unless
+`overflow` is "block". And nothing is lost without a trace: a batch that does not reach the sink is counted as
+dropped, and an `EventBatch` with a `Gap` over its seq takes its place in the sink's stream. At any time::
+
+    batches put = delivered + dropped + lag
+
+Two threads meet here and share no lock: the queue between them has its own, every counter and the list of owed
+gaps belongs to the sink's thread, and the rest are flags that are set once.
+
+SECURITY: texts of a sink's exceptions may quote what was being written. Only those of the operating system
+and of `SinkError` are kept; of all others, the type and the place in the code.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from events.types import EventBatch
+from sinks.base import Sink, SinkError, SinkOpenError
+from sinks.queue import BatchQueue, Item, Loss, Overflow, note_loss
+
+POLL_SECONDS = 0.01
+OPEN_SECONDS = 2.0
+"""How long `start` waits to learn whether the sink could be opened."""
+GRACE_SECONDS = 0.25
+"""How long `close` waits beyond the drain for the last `Gap` to be written."""
+BACKOFF_SECONDS_MAX = 5.0
+
+State = Literal["running", "quarantined", "closed"]
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
+
+
+@dataclass(frozen=True)
+class SinkStats:
+    """One moment of a runner. `put` calls so far = `batches` + `dropped_batches` + `lag_batches`."""
+
+    name: str
+    batches: int
+    """Delivered: the sink's `write` returned. Gaps are not counted."""
+    events: int
+    dropped_batches: int
+    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined."""
+    dropped_events: int
+    errors: int
+    """Times that the sink raised."""
+    lag_batches: int
+    """Waiting in the queue or being written."""
+    state: State
+    last_error: str | None
+
+
+class SinkRunner:
+    """Feeds a sink from the engine's thread.
+
+    The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the
+    oldest batches, the newest, or ("block", for offline use) the engine. After `max_errors` failures in a
+    row, with pauses that double from `backoff_seconds` to 5 s, the sink is quarantined: never written to
+    again, reported once. `close` waits at most `drain_seconds` and a quarter second for the last `Gap`.
+
+    `put`, `start` and `close` belong to the engine's thread, `stats` to any.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        name: str,
+        *,
+        max_events: int = 65536,
+        max_bytes: int = 32 << 20,
+        overflow: Overflow = "drop_oldest",
+        drain_seconds: float = 2.0,
+        max_errors: int = 10,
+        backoff_seconds: float = 0.1,
+    ) -> None:
+        if max_errors < 1:
+            raise ValueError("max_errors must be at least 1")
+        self.name = name
+        self._sink = sink
+        self._queue = BatchQueue(max_events, max_bytes, overflow)
+        # Not a method around it: the engine calls this once per step and sink.
+        self.put: Callable[[EventBatch], None] = self._queue.put
+        """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
+        self._drain_seconds = drain_seconds
+        self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
+        self._owed: list[Loss] = []
+        """Losses whose gaps are not written yet."""
+        self._batches = self._events = 0
+        self._failed_batches = self._failed_events = 0
+        self._errors = self._errors_in_row = 0
+        self._last_error: str | None = None
+        self._state: State = "running"
+        self._forked = False
+        self._opened = threading.Event()
+        self._closing = threading.Event()
+        self._deadline = 0.0
+        self._thread: threading.Thread | None = None
+        _runners.add(self)
+
+    # --- the engine's thread ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread and open the sink. To be called once.
+
+        Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to
+        open goes on doing so while batches wait in its queue.
+        """
+        if self._thread is not None:
+            raise RuntimeError(f"sink {self.name} was started already")
+        # A daemon: a sink that hangs must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name=f"kvcache-sink-{self.name}", daemon=True)
+        self._thread.start()
+        self._opened.wait(OPEN_SECONDS)
+        if self._state == "quarantined":
+            raise SinkOpenError(self.name, self._last_error or "it failed")
+
+    def close(self) -> None:
+        """Deliver what is queued, within the drain time, and let the sink close. Further calls do nothing."""
+        if self._closing.is_set() or self._forked:
+            return
+        self._queue.refuse("closed")
+        self._deadline = time.monotonic() + self._drain_seconds
+        self._closing.set()
+        self._queue.wake()
+        if self._thread is not None:
+            self._thread.join(self._drain_seconds + GRACE_SECONDS)
+        self._queue.drop_all("closed")
+        if self._state == "running":
+            self._state = "closed"
+        stats = self.stats()
+        if stats.dropped_batches or stats.lag_batches:
+            lost = {"dropped": stats.dropped_batches, "unfinished": stats.lag_batches}
+            _log.warning("sink_lost_batches", sink=self.name, **lost)
+
+    def stats(self) -> SinkStats:
+        """The counters of this moment."""
+        # What was put is read last: counters only grow, so the lag cannot come out negative.
+        batches, events = self._batches, self._events
+        dropped_batches = self._queue.dropped_batches + self._failed_batches
+        return SinkStats(
+            name=self.name,
+            batches=batches,
+            events=events,
+            dropped_batches=dropped_batches,
+            dropped_events=self._queue.dropped_events + self._failed_events,
+            errors=self._errors,
+            lag_batches=self._queue.put_batches - batches - dropped_batches,
+            state=self._state,
+            last_error=self._last_error,
+        )
+
+    # --- the sink's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        opened = self._call("open", self._sink.open)
+        if not opened:
+            self._quarantine()
+        self._opened.set()
+        while self._may_go_on() and (item := self._next()) is not None:
+            self._deliver(item)
+        if opened and not self._forked:
+            if self._may_go_on():
+                self._settle()
+            self._call("close", self._sink.close)
+
+    def _may_go_on(self) -> bool:
+        # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.
+        return self._state != "quarantined" and not self._forked
+
+    def _next(self) -> Item | None:
+        """Take the head of the queue; wait for one; None when closing has emptied it."""
+        while True:
+            # Read before `take`: nothing is queued any more after it is set, so empty then means finished.
+            closing = self._closing.is_set()
+            if closing and time.monotonic() >= self._deadline:
+                self._queue.drop_all("closed")
+            item = self._queue.take()
+            if item is not None or closing:
+                return item
+            self._queue.wait(POLL_SECONDS)
+
+    def _deliver(self, item: Item) -> None:
+        if isinstance(item, Loss):
+            self._owed.append(item)
+            self._settle()
+        elif self._settle() and self._write(item[0]):
+            self._batches += 1
+            self._events += len(item[0].events)
+        else:
+            self._failed_batches += 1
+            self._failed_events += len(item[0].events)
+            note_loss(self._owed, item[0], "failed")
+        if self._errors_in_row and not self._forked:
+            self._after_failure()
+
+    def _settle(self) -> bool:
+        """Write the gaps that the stream is owed. What cannot be written now stays owed."""
+        while self._owed:
+            if not self._write(self._owed[0].as_batch()):
+                return False
+            del self._owed[0]
+        return True
+
+    def _write(self, batch: EventBatch) -> bool:
+        if not self._call("write", lambda: self._sink.write(batch)):
+            return False
+        self._errors_in_row = 0
+        return not self._forked
+
+    def _after_failure(self) -> None:
+        if self._errors_in_row >= self._max_errors:
+            self._quarantine()
+            return
+        doublings = min(self._errors_in_row - 1, 16)
+        self._closing.wait(min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
+
+    def _call(self, what: str, method: Callable[[], None]) -> bool:
+        try:
+            method()
+        except BaseException as error:  # noqa: BLE001  a sink's sys.exit() must not end the thread unnoticed
+            self._errors += 1
+            self._errors_in_row += 1
+            self._last_error = f"{what}: {describe(error)}"
+            return False
+        return True
+
+    def _quarantine(self) -> None:
+        self._state = "quarantined"
+        self._queue.refuse("quarantined")
+        self._queue.drop_all("quarantined")
+        _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)
+
+    def _become_child(self) -> None:
+        """A forked child has none of its parent's threads."""
+        self._forked = True
+        self._state = "closed"
+        self._queue.become_child()
+
+
+def describe(error: BaseException) -> str:
+    """What went wrong, without any text that may quote what was being published."""
+    # An OSError without a number was made up by a library, and may hold anything.
+    if isinstance(error, SinkError) or (isinstance(error, OSError) and error.errno is not None):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{place}"
+
+
+_runners: weakref.WeakSet[SinkRunner] = weakref.WeakSet()
+
+
+def _close_runners_in_child() -> None:
+    for runner in list(_runners):
+        runner._become_child()
+
+
+os.register_at_fork(after_in_child=_close_runners_in_child)

@@ -1,0 +1,70 @@
+"""``stdout:`` shows events as they happen.
+
+``stdout:`` prints lines for people (`sinks.render`), ``stdout:?format=jsonl`` one JSON object per batch. Token
+ids are never part of the lines, and of the JSON only with ``&tokens=1``.
+
+It writes to a descriptor of its own and not through `sys.stdout`, whose lock it would hold for as long as a
+reader does not read: an engine that flushes its own prints would wait there, and so would the interpreter's exit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Literal
+
+import msgspec
+
+from events.codec import to_json
+from events.types import EventBatch
+from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.render import render_batch
+from sinks.writing import write_all
+
+
+class StdoutOptions(msgspec.Struct, frozen=True):
+    """Options of the URL."""
+
+    format: Literal["text", "jsonl"] = "text"
+    tokens: bool = False
+
+
+class StdoutSink:
+    """Prints batches to the process's standard output."""
+
+    def __init__(self, options: StdoutOptions, key_bytes: int) -> None:
+        self._options = options
+        self._key_bytes = key_bytes
+        self._fd = -1
+
+    def open(self) -> None:
+        """Take a descriptor of standard output. Raises SinkError where it has none, as in a notebook."""
+        try:
+            # What was printed before stays before.
+            sys.stdout.flush()
+            self._fd = os.dup(sys.stdout.fileno())
+        except (AttributeError, OSError):
+            raise SinkError("standard output is no file here: use file:///path/events.jsonl") from None
+
+    def write(self, batch: EventBatch) -> None:
+        """Print one batch."""
+        write_all(self._fd, self._spell(batch))
+
+    def close(self) -> None:
+        """Close the descriptor; standard output itself stays open."""
+        os.close(self._fd)
+
+    def _spell(self, batch: EventBatch) -> bytes:
+        if self._options.format == "jsonl":
+            return to_json(batch, self._key_bytes, tokens=self._options.tokens) + b"\n"
+        return "".join(f"{line}\n" for line in render_batch(batch, self._key_bytes)).encode()
+
+
+def create(url: SinkURL, context: SinkContext) -> StdoutSink:
+    """The sink for a ``stdout:`` URL."""
+    options = url.read_options(StdoutOptions)
+    if url.host is not None or url.path:
+        raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
+    if options.tokens and options.format == "text":
+        raise SinkURLError(str(url), "lines for people never show tokens; use stdout:?format=jsonl&tokens=1")
+    return StdoutSink(options, context.key_bytes)

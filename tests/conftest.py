@@ -1,0 +1,42 @@
+"""What all tests share: how hypothesis runs, and fresh interpreters to import things in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Machines that run tests are slow at times, which is no fault of the code: pytest-timeout stops what hangs.
+# A failure prints the line that repeats it.
+settings.register_profile("kvcache", deadline=None, print_blob=True)
+settings.load_profile("kvcache")
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> RunPython:
+    """Run code in a fresh interpreter, in an empty directory, with `path` before the project on the import path."""
+
+    def run(
+        code: str, path: Sequence[Path] = (), env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        import_path = os.pathsep.join(str(entry) for entry in (*path, ROOT))
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": import_path, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    return run

@@ -1,0 +1,36 @@
+"""What the tests of events share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from events import EventBatch
+from events.log import LogWriter
+
+HoldDisk = Callable[[LogWriter], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def hold_disk(monkeypatch: pytest.MonkeyPatch) -> HoldDisk:
+    """Make a writer's disk hang for as long as the context lasts."""
+
+    @contextmanager
+    def hold(log: LogWriter) -> Iterator[None]:
+        released = threading.Event()
+        write = log._output.write
+
+        def write_when_released(content: Sequence[EventBatch]) -> None:
+            assert released.wait(60)
+            write(content)
+
+        monkeypatch.setattr(log._output, "write", write_when_released)
+        try:
+            yield
+        finally:
+            released.set()
+
+    return hold

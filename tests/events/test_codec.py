@@ -1,0 +1,233 @@
+"""Events as bytes and JSON: nothing lost, nothing leaked, one error for everything else."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from events import (
+    AnyEvent,
+    BlocksStored,
+    CacheCreated,
+    EventBatch,
+    EventDecodeError,
+    Gap,
+    Namespace,
+    SequenceAdded,
+    StateExported,
+    TokensAppended,
+    TransferFailed,
+)
+from events.codec import (
+    batch_without_tokens,
+    decode_batch,
+    encode_batch,
+    from_json,
+    to_dict,
+    to_json,
+    without_tokens,
+)
+from events.packed import pack_i32, pack_u32
+from tests.events.logs import TIME, batch
+from tests.events.test_golden import EVENTS, KEY_BYTES
+
+GOLDEN: dict[str, AnyEvent] = {
+    name: decode_batch(bytes.fromhex(golden["msgpack"])).events[0] for name, golden in EVENTS.items()
+}
+
+
+def columns(size: int) -> st.SearchStrategy[bytes]:
+    return st.integers(0, 5).flatmap(lambda n: st.binary(min_size=n * size, max_size=n * size))
+
+
+def fields(hint: Any) -> st.SearchStrategy[Any]:
+    """Any value that the schema allows for a type hint."""
+    if typing.get_origin(hint) is typing.Annotated:
+        sizes = {"int32": 4, "uint32": 4, "int64": 8, "name": 8, "key": KEY_BYTES}
+        return columns(sizes[hint.__metadata__[0].item])
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        if arguments[1] is ...:
+            return st.lists(fields(arguments[0]), max_size=3).map(tuple)
+        return st.tuples(*map(fields, arguments))
+    if arguments:
+        return st.one_of(*map(fields, arguments))
+    if hasattr(hint, "__struct_fields__"):
+        return structs(hint)
+    if hint is int:
+        return st.integers(-(2**63), 2**64 - 1)
+    return st.from_type(hint)
+
+
+def structs(kind: type) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{k: fields(h) for k, h in typing.get_type_hints(kind, include_extras=True).items()})
+
+
+ANY_BATCH = st.builds(
+    EventBatch,
+    seq=st.integers(0, 2**63),
+    ts=st.integers(0, 2**63),
+    events=st.lists(st.one_of(*map(structs, typing.get_args(AnyEvent))), max_size=4).map(tuple),
+)
+
+
+@given(ANY_BATCH)
+def test_any_batch_survives_both_encodings(item: EventBatch) -> None:
+    """Whatever the schema allows comes back equal from bytes and from JSON."""
+    assert decode_batch(encode_batch(item)) == item
+    assert from_json(to_json(item, KEY_BYTES)) == item
+
+
+@given(ANY_BATCH)
+def test_json_is_plain(item: EventBatch) -> None:
+    """The dict has only what JSON has, so that writing and reading it as text changes nothing."""
+    spelled = to_dict(item, KEY_BYTES)
+    assert json.loads(json.dumps(spelled)) == spelled
+
+
+def test_columns_are_lists_in_json() -> None:
+    """Numbers are numbers, names and keys of any width are hex strings, one per block."""
+    key = bytes(range(16))
+    event = BlocksStored(1, 0, 0, key[:8], key + key[::-1], pack_i32([3, -4]), 0, 35, 2)
+    spelled = to_dict(event, key_bytes=16)
+    assert spelled["type"] == "BlocksStored"
+    assert spelled["slots"] == [3, -4]
+    assert spelled["parent"] == ["0001020304050607"]
+    assert spelled["keys"] == [key.hex(), key[::-1].hex()]
+    assert to_dict(TokensAppended(pack_u32([2**32 - 1]), b"", b""), 16)["handles"] == [2**32 - 1]
+
+
+def test_blocks_without_names_have_no_names_in_json() -> None:
+    """With hashing switched off, keys have no bytes and the columns are empty lists."""
+    event = BlocksStored(1, 0, 0, b"", b"", pack_i32([3]), 0, 35, 2)
+    assert to_dict(event, key_bytes=0)["keys"] == []
+
+
+@pytest.mark.parametrize("column", ["slots", "keys", "parent"])
+def test_column_of_broken_length_is_a_decode_error(column: str) -> None:
+    """A column that is no whole number of entries is refused when spelled out."""
+    values: dict[str, Any] = {"parent": b"", "keys": b"", "slots": b"", column: b"\0" * 7}
+    event = BlocksStored(1, 0, 0, level=0, priority=35, last_tokens=2, **values)
+    with pytest.raises(EventDecodeError, match="7 bytes"):
+        to_dict(event, KEY_BYTES)
+
+
+class TestWithoutTokens:
+    """Taking token ids out."""
+
+    @pytest.mark.parametrize("name", sorted(GOLDEN))
+    def test_only_events_that_hold_tokens_change(self, name: str) -> None:
+        """Events without tokens come back as the same object, the others without, and a second time the same."""
+        event = GOLDEN[name]
+        stripped = without_tokens(event)
+        assert (stripped is not event) == (name in {"SequenceAdded", "TokensAppended", "StateExported"})
+        assert without_tokens(stripped) is stripped
+
+    def test_tokens_are_gone_and_counts_stay(self) -> None:
+        """What is left says how many tokens there were, and nothing of what they were."""
+        added = without_tokens(SequenceAdded(1, "r", Namespace(), 2, pack_i32([7, 8]), (0,), (0,), 0))
+        assert added == SequenceAdded(1, "r", Namespace(), 2, b"", (0,), (0,), 0)
+        appended = without_tokens(TokensAppended(pack_u32([1, 2]), b"", pack_i32([7, 8])))
+        assert appended == TokensAppended(pack_u32([1, 2]), pack_u32([1, 1]), b"")
+        several = without_tokens(TokensAppended(pack_u32([1, 2]), pack_u32([2, 0]), pack_i32([7, 8])))
+        assert several == TokensAppended(pack_u32([1, 2]), pack_u32([2, 0]), b"")
+
+    def test_exported_state_has_no_tokens(self) -> None:
+        """Neither cached runs nor running sequences keep theirs."""
+        exported = without_tokens(GOLDEN["StateExported"])
+        assert isinstance(exported, StateExported)
+        assert [group.symbols for group in exported.groups] == [b""]
+        assert [sequence.tokens for sequence in exported.sequences] == [b""]
+        assert exported.sequences[0].num_tokens == 6
+
+    def test_json_without_tokens(self) -> None:
+        """`tokens=False` spells the event as `without_tokens` leaves it."""
+        event = GOLDEN["TokensAppended"]
+        assert to_dict(event, KEY_BYTES, tokens=False) == to_dict(without_tokens(event), KEY_BYTES)
+        assert to_dict(event, KEY_BYTES, tokens=False)["tokens"] == []
+
+    def test_batches(self) -> None:
+        """A batch is stripped event by event, and is the same object if no event can hold tokens."""
+        item = batch(3)
+        assert batch_without_tokens(item).events == tuple(map(without_tokens, item.events))
+        untouched = EventBatch(0, 0, (Gap(1, 2, "x"),))
+        assert batch_without_tokens(untouched) is untouched
+
+
+class TestHostileBytes:
+    """Bytes from anywhere."""
+
+    @given(st.binary(max_size=200))
+    @example(b"\x91" * 5000)
+    @example(b"\xdd\xff\xff\xff\xff")
+    @example(b"\x93\x00\x00\xc6\xff\xff\xff\xff")
+    @example(b"\x93\x00\x00\x91\x92\xa4Gap\xff\x00")
+    def test_any_bytes_decode_or_fail_as_one_error(self, data: bytes) -> None:
+        """Nothing but EventDecodeError comes out, however deep, long or ill-formed the input claims to be."""
+        try:
+            assert isinstance(decode_batch(data), EventBatch)
+        except EventDecodeError:
+            pass
+
+    @given(st.sampled_from(sorted(EVENTS)), st.data())
+    def test_changed_events_decode_or_fail_as_one_error(self, name: str, data: st.DataObject) -> None:
+        """Nearly right bytes decode or are refused; what decodes can be spelled out or is refused then."""
+        mutated = bytearray(bytes.fromhex(EVENTS[name]["msgpack"]))
+        for _ in range(data.draw(st.integers(1, 3))):
+            mutated[data.draw(st.integers(0, len(mutated) - 1))] = data.draw(st.integers(0, 255))
+        try:
+            to_json(decode_batch(bytes(mutated)), KEY_BYTES)
+        except EventDecodeError:
+            pass
+
+    @given(st.sampled_from(sorted(EVENTS)), st.data())
+    def test_changed_json_is_read_or_fails_as_one_error(self, name: str, data: st.DataObject) -> None:
+        """A field of the wrong type, range or shape, or none at all, gives a batch or EventDecodeError."""
+        event = dict(EVENTS[name]["json"])
+        field = data.draw(st.sampled_from(sorted(event)))
+        numbers = st.integers() | st.floats(allow_nan=False) | st.booleans()
+        leaves = st.none() | numbers | st.text(max_size=5)
+        event[field] = data.draw(st.recursive(leaves, lambda inner: st.lists(inner, max_size=3), max_leaves=4))
+        if data.draw(st.booleans()):
+            del event[field]
+        try:
+            assert isinstance(from_json(json.dumps({"seq": 1, "ts": 2, "events": [event]})), EventBatch)
+        except EventDecodeError:
+            pass
+
+    @given(st.text(max_size=50) | st.binary(max_size=50))
+    def test_any_text_is_no_json_batch(self, data: str | bytes) -> None:
+        """Text that is no batch fails as EventDecodeError."""
+        with pytest.raises(EventDecodeError):
+            from_json(data)
+
+    @pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 1.5, True, "1", None])
+    def test_json_column_takes_whole_numbers_in_range_only(self, value: object) -> None:
+        """A slot that is no int32 is refused, not rounded or wrapped."""
+        event = {**EVENTS["BlocksAllocated"]["json"], "slots": [value]}
+        with pytest.raises(EventDecodeError):
+            from_json(json.dumps({"seq": 1, "ts": 2, "events": [event]}))
+
+    def test_messages_do_not_repeat_what_was_decoded(self) -> None:
+        """The error says what is wrong and where; neither it nor its cause shows the input's text."""
+        secret = "\x1b[31mthe prompt"
+        for item in (TransferFailed(b"", secret), CacheCreated("", 1, (), "", 0, "", secret)):  # type: ignore[arg-type]
+            data = encode_batch(EventBatch(0, 0, (item,))).replace(b"TransferFailed", secret.encode())
+            with pytest.raises(EventDecodeError) as raised:
+                decode_batch(data)
+            assert "prompt" not in str(raised.value)
+            assert raised.value.__suppress_context__
+            assert "$[2]" in str(raised.value)
+
+
+def test_equal_batches_have_equal_bytes_whatever_their_columns_came_from() -> None:
+    """Packing from lists, arrays of other types or ranges makes no difference."""
+    forms = [[1, 2, 3], np.array([1, 2, 3], dtype=np.int64), range(1, 4)]
+    encoded = {encode_batch(EventBatch(0, 0, (TokensAppended(b"", b"", pack_i32(f)),))) for f in forms}
+    assert len(encoded) == 1

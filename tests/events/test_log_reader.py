@@ -1,0 +1,346 @@
+"""Reading logs: whole, cut, damaged, foreign, newer, and while they are being written."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events import CacheCreated, EventBatch, LogDamaged, LogTooNew, NotALog
+from events.codec import encode_batch
+from events.log import LogReader, LogWriter
+from tests.events.logs import LOG_ID, TIME, batch, batches, frame_offsets, read_log, segments, write_log
+from tests.events.packer import frame, segment_header
+
+NAME = f"{0:020d}.kvlog"
+
+
+@pytest.fixture(scope="module")
+def closed_log(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A segment of three batches and an orderly end."""
+    directory = write_log(tmp_path_factory.mktemp("log"), batches(3))
+    return segments(directory)[0].read_bytes()
+
+
+@pytest.fixture(scope="module")
+def open_log(closed_log: bytes) -> bytes:
+    """A segment of three batches, without an end."""
+    return closed_log[: frame_offsets(closed_log)[-2]]
+
+
+def put(directory: Path, data: bytes, name: str = NAME) -> Path:
+    """A log directory with this one segment."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_bytes(data)
+    return directory
+
+
+def two_segments(directory: Path) -> list[Path]:
+    """A log of four batches in two segments."""
+    write_log(directory, batches(4), segment_bytes=600)
+    assert len(segments(directory)) == 2
+    return segments(directory)
+
+
+def test_batches_come_back_in_order(tmp_path: Path) -> None:
+    """What was appended is what is read, and every iteration starts anew."""
+    reader = LogReader(write_log(tmp_path, batches(50)))
+    assert list(reader) == batches(50)
+    assert list(reader) == batches(50)
+    assert (reader.end.kind, reader.end.last_seq, reader.end.next_seq) == ("clean", 49, 50)
+
+
+def test_end_is_not_known_before_the_end(tmp_path: Path) -> None:
+    """Asking how the log ends while still reading it is an error, not a guess."""
+    reader = LogReader(write_log(tmp_path, batches(2)))
+    next(iter(reader))
+    with pytest.raises(RuntimeError, match="not been read"):
+        _ = reader.end
+
+
+def test_cut_anywhere_gives_whole_frames_and_says_torn(tmp_path: Path, closed_log: bytes) -> None:
+    """At every length that a file can be cut to, exactly the whole frames before the cut are read."""
+    offsets = frame_offsets(closed_log)
+    for size in range(len(closed_log)):
+        content, end = read_log(put(tmp_path, closed_log[:size]))
+        whole = sum(offset <= size for offset in offsets[1:])
+        assert content == batches(whole)
+        assert end.kind == ("open" if size in offsets else "torn")
+        assert end.offset == (offsets[whole] if size >= 64 else 0)
+        assert end.last_seq == (whole - 1 if whole else None)
+
+
+def test_garbage_in_the_place_of_the_last_frame_is_torn(tmp_path: Path, open_log: bytes) -> None:
+    """Zeros or noise where an interrupted write was going to be do not hide the batches before."""
+    for tail in (bytes(200), b"\xa5" * 200, b"\xc1KVF" * 50, open_log[64 : frame_offsets(open_log)[1]][:-1]):
+        content, end = read_log(put(tmp_path, open_log + tail))
+        assert content == batches(3)
+        if not tail.startswith(b"\xc1KVF\x9f"):
+            assert (end.kind, end.offset) == ("torn", len(open_log))
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+@pytest.mark.parametrize("kind", ["open", "closed"])
+def test_every_changed_byte_is_noticed(
+    tmp_path: Path, open_log: bytes, closed_log: bytes, kind: str, flip: int
+) -> None:
+    """A changed byte is damage at its frame's offset; in the last frame, a torn tail; never another event."""
+    data = {"open": open_log, "closed": closed_log}[kind]
+    offsets = frame_offsets(data)
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= flip
+        directory = put(tmp_path, bytes(changed))
+        if position >= offsets[-2]:
+            content, end = read_log(directory)
+            assert content == batches(len(offsets) - 2)
+            assert (end.kind, end.offset) == ("torn", offsets[-2])
+            continue
+        seen: list[EventBatch] = []
+        with pytest.raises(LogDamaged) as raised:
+            seen.extend(LogReader(directory))
+        index = sum(offset <= position for offset in offsets)
+        assert raised.value.path == directory / NAME
+        assert raised.value.offset == (offsets[index - 1] if index else 0)
+        assert raised.value.seq == (index - 1 if index else None)
+
+
+def test_batches_before_damage_are_shown(tmp_path: Path, closed_log: bytes) -> None:
+    """The reader yields what is intact before it raises."""
+    changed = bytearray(closed_log)
+    changed[frame_offsets(closed_log)[2] + 50] ^= 1
+    content = iter(LogReader(put(tmp_path, bytes(changed))))
+    assert [next(content), next(content)] == batches(2)
+    with pytest.raises(LogDamaged):
+        next(content)
+
+
+def test_every_change_in_an_earlier_segment_is_damage(tmp_path: Path) -> None:
+    """A segment with a successor was finished, so a cut or a changed byte anywhere in it is damage."""
+    first, _ = two_segments(tmp_path)
+    data = first.read_bytes()
+    for position in range(len(data)):
+        for changed in (data[:position], data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]):
+            first.write_bytes(changed)
+            with pytest.raises(LogDamaged):
+                list(LogReader(tmp_path))
+    first.write_bytes(data)
+    assert read_log(tmp_path)[0] == batches(4)
+
+
+def test_missing_exchanged_and_foreign_segments_are_damage(tmp_path: Path) -> None:
+    """Segments are chained: one that is gone, moved, repeated or from another log is found out."""
+    directory = write_log(tmp_path / "log", batches(12), segment_bytes=600)
+    other = write_log(tmp_path / "other", batches(12), segment_bytes=600, log_id=bytes(16))
+    names = [path.name for path in segments(directory)]
+    assert len(names) > 3
+
+    def broken(name: str, change: Callable[[Path], object]) -> LogDamaged:
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(directory, copy)
+        change(copy)
+        with pytest.raises(LogDamaged) as raised:
+            list(LogReader(copy))
+        assert raised.value.path.name == name
+        return raised.value
+
+    assert "segment 0 is missing" in str(broken(names[1], lambda copy: (copy / names[0]).unlink()))
+    assert "segment 1 is missing" in str(broken(names[2], lambda copy: (copy / names[1]).unlink()))
+    assert "name" in str(broken(names[2], lambda copy: shutil.copy(copy / names[1], copy / names[2])))
+    assert "another log" in str(broken(names[1], lambda copy: shutil.copy(other / names[1], copy)))
+
+
+def test_frames_from_elsewhere_do_not_pass(tmp_path: Path) -> None:
+    """A frame with right checksums is refused after another log's, another epoch's, or its own kind."""
+    payloads = [encode_batch(batch(seq)) for seq in range(2)]
+    start = segment_header(LOG_ID, 0, 0, 0) + frame(LOG_ID, 0, 0, payloads[0], 3)
+
+    def end_of(second: bytes) -> str:
+        return read_log(put(tmp_path, start + second))[1].kind
+
+    crc = crc32(payloads[0])
+    assert end_of(frame(LOG_ID, 0, 1, payloads[1], 3, crc)) == "open"
+    assert end_of(frame(bytes(16), 0, 1, payloads[1], 3, crc)) == "torn"
+    assert end_of(frame(LOG_ID, 1, 1, payloads[1], 3, crc)) == "torn"
+    for bad, reason in (
+        (frame(LOG_ID, 0, 1, payloads[1], 3, crc + 1), "does not continue"),
+        (frame(LOG_ID, 0, 2, payloads[1], 3, crc), "is of batch 2"),
+        (frame(LOG_ID, 0, 0, payloads[0], 3, crc, flags=2), "is of batch 0"),
+        (frame(LOG_ID, 0, 1, payloads[0], 3, crc), "disagree"),
+        (frame(LOG_ID, 0, 1, payloads[1], 4, crc), "disagree"),
+        (frame(LOG_ID, 0, 1, b"\x93no batch", 1, crc), "no event batch"),
+        (frame(LOG_ID, 0, 1, b"", 0, crc, 1) + frame(LOG_ID, 0, 1, payloads[1], 3), "follows the end"),
+    ):
+        with pytest.raises(LogDamaged, match=reason):
+            end_of(bad)
+
+
+def test_newer_formats_are_refused_as_such(tmp_path: Path) -> None:
+    """A newer segment version, event format or CacheCreated says "upgrade", not "damaged"."""
+    for header, version in (
+        (segment_header(LOG_ID, 0, 0, 0, version=2), 2),
+        (segment_header(LOG_ID, 0, 0, 0, event_format=9), 9),
+    ):
+        with pytest.raises(LogTooNew) as raised:
+            read_log(put(tmp_path, header))
+        assert (raised.value.path, raised.value.version) == (tmp_path / NAME, version)
+    created = EventBatch(0, TIME, (CacheCreated("{}", 4, (), "none", 0, "", format_version=7),))
+    put(tmp_path, segment_header(LOG_ID, 0, 0, 0) + frame(LOG_ID, 0, 0, encode_batch(created), 1))
+    with pytest.raises(LogTooNew, match="version 7"):
+        read_log(tmp_path)
+
+
+def test_directories_without_a_log_are_refused(tmp_path: Path) -> None:
+    """A missing, empty or other directory is NotALog; one where a writer has recorded nothing yet is an empty log."""
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "photos", "empty"):
+        with pytest.raises(NotALog) as raised:
+            read_log(tmp_path / name)
+        assert raised.value.path == tmp_path / name
+    content, end = read_log(write_log(tmp_path / "new", []))
+    assert (content, end.kind, end.last_seq, end.next_seq) == ([], "open", None, 0)
+
+
+def test_links_are_not_followed(tmp_path: Path, closed_log: bytes) -> None:
+    """A symbolic link in the place of a segment is not opened."""
+    put(tmp_path, closed_log, "elsewhere")
+    (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        read_log(tmp_path)
+
+
+@given(data=st.data())
+def test_any_change_gives_a_beginning_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, closed_log: bytes, data: st.DataObject
+) -> None:
+    """Whatever is replaced, inserted or cut in a log, only the batches before the change are ever read."""
+    start = data.draw(st.integers(0, len(closed_log)))
+    stop = data.draw(st.integers(start, len(closed_log)))
+    copied = data.draw(st.integers(0, len(closed_log)))
+    inserted = data.draw(st.binary(max_size=40) | st.just(closed_log[copied : copied + 300]))
+    directory = put(
+        tmp_path_factory.getbasetemp() / "changed", closed_log[:start] + inserted + closed_log[stop:]
+    )
+    seen: list[EventBatch] = []
+    try:
+        seen.extend(LogReader(directory))
+    except (LogDamaged, LogTooNew):
+        pass
+    assert seen == batches(len(seen))
+
+
+@given(st.binary(max_size=300), st.booleans())
+def test_any_file_is_a_log_or_an_error(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, with_header: bool
+) -> None:
+    """Random bytes, alone or behind a right header, hold no batch and raise nothing unexpected."""
+    header = segment_header(LOG_ID, 0, 0, 0) if with_header else b""
+    try:
+        content, _ = read_log(put(tmp_path_factory.getbasetemp() / "random", header + data))
+    except LogDamaged:
+        content = []
+    assert content == []
+
+
+class Follower:
+    """A reader that follows a log on its own thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.seen: queue.Queue[EventBatch] = queue.Queue()
+        self.stopped = threading.Event()
+        self.reader = LogReader(directory, follow=True, stop=self.stopped.is_set)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            for item in self.reader:
+                self.seen.put(item)
+        except BaseException as error:
+            self.error = error
+
+    def take(self, count: int) -> list[EventBatch]:
+        return [self.seen.get(timeout=30) for _ in range(count)]
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.thread.join()
+
+
+class TestFollowing:
+    """Reading a log that is being written."""
+
+    def test_follows_from_before_the_first_batch_over_segments_and_epochs(self, tmp_path: Path) -> None:
+        """A follower sees each batch when it is there, through rotation, close and resume, until stopped."""
+        with LogWriter(tmp_path, segment_bytes=600) as log:
+            follower = Follower(tmp_path)
+            for item in batches(10):
+                log.append(item)
+            assert follower.take(10) == batches(10)
+            log.append(batch(10))
+            assert follower.take(1) == [batch(10)]
+        with LogWriter(tmp_path, resume=True) as log:
+            log.append(batch(11))
+            assert follower.take(1) == [batch(11)]
+        follower.stop()
+        assert follower.error is None
+        assert follower.reader.end.last_seq == 11
+
+    def test_half_a_frame_is_waited_for(self, tmp_path: Path, open_log: bytes) -> None:
+        """A frame that is being written is neither an end nor an error, byte by byte, and is then read."""
+        last = frame_offsets(open_log)[-2]
+        put(tmp_path, open_log[:last])
+        follower = Follower(tmp_path)
+        assert follower.take(2) == batches(2)
+        with (tmp_path / NAME).open("ab", buffering=0) as file:
+            for position in range(last, len(open_log)):
+                file.write(open_log[position : position + 1])
+        assert follower.take(1) == [batch(2)]
+        follower.stop()
+        assert follower.error is None
+
+    def test_segment_put_aside_by_recovery_is_left_for_its_successor(self, tmp_path: Path) -> None:
+        """Where a segment without a whole frame is replaced by one of the same name, the follower goes there."""
+        put(tmp_path, segment_header(LOG_ID, 0, 0, 0) + b"\xc1KVF half a frame")
+        follower = Follower(tmp_path)
+        with LogWriter(tmp_path, resume=True) as log:
+            log.append(batch(0))
+            assert follower.take(1) == [batch(0)]
+        follower.stop()
+        assert follower.error is None
+
+    def test_damage_is_raised(self, tmp_path: Path, closed_log: bytes) -> None:
+        """A follower does not wait for damage to heal."""
+        changed = bytearray(closed_log)
+        changed[100] ^= 1
+        follower = Follower(put(tmp_path, bytes(changed)))
+        follower.thread.join(30)
+        assert isinstance(follower.error, LogDamaged)
+
+    def test_reader_of_a_live_log_never_sees_damage(self, tmp_path: Path) -> None:
+        """However often a log is read while it is written, each reading is a beginning of it."""
+        count = 3000
+        with LogWriter(tmp_path, segment_bytes=20_000, fsync="never") as log:
+            writing = threading.Thread(target=lambda: [log.append(item) for item in batches(count)])
+            writing.start()
+            seen = 0
+            while seen < count:
+                content, end = read_log(tmp_path)
+                assert [item.seq for item in content] == list(range(len(content)))
+                assert len(content) >= seen
+                assert end.kind != "clean"
+                seen = len(content)
+                if not writing.is_alive():
+                    log.flush()
+            writing.join()

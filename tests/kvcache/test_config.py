@@ -1,0 +1,251 @@
+"""Settings: what is accepted, what an error says, and how file, environment and code are put together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvcache.config import KVCacheConfig, LogConfig
+from kvcache.errors import ConfigError
+from tests.conftest import RunPython
+
+
+def config(**settings: Any) -> KVCacheConfig:
+    """A small configuration, but for the settings given."""
+    return KVCacheConfig(**{"max_sequence_length": 64, "primary_blocks": 8, **settings})
+
+
+def problems(**settings: Any) -> tuple[str, ...]:
+    """The problems of settings that must be refused."""
+    with pytest.raises(ConfigError) as caught:
+        config(**settings)
+    return caught.value.problems
+
+
+class TestFields:
+    def test_minimal(self) -> None:
+        """The longest sequence and one limit of the primary pool are enough."""
+        assert KVCacheConfig(max_sequence_length=64, max_tokens=64).tokens_per_block == 32
+
+    def test_frozen(self) -> None:
+        """A configuration cannot be changed after it was checked."""
+        with pytest.raises(ValidationError, match="frozen"):
+            config().head_dim = 3  # type: ignore[misc]
+
+    def test_json_round_trip(self) -> None:
+        """The JSON that the log records gives the same configuration back."""
+        full = config(num_kv_heads=(1, 2), max_attention_window=[32, 64], log={"fsync": "never"}, model="m")
+        assert KVCacheConfig.model_validate_json(full.model_dump_json()) == full
+
+    @pytest.mark.parametrize("size", [1, 2, 64, 1 << 20])
+    def test_powers_of_two(self, size: int) -> None:
+        """Every power of two is a block size, 1 included."""
+        assert config(tokens_per_block=size).tokens_per_block == size
+
+    @pytest.mark.parametrize("heads", [3, (1, 2)])
+    def test_heads_for_all_layers_or_for_each(self, heads: object) -> None:
+        """The number of KV heads is one number, or one per layer."""
+        assert config(num_kv_heads=heads).num_kv_heads == heads
+
+    def test_hash_none_is_a_value(self) -> None:
+        """The string "none" turns naming off; it is not the absence of a setting."""
+        assert config(block_hash="none").block_hash == "none"
+
+
+class TestProblems:
+    @pytest.mark.parametrize(
+        ("settings", "line"),
+        [
+            ({"tokens_per_block": 33}, "tokens_per_block: given 33; accepted: a power of two, at least 1"),
+            ({"tokens_per_block": 0}, "tokens_per_block: given 0; accepted: a power of two, at least 1"),
+            ({"head_dim": "x"}, "head_dim: given 'x'; accepted: an integer, at least 1"),
+            ({"head_dim": True}, "head_dim: given True; accepted: an integer, at least 1"),
+            (
+                {"dtype": "fp4"},
+                "dtype: given 'fp4'; accepted: float16, bfloat16, float32, float8_e4m3fn or int8",
+            ),
+            ({"kv_layout": "nhd"}, "kv_layout: given 'nhd'; accepted: NHD or HND"),
+            ({"model": 3}, "model: given 3; accepted: text"),
+            (
+                {"primary_blocks": 2**31},
+                "primary_blocks: given 2147483648; accepted: an integer from 1 to 2147483647, or none",
+            ),
+            (
+                {"secondary_offload_min_priority": 101},
+                "secondary_offload_min_priority: given 101; accepted: a priority from 0 to 100",
+            ),
+            (
+                {"num_kv_heads": (2, 0)},
+                "num_kv_heads: given (2, 0); accepted: an integer, at least 1, or one such integer per layer",
+            ),
+            (
+                {"max_attention_window": []},
+                "max_attention_window: given []; accepted: windows in tokens (a shorter list is repeated), or none",
+            ),
+            ({"log": {"fsync": "no"}}, "log.fsync: given 'no'; accepted: group or never"),
+            (
+                {"log": "file"},
+                f"log: given 'file'; accepted: a mapping of {', '.join(LogConfig.model_fields)}",
+            ),
+            ({"token_per_block": 3}, "token_per_block: no such field; did you mean tokens_per_block?"),
+            ({"log": {"record_token": 1}}, "log.record_token: no such field; did you mean record_tokens?"),
+            ({"num_kv_heads": (1, 2, 3)}, "num_kv_heads: given 3 numbers; accepted: one, or 2 (num_layers)"),
+            (
+                {"max_attention_window": (1, 2, 3)},
+                "max_attention_window: given 3 windows; accepted: at most 2 (num_layers)",
+            ),
+            ({"max_tokens": 31}, "max_tokens: given 31; accepted: at least one block of 32 tokens"),
+            (
+                {"primary_blocks": None},
+                "primary_blocks, max_tokens: missing; accepted: one of the two, or both",
+            ),
+        ],
+    )
+    def test_one_line_says_field_given_and_accepted(self, settings: dict[str, Any], line: str) -> None:
+        """A problem is one line with the field, what was given and what is accepted."""
+        assert problems(**settings) == (line,)
+
+    def test_missing_field(self) -> None:
+        """The one mandatory setting is asked for by name."""
+        with pytest.raises(ConfigError) as caught:
+            KVCacheConfig(primary_blocks=1)  # type: ignore[call-arg]
+        assert caught.value.problems == ("max_sequence_length: missing; accepted: an integer, at least 1",)
+
+    def test_all_problems_at_once(self) -> None:
+        """Whoever makes three mistakes reads of three, not of the first."""
+        found = problems(head_dim=0, kv_layout="x", log={"fsync": "x", "overflow": "y"})
+        assert [line.split(":")[0] for line in found] == [
+            "head_dim",
+            "kv_layout",
+            "log.overflow",
+            "log.fsync",
+        ]
+
+    def test_nothing_alike_lists_all(self) -> None:
+        """An unknown field that resembles none is answered with the names that there are."""
+        (line,) = problems(log={"zzz": 1})
+        assert line == "log.zzz: no such field; there are " + ", ".join(LogConfig.model_fields)
+
+    def test_long_values_are_cut(self) -> None:
+        """A value is quoted, but not at any length."""
+        (line,) = problems(dtype="x" * 10_000)
+        assert len(line) < 200
+
+    def test_log_alone(self) -> None:
+        """The part for the log raises the same kind of error when it is made alone."""
+        with pytest.raises(ConfigError, match="fsync: given 'x'; accepted: group or never"):
+            LogConfig(fsync="x")  # type: ignore[arg-type]
+
+
+class TestLoad:
+    TOML = 'max_sequence_length = 64\nprimary_blocks = 8\nmodel = "file"\n[log]\nfsync = "never"\n'
+    YAML = "max_sequence_length: 64\nprimary_blocks: 8\nmodel: file\nlog:\n  fsync: never\n"
+
+    @pytest.fixture
+    def toml(self, tmp_path: Path) -> Path:
+        path = tmp_path / "cache.toml"
+        path.write_text(self.TOML)
+        return path
+
+    @pytest.mark.parametrize(("suffix", "text"), [(".toml", TOML), (".yaml", YAML), (".yml", YAML)])
+    def test_file(self, tmp_path: Path, suffix: str, text: str) -> None:
+        """TOML and YAML files say the same."""
+        path = tmp_path / f"cache{suffix}"
+        path.write_text(text)
+        assert KVCacheConfig.load(path, env={}) == config(model="file", log={"fsync": "never"})
+
+    def test_environment_wins_over_file_and_code_over_both(self, toml: Path) -> None:
+        """Each source fills what it names and leaves the rest to the one below, inside `log` too."""
+        env = {"KVCACHE_MODEL": "env", "KVCACHE_HEAD_DIM": "16", "KVCACHE_LOG__RECORD_TOKENS": "false"}
+        loaded = KVCacheConfig.load(toml, env=env, head_dim=32, log={"overflow": "block"})
+        log = {"fsync": "never", "record_tokens": False, "overflow": "block"}
+        assert loaded == config(model="env", head_dim=32, log=log)
+
+    def test_process_environment_is_the_default(self, toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without `env` the process's variables are read."""
+        monkeypatch.setenv("KVCACHE_HEAD_DIM", "128")
+        assert KVCacheConfig.load(toml).head_dim == 128
+
+    @pytest.mark.parametrize("text", ["32,64", "[32, 64]", " 32 , 64 "])
+    def test_lists_in_the_environment(self, toml: Path, text: str) -> None:
+        """A variable holds a list as numbers with commas, with or without brackets."""
+        env = {"KVCACHE_MAX_ATTENTION_WINDOW": text, "KVCACHE_NUM_KV_HEADS": "1,2"}
+        loaded = KVCacheConfig.load(toml, env=env)
+        assert (loaded.max_attention_window, loaded.num_kv_heads) == ((32, 64), (1, 2))
+
+    def test_one_number_in_the_environment(self, toml: Path) -> None:
+        """One number is the window, or the heads, of all layers."""
+        loaded = KVCacheConfig.load(
+            toml, env={"KVCACHE_MAX_ATTENTION_WINDOW": "32", "KVCACHE_NUM_KV_HEADS": "4"}
+        )
+        assert (loaded.max_attention_window, loaded.num_kv_heads) == ((32,), 4)
+
+    def test_none_in_the_environment(self, toml: Path) -> None:
+        """The word "none" takes a setting back where none is allowed, and is a name where it is one."""
+        env = {"KVCACHE_PRIMARY_BLOCKS": "none", "KVCACHE_MAX_TOKENS": "64", "KVCACHE_BLOCK_HASH": "none"}
+        loaded = KVCacheConfig.load(toml, env=env)
+        assert (loaded.primary_blocks, loaded.max_tokens, loaded.block_hash) == (None, 64, "none")
+
+    def test_empty_variable_is_unset(self, toml: Path) -> None:
+        """An empty variable changes nothing, as scripts pass empty ones for settings they do not use."""
+        assert KVCacheConfig.load(toml, env={"KVCACHE_MODEL": ""}).model == "file"
+
+    def test_foreign_variables_are_ignored(self, toml: Path) -> None:
+        """Variables of other programs have no meaning here."""
+        assert KVCacheConfig.load(toml, env={"HEAD_DIM": "16", "XKVCACHE_HEAD_DIM": "16"}).head_dim == 8
+
+    @pytest.mark.parametrize(
+        ("variable", "closest"),
+        [
+            ("KVCACHE_TOKEN_PER_BLOCK", "KVCACHE_TOKENS_PER_BLOCK"),
+            ("KVCACHE_LOG_FSYNC", "KVCACHE_LOG__FSYNC"),
+        ],
+    )
+    def test_unknown_variable(self, toml: Path, variable: str, closest: str) -> None:
+        """A mistyped variable is refused with the one that was meant."""
+        with pytest.raises(ConfigError) as caught:
+            KVCacheConfig.load(toml, env={variable: "1"})
+        assert caught.value.problems == (f"{variable}: no such setting; did you mean {closest}?",)
+
+    def test_error_names_the_sources(self, toml: Path) -> None:
+        """An error says which file and which variables the settings came from."""
+        with pytest.raises(ConfigError) as caught:
+            KVCacheConfig.load(toml, env={"KVCACHE_HEAD_DIM": "x"})
+        assert caught.value.source == f"{toml}, KVCACHE_HEAD_DIM"
+        assert caught.value.problems == ("head_dim: given 'x'; accepted: an integer, at least 1",)
+
+    @pytest.mark.parametrize(
+        ("name", "text", "problem"),
+        [
+            ("cache.toml", "a = ", "cannot be read: "),
+            ("cache.yaml", "a: [", "cannot be read: "),
+            ("cache.yaml", "- 1", "given list; accepted: a mapping of fields to values"),
+            ("cache.json", "{}", "the file's name must end in .toml, .yaml, .yml"),
+        ],
+    )
+    def test_unusable_file(self, tmp_path: Path, name: str, text: str, problem: str) -> None:
+        """A file that is no settings file is refused by name."""
+        path = tmp_path / name
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            KVCacheConfig.load(path, env={})
+        assert caught.value.source == str(path)
+        assert caught.value.problems[0].startswith(problem)
+
+    def test_absent_file(self, tmp_path: Path) -> None:
+        """A file that does not exist is an error of the configuration, not a crash."""
+        with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
+            KVCacheConfig.load(tmp_path / "cache.toml", env={})
+
+    def test_yaml_without_its_parser(self, tmp_path: Path, run_python: RunPython) -> None:
+        """Without PyYAML the error names the extra to install, and TOML as the way without it."""
+        (tmp_path / "cache.yaml").write_text(self.YAML)
+        done = run_python(
+            "import sys; sys.modules['yaml'] = None\n"
+            "from kvcache.config import KVCacheConfig\n"
+            "KVCacheConfig.load('cache.yaml', env={})"
+        )
+        assert "pip install 'kvcache[cli]', or use TOML" in done.stderr

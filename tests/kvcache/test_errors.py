@@ -1,0 +1,152 @@
+"""The error tree is what its docstring draws, and errors carry what a program can act on."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import re
+
+import pytest
+
+from kvcache import errors
+from kvcache.errors import (
+    CapacityError,
+    ConfigError,
+    DuplicateRequest,
+    InternalError,
+    InvalidTokens,
+    InvariantViolated,
+    KVCacheError,
+    ManagerClosed,
+    NotEnoughMemory,
+    OutOfBlocks,
+    Poisoned,
+    PromptTooLong,
+    TransfersPending,
+    UnknownRequest,
+    Unsupported,
+    UsageError,
+    WrongThread,
+    invariant,
+)
+from tests.conftest import ROOT
+
+EXAMPLES: dict[KVCacheError, dict[str, object]] = {
+    ConfigError(["a: given 1; accepted: 2", "b: missing"], "x.toml"): {
+        "problems": ("a: given 1; accepted: 2", "b: missing"),
+        "source": "x.toml",
+    },
+    DuplicateRequest("r1"): {"request_id": "r1"},
+    UnknownRequest(7): {"request_id": 7},
+    InvalidTokens("negative", 3): {"reason": "negative", "position": 3},
+    InvalidTokens("no tokens at all"): {"reason": "no tokens at all", "position": None},
+    WrongThread("engine", "web"): {"owner": "engine", "caller": "web"},
+    TransfersPending(): {},
+    ManagerClosed(): {},
+    Unsupported("appending to a log without tokens", "start a new log"): {
+        "what": "appending to a log without tokens",
+        "instead": "start a new log",
+    },
+    OutOfBlocks(2, (5, 1), (3, 4)): {"index": 2, "needed": (5, 1), "available": (3, 4)},
+    PromptTooLong(100, 64): {"length": 100, "limit": 64},
+    NotEnoughMemory(2048, 1024, "GPU memory", "primary_blocks"): {
+        "needed": 2048,
+        "free": 1024,
+        "where": "GPU memory",
+        "lower": "primary_blocks",
+    },
+    InvariantViolated("a slot is in two places"): {"law": "a slot is in two places", "detail": ""},
+    InvariantViolated("a slot is in two places", "slot 3"): {
+        "law": "a slot is in two places",
+        "detail": "slot 3",
+    },
+    Poisoned("KeyError: 3"): {"cause": "KeyError: 3"},
+}
+"""An instance of every error that is raised, and its fields."""
+
+CLASSES = [item for item in vars(errors).values() if inspect.isclass(item) and issubclass(item, Exception)]
+LEAVES = [
+    item for item in CLASSES if not any(other is not item and issubclass(other, item) for other in CLASSES)
+]
+EACH = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+
+
+def drawn_parents() -> dict[str, str]:
+    """Read the tree in the module's docstring: the parent of each name."""
+    parents: dict[str, str] = {}
+    above: list[str] = []
+    for line in (errors.__doc__ or "").split("::", 1)[1].splitlines():
+        if found := re.match(r"    ((?:[│├└─ ]{4})*)([A-Z]\w+)", line):
+            depth = len(found[1]) // 4
+            above = [*above[:depth], found[2]]
+            if depth:
+                parents[found[2]] = above[depth - 1]
+    return parents
+
+
+def test_drawing_is_the_tree() -> None:
+    """The tree drawn in the docstring names every class, below the class that it derives from."""
+    assert drawn_parents() == {
+        item.__name__: item.__bases__[0].__name__ for item in CLASSES if item is not KVCacheError
+    }
+
+
+def test_every_leaf_has_an_example() -> None:
+    """The examples below cover every error class that has no subclass."""
+    assert {type(error) for error in EXAMPLES} == set(LEAVES)
+
+
+@EACH
+def test_fields_survive_pickling(error: KVCacheError) -> None:
+    """An error that crosses a process boundary keeps its type, its fields and its text."""
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert {name: getattr(back, name) for name in EXAMPLES[error]} == EXAMPLES[error]
+    assert vars(back) == EXAMPLES[error]
+    assert str(back) == str(error)
+    assert str(error)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_class_says_what_it_means(kind: type[KVCacheError]) -> None:
+    """Every class of the tree has a docstring of its own."""
+    assert vars(kind).get("__doc__")
+
+
+def test_config_error_is_a_value_error() -> None:
+    """Code that expects pydantic's ValueError for a bad value catches a ConfigError too."""
+    assert issubclass(ConfigError, ValueError)
+    assert str(ConfigError(["a: missing"])) == "the configuration has 1 problem:\n  a: missing"
+
+
+def test_out_of_blocks_names_only_the_groups_that_are_short() -> None:
+    """The text speaks of the groups that lack blocks, not of those that have enough."""
+    text = str(OutOfBlocks(2, (5, 1), (3, 4)))
+    assert "group 0 needs 5 and has 3" in text
+    assert "group 1" not in text
+
+
+def test_branches_tell_the_parties_apart() -> None:
+    """A program can treat misuse, lack of room and bugs differently with one except clause each."""
+    branches = (UsageError, CapacityError, InternalError)
+    assert all(sum(issubclass(leaf, branch) for branch in branches) == 1 for leaf in LEAVES)
+
+
+def test_invariant_raises_only_when_broken() -> None:
+    """A law that holds costs nothing; one that does not is named in the error."""
+    invariant(True, "unused")
+    with pytest.raises(InvariantViolated, match="two places") as caught:
+        invariant(False, "a slot is in two places")
+    assert caught.value.law == "a slot is in two places"
+
+
+def test_every_leaf_is_raised_somewhere() -> None:
+    """No error is kept that no code raises."""
+    made = set()
+    for file in (ROOT / "kvcache").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call | ast.Raise):
+                error = node.func if isinstance(node, ast.Call) else node.exc
+                made.add(error.id if isinstance(error, ast.Name) else None)
+    assert {leaf.__name__ for leaf in LEAVES} - made == set()

@@ -1,0 +1,144 @@
+"""The layout computed from a configuration: groups, pools, shapes, bytes, blocks and the content id."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+
+from events.types import GroupCreated, PoolCreated
+from kvcache.config import KVCacheConfig
+from kvcache.errors import ConfigError
+from kvcache.layout import ITEM_BYTES, Layout
+
+
+def layout(**settings: Any) -> Layout:
+    """The layout of a small cache, but for the settings given."""
+    return Layout.of(
+        KVCacheConfig(**{"max_sequence_length": 64, "tokens_per_block": 4, "primary_blocks": 8, **settings})
+    )
+
+
+def test_one_window_is_one_group() -> None:
+    """Without windows all layers form one group whose window is the longest sequence."""
+    (group,) = layout(num_layers=3).groups
+    assert (group.index, group.window, group.kind, group.layers) == (0, 64, "self", (0, 1, 2))
+    assert [pool.layers for pool in group.pools] == [(0, 1, 2)]
+
+
+def test_windows_repeat_over_the_layers_and_groups_ascend() -> None:
+    """Layer i has window i modulo the list's length; groups are ordered by window."""
+    groups = layout(num_layers=5, max_attention_window=(32, 16)).groups
+    assert [(group.index, group.window, group.layers) for group in groups] == [
+        (0, 16, (1, 3)),
+        (1, 32, (0, 2, 4)),
+    ]
+
+
+def test_windows_beyond_the_longest_sequence_are_one() -> None:
+    """Windows are clamped to the longest sequence, so two that exceed it fall into one group."""
+    groups = layout(num_layers=4, max_attention_window=(64, 100, 16, 10**9)).groups
+    assert [(group.window, group.layers) for group in groups] == [(16, (2,)), (64, (0, 1, 3))]
+
+
+def test_pools_split_by_heads_inside_a_group() -> None:
+    """Layers of one group with different numbers of KV heads lie in different pools, fewer heads first."""
+    groups = layout(num_layers=4, num_kv_heads=(16, 1, 2, 1), max_attention_window=(64, 64, 16, 64)).groups
+    found = [[(pool.num_kv_heads, pool.layers) for pool in group.pools] for group in groups]
+    assert found == [[(2, (2,))], [(1, (1, 3)), (16, (0,))]]
+
+
+@pytest.mark.parametrize(("kv_layout", "shape"), [("NHD", (3, 2, 4, 5, 7)), ("HND", (3, 2, 5, 4, 7))])
+def test_block_shape(kv_layout: str, shape: tuple[int, ...]) -> None:
+    """A block is layers, K and V, then tokens before heads or heads before tokens, then the head's dimension."""
+    (group,) = layout(num_layers=3, num_kv_heads=5, head_dim=7, kv_layout=kv_layout).groups
+    assert group.pools[0].block_shape == shape
+
+
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_bytes_per_block_are_those_of_a_tensor(dtype: str) -> None:
+    """A tensor of a block's shape and type occupies the bytes that the layout says."""
+    (group,) = layout(num_layers=3, num_kv_heads=5, head_dim=7, dtype=dtype).groups
+    (pool,) = group.pools
+    tensor = torch.empty(pool.block_shape, dtype=getattr(torch, dtype))
+    assert pool.bytes_per_block == group.bytes_per_block == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ({"primary_blocks": 8}, (8, 0)),
+        ({"primary_blocks": None, "max_tokens": 35}, (8, 0)),
+        ({"primary_blocks": 3, "max_tokens": 35}, (3, 0)),
+        ({"primary_blocks": 9, "max_tokens": 35}, (8, 0)),
+        ({"secondary_blocks": 5}, (8, 5)),
+        ({"host_cache_size": 5119}, (8, 4)),
+        ({"host_cache_size": 5120}, (8, 5)),
+        ({"host_cache_size": 5120, "secondary_blocks": 3}, (8, 3)),
+        ({"host_cache_size": 5120, "secondary_blocks": 6}, (8, 5)),
+        ({"host_cache_size": 0}, (8, 0)),
+    ],
+)
+def test_smaller_limit_wins(settings: dict[str, Any], blocks: tuple[int, int]) -> None:
+    """Where two settings limit a level, the smaller one counts; tokens and bytes are rounded down to blocks."""
+    # A block has 2 layers × 2 × 4 tokens × 2 heads × 16 dims × 2 bytes = 1024 bytes.
+    (group,) = layout(head_dim=16, **settings).groups
+    assert group.num_blocks == blocks
+
+
+def test_host_memory_is_shared_by_all_groups() -> None:
+    """The host's bytes hold the same number of blocks of every group, and no byte more."""
+    two = layout(head_dim=16, max_attention_window=(16, 64), host_cache_size=5 * 1024)
+    assert [group.num_blocks for group in two.groups] == [(8, 5), (8, 5)]
+    assert sum(group.bytes_per_block for group in two.groups) * 5 == 5 * 1024
+
+
+def test_host_memory_below_one_block_is_refused() -> None:
+    """Host memory that holds nothing is a mistake, and the error says how much is needed."""
+    with pytest.raises(
+        ConfigError, match="host_cache_size: given 1023; accepted: 0, or at least the 1024 bytes"
+    ):
+        layout(head_dim=16, host_cache_size=1023)
+
+
+def test_group_created_describes_the_group() -> None:
+    """The event in the log says window, layers, pools with their bytes, and blocks per level."""
+    groups = layout(num_kv_heads=(2, 1), secondary_blocks=3).groups
+    pools = (PoolCreated(1, (1,), 2 * 4 * 8 * 2), PoolCreated(2, (0,), 2 * 4 * 2 * 8 * 2))
+    assert groups[0].group_created() == GroupCreated(64, "self", (0, 1), pools, (8, 3))
+
+
+def test_content_id_is_the_documented_digest() -> None:
+    """The id is SHA-256 over the meaning of a block as canonical JSON, so that other programs can compute it."""
+    meaning = (
+        '{"dtype":"bfloat16","groups":[{"kind":"self","pools":[[2,[0,1]]],"window":64}],'
+        '"head_dim":8,"kv_layout":"NHD","model":"m","tokens_per_block":4}'
+    )
+    assert layout(model="m").content_id == sha256(meaning.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"tokens_per_block": 8},
+        {"head_dim": 16},
+        {"dtype": "float16"},
+        {"kv_layout": "HND"},
+        {"num_layers": 3},
+        {"num_kv_heads": (2, 4)},
+        {"max_attention_window": (16, 64)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_content_id_changes_with_the_meaning(change: dict[str, Any]) -> None:
+    """Whatever changes what a block's bytes mean changes the content id."""
+    assert layout(**change).content_id != layout().content_id
+
+
+def test_content_id_ignores_sizes_and_policies() -> None:
+    """Caches of different sizes and policies that store the same bytes have the same content id."""
+    other = layout(primary_blocks=99, secondary_blocks=7, block_hash="none", enable_partial_reuse=False)
+    assert other.content_id == layout().content_id

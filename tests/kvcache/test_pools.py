@@ -1,0 +1,132 @@
+"""Pools: shapes, sizes, and the refusal of what does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from cuda_ops.copier import Copy
+from kvcache import pools as pools_module
+from kvcache.config import KVCacheConfig
+from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.layout import Layout
+from kvcache.pools import Pools
+
+
+def layout(**changes: object) -> Layout:
+    settings: dict[str, object] = {
+        "max_sequence_length": 64,
+        "tokens_per_block": 4,
+        "num_layers": 4,
+        "num_kv_heads": (1, 2, 2, 1),
+        "head_dim": 8,
+        "max_attention_window": (16, 64),
+        "primary_blocks": 6,
+        "secondary_blocks": 5,
+    }
+    return Layout.of(KVCacheConfig.model_validate(settings | changes))
+
+
+def test_each_pool_has_the_shape_of_its_layers_and_heads() -> None:
+    """Windows become groups and numbers of heads become pools, at both levels."""
+    pools = Pools(layout(), "cpu")
+    shapes = [[tuple(pool.primary.shape) for pool in group] for group in pools.groups]
+    assert shapes == [[(6, 1, 2, 4, 1, 8), (6, 1, 2, 4, 2, 8)]] * 2
+    assert [tuple(pool.secondary.shape) for pool in pools.groups[1]] == [
+        (5, 1, 2, 4, 1, 8),
+        (5, 1, 2, 4, 2, 8),
+    ]
+
+
+@pytest.mark.parametrize(("kv_layout", "token_dim"), [("NHD", 3), ("HND", 4)])
+def test_the_token_dimension_follows_the_layout(kv_layout: str, token_dim: int) -> None:
+    """In NHD the tokens come before the heads, in HND after them."""
+    pool = Pools(layout(kv_layout=kv_layout, num_kv_heads=2), "cpu").groups[0][0]
+    assert pool.token_dim == token_dim
+    assert pool.primary.shape[token_dim] == 4
+    assert pool.primary.shape[7 - token_dim] == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "int8"])
+def test_the_bytes_are_those_of_the_tensors(dtype: str) -> None:
+    """What is announced and checked is what is allocated, for every type of element."""
+    pools = Pools(layout(dtype=dtype), "cpu")
+    for level, announced in enumerate((pools.bytes_primary, pools.bytes_secondary)):
+        tensors = [pool.levels[level] for group in pools.groups for pool in group]
+        assert sum(tensor.nbytes for tensor in tensors) == announced
+        assert all(tensor.dtype == getattr(torch, dtype) for tensor in tensors)
+        assert all(not tensor.view(torch.uint8).any() for tensor in tensors)
+
+
+def test_a_layer_is_a_view_into_its_pool() -> None:
+    """Writing to a layer's view changes that layer in primary and no other."""
+    pools = Pools(layout(max_attention_window=None, dtype="float32"), "cpu")
+    pools.layer(2)[3, 1] = 1.0
+    (one_head, two_heads) = pools.groups[0]
+    assert two_heads.layout.layers == (1, 2)
+    assert two_heads.primary[3, 1, 1].min() == 1.0
+    assert two_heads.primary.sum() == two_heads.primary[3, 1, 1].numel()
+    assert one_head.primary.sum() == 0
+    with pytest.raises(KeyError):
+        pools.layer(4)
+
+
+def test_the_pools_copier_moves_blocks_between_the_levels() -> None:
+    """The copier that the pools make reaches the tensors of every pool of the group."""
+    pools = Pools(layout(dtype="float32"), "cpu")
+    for pool in pools.groups[1]:
+        pool.primary[2] = 3.0
+    slots = np.array([2], np.int32), np.array([4], np.int32)
+    assert pools.copier().submit([Copy(0, 1, *slots, group=1)]).done()
+    assert [float(pool.secondary[4].min()) for pool in pools.groups[1]] == [3.0, 3.0]
+    assert all(float(pool.secondary.max()) == 0.0 for pool in pools.groups[0])
+
+
+@pytest.mark.parametrize("secondary", [0, 5])
+def test_too_large_a_cache_is_refused_before_it_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, secondary: int
+) -> None:
+    """One byte too few is refused with both numbers and the settings; exactly enough is fine."""
+    wanted = layout(secondary_blocks=secondary)
+    needed = sum(sum(group.num_blocks) * group.bytes_per_block for group in wanted.groups)
+    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed)
+    Pools(wanted, "cpu")
+    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(pools_module, "KVCacheBlockPool", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(NotEnoughMemory, match=f"{needed:,} bytes of host memory") as caught:
+        Pools(wanted, "cpu")
+    assert (caught.value.needed, caught.value.free) == (needed, needed - 1)
+    assert "primary_blocks" in str(caught.value)
+    assert ("secondary_blocks" in str(caught.value)) == bool(secondary)
+
+
+def test_a_cache_beyond_this_machine_s_memory_is_refused() -> None:
+    """The real amount of free memory is asked for, not only a stand-in."""
+    with pytest.raises(NotEnoughMemory):
+        Pools(layout(primary_blocks=(1 << 31) - 1, head_dim=1024), "cpu")
+
+
+def test_other_devices_are_refused() -> None:
+    """A device that is neither the host nor CUDA is named in the refusal."""
+    with pytest.raises(Unsupported, match="meta"):
+        Pools(layout(), "meta")
+
+
+def test_the_description_names_sizes_and_places() -> None:
+    """One line tells both levels, the device, and each window's blocks."""
+    line = Pools(layout(), "cpu").describe()
+    assert line == (
+        "4.5 KiB primary on cpu; 3.8 KiB secondary on the host; "
+        "window 16: 6+5 blocks of 384 B in 2 pools; window 64: 6+5 blocks of 384 B in 2 pools"
+    )
+
+
+def test_pools_say_which_extra_they_need() -> None:
+    """Without torch the import fails with the name of the extra."""
+    code = "import sys; sys.modules['torch'] = None\nimport kvcache.pools"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "install kvcache[torch]" in result.stderr

@@ -1,0 +1,288 @@
+"""Who may import whom, and that reading events needs no torch.
+
+The rules are read off the source, imports inside functions included: a dependency that is hidden is
+still one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, RunPython
+
+PACKAGES = ("events", "sinks", "cuda_ops", "kvcache")
+
+ALLOWED = {
+    "events": {"events"},
+    "sinks": {"sinks", "events"},
+    "cuda_ops": {"cuda_ops"},
+    "kvcache": {"kvcache", "events"},
+}
+"""The packages of ours that each package may import."""
+
+ALLOWED_BESIDES = {
+    "kvcache/transfer.py": {"cuda_ops"},
+    "kvcache/pools.py": {"cuda_ops"},
+    "kvcache/manager.py": {"sinks"},
+    "kvcache/outlets.py": {"sinks"},
+    "kvcache/cli": {"sinks"},
+}
+"""What single files, or all files of a directory, may import besides."""
+
+ALLOWED_AS_TYPES = {"kvcache/manager.py": {"cuda_ops"}}
+"""What single files may import only in order to name types."""
+
+DECIDE_AND_APPLY = (
+    "admission",
+    "block_manager",
+    "check",
+    "exported_state",
+    "fingerprint",
+    "group_state",
+    "incoming",
+    "lookup",
+    "matching",
+    "prefix_tree",
+    "sequence",
+    "slots",
+    "state",
+    "tokens",
+    "window_manager",
+)
+"""Modules of kvcache that must give the same result for the same events, today and in a replay."""
+
+IMPURE = {
+    "asyncio",
+    "io",
+    "os",
+    "pathlib",
+    "random",
+    "secrets",
+    "socket",
+    "subprocess",
+    "threading",
+    "time",
+    "torch",
+    "uuid",
+}
+
+
+def imports(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield line, top-level package, and whether it is for type checkers only, of every import."""
+    tree = ast.parse(source)
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        yield from (
+            (getattr(node, "lineno", 0), name.partition(".")[0], id(node) in for_types) for name in names
+        )
+
+
+def violations(path: str, source: str) -> list[str]:
+    """The imports in a file that its place forbids, as `path:line: reason`."""
+    allowed = ALLOWED[path.partition("/")[0]] | _of_place(ALLOWED_BESIDES, path)
+    types = allowed | _of_place(ALLOWED_AS_TYPES, path)
+    return [
+        f"{path}:{line}: imports {name}"
+        for line, name, for_types in imports(source)
+        if name in PACKAGES and name not in (types if for_types else allowed)
+    ]
+
+
+def _of_place(rules: dict[str, set[str]], path: str) -> set[str]:
+    return {
+        name
+        for place, names in rules.items()
+        if path == place or path.startswith(f"{place}/")
+        for name in names
+    }
+
+
+def sources(package: str) -> Iterator[tuple[str, str]]:
+    """Yield path and text of every module of a package."""
+    for file in sorted((ROOT / package).rglob("*.py")):
+        yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_imports_only_what_its_layer_allows(package: str) -> None:
+    """No module imports a package of ours from a layer that it must not know."""
+    found = list(sources(package))
+    assert found
+    assert [line for path, source in found for line in violations(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "lines"),
+    [
+        ("events/a.py", "import kvcache.state", ["events/a.py:1: imports kvcache"]),
+        ("events/a.py", "from sinks import base", ["events/a.py:1: imports sinks"]),
+        ("sinks/a.py", "import events", []),
+        ("sinks/a.py", "\ndef f():\n    import cuda_ops.cpu", ["sinks/a.py:3: imports cuda_ops"]),
+        (
+            "kvcache/state.py",
+            "if X:\n    from cuda_ops.cpu import A",
+            ["kvcache/state.py:2: imports cuda_ops"],
+        ),
+        ("kvcache/pools.py", "from cuda_ops.cpu import A", []),
+        ("kvcache/cli/run.py", "import sinks.stdout", []),
+        ("kvcache/manager.py", "if TYPE_CHECKING:\n    from cuda_ops.copier import Ticket", []),
+        (
+            "kvcache/manager.py",
+            "from cuda_ops.copier import Ticket",
+            ["kvcache/manager.py:1: imports cuda_ops"],
+        ),
+        (
+            "kvcache/state.py",
+            "if TYPE_CHECKING:\n    import cuda_ops",
+            ["kvcache/state.py:2: imports cuda_ops"],
+        ),
+        ("kvcache/climb.py", "import sinks.stdout", ["kvcache/climb.py:1: imports sinks"]),
+    ],
+)
+def test_check_sees_forbidden_imports(path: str, source: str, lines: list[str]) -> None:
+    """The check finds imports in functions and under conditions, and knows the exceptions by their place."""
+    assert violations(path, source) == lines
+
+
+@pytest.mark.parametrize("module", DECIDE_AND_APPLY)
+def test_decide_and_apply_are_pure(module: str) -> None:
+    """What decides and applies has no clock, file, socket, thread, torch or randomness at hand."""
+    source = (ROOT / "kvcache" / f"{module}.py").read_text(encoding="utf-8")
+    assert {name for _, name, _ in imports(source)} & IMPURE == set()
+
+
+NO_TORCH = "import sys; sys.modules['torch'] = None\n"
+
+
+@pytest.mark.parametrize("package", ["events", "sinks"])
+def test_events_and_sinks_need_no_torch(run_python: RunPython, package: str) -> None:
+    """Every module of events and sinks can be imported where torch is not installed."""
+    done = run_python(
+        NO_TORCH + f"import {package}\n"
+        "from importlib import import_module\n"
+        "from pkgutil import walk_packages\n"
+        f"for module in walk_packages({package}.__path__, '{package}.'):\n"
+        "    import_module(module.name)\n"
+        "print('done')\n"
+    )
+    assert (done.stdout, done.stderr) == ("done\n", "")
+
+
+def test_reading_needs_no_torch(run_python: RunPython) -> None:
+    """Settings, layout, errors and replay work where torch is not installed."""
+    done = run_python(
+        NO_TORCH + "import kvcache\n"
+        "kvcache.Layout.of(kvcache.KVCacheConfig(max_sequence_length=8, primary_blocks=2))\n"
+        "print(kvcache.errors.KVCacheError.__name__, kvcache.replay.__name__)\n"
+    )
+    assert (done.stdout, done.stderr) == ("KVCacheError kvcache.replay\n", "")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_loads_no_torch(run_python: RunPython, package: str) -> None:
+    """Importing a package is cheap: torch is loaded only by what moves bytes."""
+    done = run_python(
+        f"import sys, {package}; print([name for name in ('torch', 'yaml') if name in sys.modules])"
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+class TestOwnPackages:
+    """`kvcache` works only with the `events` and `sinks` that were installed with it."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path) -> Path:
+        """An installation of which only kvcache's front is left."""
+        site = tmp_path / "site"
+        (site / "kvcache").mkdir(parents=True)
+        for name in ("__init__.py", "_version.py"):
+            (site / "kvcache" / name).write_text((ROOT / "kvcache" / name).read_text(encoding="utf-8"))
+        return site
+
+    @pytest.mark.parametrize("name", ["events", "sinks"])
+    def test_foreign_package_is_refused(self, tmp_path: Path, run_python: RunPython, name: str) -> None:
+        """A package of the same name before ours on the path is named, with what to do about it."""
+        foreign = tmp_path / "foreign" / name
+        foreign.mkdir(parents=True)
+        (foreign / "__init__.py").write_text("class Events: pass\n")
+        done = run_python("import kvcache", path=[foreign.parent])
+        assert done.returncode != 0
+        assert f"ImportError: kvcache needs its own package `{name}`" in done.stderr
+        assert f"found {foreign / '__init__.py'}" in done.stderr
+        assert "PyPI's `events` overwrites files of that name in place" in done.stderr
+        assert f"pip uninstall {name}" in done.stderr
+
+    def test_copy_from_elsewhere_is_refused(self, tmp_path: Path, run_python: RunPython) -> None:
+        """A package that bears our mark but lies elsewhere belongs to another installation."""
+        other = tmp_path / "other" / "sinks"
+        other.mkdir(parents=True)
+        (other / "__init__.py").write_text("KVCACHE_PACKAGE = 'kvcache'\n")
+        done = run_python("import kvcache", path=[other.parent])
+        assert f"found {other / '__init__.py'}" in done.stderr
+
+    def test_files_overwritten_in_place_are_noticed(self, site: Path, run_python: RunPython) -> None:
+        """A package in the right place whose files another distribution has overwritten is refused."""
+        (site / "events").mkdir()
+        (site / "events" / "__init__.py").write_text("from .events import Events\n")
+        (site / "events" / "events.py").write_text("class Events: pass\n")
+        done = run_python("import kvcache", path=[site])
+        assert f"found {site / 'events' / '__init__.py'}" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("directory", "found"), [(True, "found a directory without code"), (False, "finds nothing")]
+    )
+    def test_missing_package_is_named(
+        self, site: Path, run_python: RunPython, directory: bool, found: str
+    ) -> None:
+        """An installation that lost its events package says so, even where a plain directory bears its name."""
+        if directory:
+            (site / "events").mkdir()
+        done = run_python(f"import sys; sys.path.remove({str(ROOT)!r}); import kvcache", path=[site])
+        assert f"`import events` {found}" in done.stderr
+
+
+class TestPublicNames:
+    """What `import kvcache` offers."""
+
+    def test_all_is_sorted_and_complete(self, run_python: RunPython) -> None:
+        """Every public name can be had, is listed by dir(), and the list is sorted."""
+        done = run_python(
+            "import kvcache\n"
+            "assert list(kvcache.__all__) == sorted(kvcache.__all__)\n"
+            "assert set(kvcache.__all__) <= set(dir(kvcache))\n"
+            "print([name for name in kvcache.__all__ if getattr(kvcache, name) is None])\n"
+        )
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+
+    def test_unknown_name(self, run_python: RunPython) -> None:
+        """A name that does not exist is an AttributeError, as in any module."""
+        done = run_python("import kvcache; kvcache.Kvcachemanager")
+        assert "AttributeError: module 'kvcache' has no attribute 'Kvcachemanager'" in done.stderr
+
+    @pytest.mark.parametrize(
+        "first", ["import kvcache", "import kvcache.replay", "from kvcache.replay import replay"]
+    )
+    def test_replay_is_the_module(self, run_python: RunPython, first: str) -> None:
+        """`kvcache.replay` is the module whatever was imported before; its function has the same name."""
+        done = run_python(
+            f"{first}\n"
+            "from kvcache import replay\n"
+            "import kvcache\n"
+            "print(replay is kvcache.replay, callable(replay.replay))"
+        )
+        assert (done.stdout, done.stderr) == ("True True\n", "")
