@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Base of the structs inside events."""
 
 
-class Namespace(Part):
+class Namespace(Part, frozen=True):
     """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
 
     lora_id: int | None = None
@@ -73,7 +73,7 @@ class Namespace(Part):
     salt_digest: bytes | None = None
 
 
-class PoolCreated(Part):
+class PoolCreated(Part, frozen=True):
     """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
 
     num_kv_heads: int
@@ -81,7 +81,7 @@ class PoolCreated(Part):
     bytes_per_block: int
 
 
-class GroupCreated(Part):
+class GroupCreated(Part, frozen=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int
@@ -91,7 +91,7 @@ class GroupCreated(Part):
     num_blocks: tuple[int, int]
 
 
-class CacheCreated(Event):
+class CacheCreated(Event, frozen=True):
     """A manager started with an empty cache."""
 
     config: str
@@ -105,7 +105,7 @@ class CacheCreated(Event):
     format_version: int = FORMAT_VERSION
 
 
-class EpochStarted(Event):
+class EpochStarted(Event, frozen=True):
     """A log was opened for writing. Always the first event of its batch, and of an epoch."""
 
     epoch: int
@@ -118,7 +118,7 @@ class EpochStarted(Event):
     software: str
 
 
-class GroupExported(Part):
+class GroupExported(Part, frozen=True):
     """The cached blocks of one group as columns over runs, parents before children."""
 
     namespaces: tuple[Namespace, ...]
@@ -135,7 +135,7 @@ class GroupExported(Part):
     """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
 
 
-class SequenceExported(Part):
+class SequenceExported(Part, frozen=True):
     """One running sequence."""
 
     handle: int
@@ -150,7 +150,7 @@ class SequenceExported(Part):
     slots: tuple[Slots, ...]
 
 
-class TransferExported(Part):
+class TransferExported(Part, frozen=True):
     """A copy whose landing is not yet known."""
 
     transfer: int
@@ -161,7 +161,7 @@ class TransferExported(Part):
     first_block: int
 
 
-class StateExported(Event):
+class StateExported(Event, frozen=True):
     """The whole state, so that folding can begin here."""
 
     groups: tuple[GroupExported, ...]
@@ -174,7 +174,7 @@ class StateExported(Event):
     """Blocks changed since the last checkpoint."""
 
 
-class Gap(Event):
+class Gap(Event, frozen=True):
     """Batches are missing here."""
 
     first_seq: int
@@ -182,7 +182,7 @@ class Gap(Event):
     reason: str
 
 
-class SequenceAdded(Event):
+class SequenceAdded(Event, frozen=True):
     """A request was admitted."""
 
     handle: int
@@ -198,16 +198,18 @@ class SequenceAdded(Event):
     """Tokens copied from a block of which only the start matches."""
 
 
-class BlocksAllocated(Event):
-    """Slots left the free set and were appended to a sequence's block table."""
+class BlocksAllocated(Event, frozen=True):
+    """Slots left the free set and were appended to the block tables of sequences, in order."""
 
-    handle: int
+    handles: Handles
+    counts: Counts
+    """Slots per sequence; empty: one each."""
     group: int
     slots: Slots
     why: AllocateReason
 
 
-class BlocksReused(Event):
+class BlocksReused(Event, frozen=True):
     """A sequence took cached blocks into its table, from `first_block` on."""
 
     handle: int
@@ -220,7 +222,7 @@ class BlocksReused(Event):
     """The sequence's own slots, given back because it had computed blocks that another one stored first."""
 
 
-class BlocksCopied(Event):
+class BlocksCopied(Event, frozen=True):
     """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence."""
 
     handle: int
@@ -234,7 +236,7 @@ class BlocksCopied(Event):
     transfer: int
 
 
-class BlocksStored(Event):
+class BlocksStored(Event, frozen=True):
     """Blocks of a sequence became reusable, from `first_block` of its table on. The tokens are the sequence's."""
 
     handle: int
@@ -250,7 +252,7 @@ class BlocksStored(Event):
     """Tokens in the last block; fewer than tokens_per_block only for the last block of a removed sequence."""
 
 
-class BlocksMoved(Event):
+class BlocksMoved(Event, frozen=True):
     """Blocks changed their level."""
 
     group: int
@@ -268,7 +270,7 @@ class BlocksMoved(Event):
     """Onboard and recomputed: index of the first block in the sequence's table."""
 
 
-class BlocksRemoved(Event):
+class BlocksRemoved(Event, frozen=True):
     """Cached content is gone; deepest block first. Slots that no sequence holds become blank."""
 
     group: int
@@ -280,7 +282,7 @@ class BlocksRemoved(Event):
     """The sequence that needed the room."""
 
 
-class TokensAppended(Event):
+class TokensAppended(Event, frozen=True):
     """One `add_tokens` call."""
 
     handles: Handles
@@ -289,14 +291,14 @@ class TokensAppended(Event):
     tokens: Tokens
 
 
-class ContextComputed(Event):
+class ContextComputed(Event, frozen=True):
     """The engine has written K/V of the first `num_tokens` tokens of a sequence."""
 
     handle: int
     num_tokens: int
 
 
-class SequenceRemoved(Event):
+class SequenceRemoved(Event, frozen=True):
     """A sequence ended: its references are released, its own slots become blank."""
 
     handle: int
@@ -308,20 +310,20 @@ class SequenceRemoved(Event):
     computed: int
 
 
-class TransferLanded(Event):
+class TransferLanded(Event, frozen=True):
     """Copies are complete."""
 
     transfers: Numbers
 
 
-class TransferFailed(Event):
+class TransferFailed(Event, frozen=True):
     """Copies failed: what they should have written is not there."""
 
     transfers: Numbers
     reason: str
 
 
-class CacheCleared(Event):
+class CacheCleared(Event, frozen=True):
     """Everything was dropped that no sequence holds; what is held lost its name."""
 
     removed: tuple[int, int]
@@ -330,7 +332,7 @@ class CacheCleared(Event):
     """Blocks that stay with running sequences."""
 
 
-class Checkpoint(Event):
+class Checkpoint(Event, frozen=True):
     """The fingerprint of the state before this event."""
 
     fingerprint: bytes
@@ -338,7 +340,7 @@ class Checkpoint(Event):
     num_cached: tuple[int, int]
 
 
-class AdmissionRefused(Event):
+class AdmissionRefused(Event, frozen=True):
     """A note that no fold reads: a request did not fit. At most one per request until it is admitted."""
 
     request_id: RequestId

@@ -100,7 +100,7 @@ def admit(
     for each, sequence in zip(plans, sequences, strict=True):
         count = each.new_blocks - (each.source is not None)
         if count:
-            window.allocate(sequence, count, AllocateReason.PROMPT)
+            window.allocate([sequence], [count], AllocateReason.PROMPT)
         window.onboard(sequence)
     return sequences
 

@@ -7,7 +7,9 @@ nothing. `emit` applies each event and passes it on.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence as Items
+from itertools import accumulate
 
 from events.types import (
     PRIMARY,
@@ -16,6 +18,7 @@ from events.types import (
     Checkpoint,
     ContextComputed,
     Event,
+    RequestId,
     SequenceRemoved,
     TokensAppended,
     TransferFailed,
@@ -23,9 +26,11 @@ from events.types import (
 )
 from kvcache.admission import Plan, admit, fitting
 from kvcache.config import KVCacheConfig
+from kvcache.decoding import DecodeBatch
 from kvcache.errors import OutOfBlocks
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
+from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.window_manager import Swap, WindowBlockManager
@@ -37,7 +42,8 @@ class BlockManager:
     def __init__(self, config: KVCacheConfig, state: CacheState, emit: Callable[[Event], None]) -> None:
         self._state = state
         self._emit = emit
-        self._checkpoint_spacing = config.checkpoint_spacing
+        slots = sum(level.size for group in state.groups for level in group.levels)
+        self._checkpoint_due = config.checkpoint_spacing * slots
         self.window = WindowBlockManager(
             state,
             0,
@@ -70,25 +76,32 @@ class BlockManager:
             self._emit(ContextComputed(sequence.handle, num_tokens))
         return self.window.store(sequence)
 
-    def append(self, sequences: list[Sequence], tokens: array[int], counts: array[int] | None) -> list[list[Swap]]:
-        """Append sampled tokens; blocks that their arrival completes become reusable.
+    def step(self, batch: DecodeBatch, tokens: bytes) -> dict[RequestId, StoreResult]:
+        """Append one token to each sequence of the batch."""
+        full = batch.full
+        if full:
+            self._grow(batch.sequences, full, None)
+        self._emit(TokensAppended(batch.handles, b"", tokens))
+        batch.advance()
+        return self._store(full) if full else {}
 
-        Returns the swaps per sequence, or nothing at all if there were none.
-        """
-        size = self._state.tokens_per_block
-        if counts is None:
-            growing = [(sequence, 1) for sequence in sequences if not len(sequence.tokens) % size]
-        else:
-            growing = self._growing(sequences, counts)
+    def append(self, sequences: list[Sequence], tokens: bytes, counts: array[int]) -> dict[RequestId, StoreResult]:
+        """Append several tokens to each sequence."""
+        growing = self._growing(sequences, counts)
         if growing:
-            self._grow(sequences, growing)
+            self._grow(sequences, [sequence for sequence, _ in growing], [blocks for _, blocks in growing])
         handles = array("I", [sequence.handle for sequence in sequences])
-        packed_counts = counts.tobytes() if counts is not None else b""
-        self._emit(TokensAppended(handles.tobytes(), packed_counts, tokens.tobytes()))
-        swaps = {sequence.handle: self.window.store(sequence) for sequence, _ in growing}
-        if not any(swaps.values()):
-            return []
-        return [swaps.get(handle, []) for handle in handles]
+        self._emit(TokensAppended(handles.tobytes(), counts.tobytes(), tokens))
+        return self._store([sequence for sequence, _ in growing])
+
+    def _store(self, sequences: list[Sequence]) -> dict[RequestId, StoreResult]:
+        """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
+        changed = {}
+        for sequence in sequences:
+            swaps = self.window.store(sequence)
+            if swaps:
+                changed[sequence.request_id] = StoreResult(sequence.tails[0].end, swaps)
+        return changed
 
     def _growing(self, sequences: list[Sequence], counts: array[int]) -> list[tuple[Sequence, int]]:
         """The sequences that need more blocks, and how many."""
@@ -99,17 +112,17 @@ class BlockManager:
         ]
         return [(sequence, blocks) for sequence, blocks in more if blocks]
 
-    def _grow(self, sequences: list[Sequence], growing: list[tuple[Sequence, int]]) -> None:
-        needed, available = sum(blocks for _, blocks in growing), self.window.group.levels[PRIMARY].available
-        if needed > available:
-            taken = 0
-            for sequence, blocks in growing:
-                taken += blocks
-                if taken > available:
-                    raise OutOfBlocks(sequences.index(sequence), (needed,), (available,))
-        self.window.free_up(needed, growing[0][0].handle)
-        for sequence, blocks in growing:
-            self.window.allocate(sequence, blocks, AllocateReason.DECODE)
+    def _grow(self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None) -> None:
+        """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
+        needed = len(growing) if blocks is None else sum(blocks)
+        primary = self.window.group.levels[PRIMARY]
+        if needed > primary.available:
+            taken = list(accumulate(blocks or [1] * len(growing)))
+            first = growing[bisect_right(taken, primary.available)]
+            raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
+        if needed > len(primary.free):
+            self.window.free_up(needed, growing[0].handle)
+        self.window.allocate(growing, blocks, AllocateReason.DECODE)
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
@@ -145,8 +158,7 @@ class BlockManager:
 
     def checkpoint_if_due(self) -> None:
         """Emit a checkpoint once enough blocks have changed since the last."""
-        slots = sum(level.size for group in self._state.groups for level in group.levels)
-        if self._state.changed_blocks >= self._checkpoint_spacing * slots:
+        if self._state.changed_blocks >= self._checkpoint_due:
             self.checkpoint()
 
     def checkpoint(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace
-from kvcache.errors import invariant
+from kvcache.errors import InvariantViolated, invariant
 from kvcache.prefix_tree import Node, PrefixTree, Root, Run
 from kvcache.slots import Level
 
@@ -37,7 +37,7 @@ class GroupState:
 
     def owner(self, level: int, slot: int) -> Run:
         """The run that holds a cached slot."""
-        run = self.tree.runs.get(int(self.levels[level].owner[slot]))
+        run = self.tree.runs.get(self.levels[level].owner[slot])
         invariant(run is not None, "a slot that an event names is not cached")
         assert run is not None
         return run
@@ -101,8 +101,12 @@ class GroupState:
 
     def store(self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int) -> Run:
         """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
-        if isinstance(node, Run) and self._continues(node, priority):
-            run = node
+        if (
+            isinstance(node, Run)
+            and node.refs == 1
+            and not (node.children or node.transfer or node.partial or node.priority != priority)
+        ):
+            run = node  # the sequence is the only one that holds this leaf
             run.symbols += symbols
             run.slots.extend(slots)
             run.keys += keys
@@ -115,59 +119,62 @@ class GroupState:
         self.levels[PRIMARY].own(slots, run.id)
         return run
 
-    def _continues(self, run: Run, priority: int) -> bool:
-        """Whether new blocks of the only sequence that holds a leaf can be added to it."""
-        return not (run.children or run.refs != 1 or run.transfer or run.partial or run.priority != priority)
-
-    def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node, array[int]]]:
-        """Forget cached blocks, deepest first; returns the runs that sequences still hold, as (run, parent, slots)."""
+    def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:
+        """Forget cached blocks, deepest first; returns the removed runs that sequences still hold, and what is above."""
         held = []
-        done = 0
-        while done < len(slots):
+        done, count = 0, len(slots)
+        while done < count:
             run = self.owner(level, slots[done])
-            take = min(len(run.slots), len(slots) - done)
-            gone = self._cut_tail(run, take, slots[done : done + take])
+            size = len(run.slots)
+            take = min(size, count - done)
+            gone = slots if take == count else slots[done : done + take]
+            if run.children:
+                raise InvariantViolated("a block with cached descendants cannot be removed")
+            if run.slots[: -take - 1 : -1] != gone:
+                raise InvariantViolated("removed blocks are not the end of a run")
+            self.levels[level].own(gone, -1)
             if run.refs:
-                held.append(gone)
-                self._share(run.refs, gone[2])
+                held.append(self._unname(run, take))
             else:
-                self.levels[level].unreferenced -= take
-                self.levels[level].give_back(slots[done : done + take])
+                self._drop(run, take, gone)
             done += take
         return held
 
-    def _share(self, holders: int, slots: array[int]) -> None:
-        if holders > 1:
-            for slot in slots:
-                self.shared[slot] = holders
-
-    def _cut_tail(self, run: Run, take: int, expected: array[int]) -> tuple[Run, Node, array[int]]:
-        """Take the last `take` blocks of a leaf out of the tree."""
-        invariant(not run.children, "a block with cached descendants cannot be removed")
-        invariant(run.slots[: -take - 1 : -1] == expected, "removed blocks are not the end of a run")
-        if take < len(run.slots) and run.refs:
-            self.split(run, len(run.slots) - take)
+    def _drop(self, run: Run, take: int, gone: array[int]) -> None:
+        """Make the last `take` blocks of an unreferenced leaf blank."""
         level = self.levels[run.level]
-        level.owner[np.frombuffer(expected, np.int32)] = -1
-        if take == len(run.slots):
-            parent = run.parent
-            self.tree.unlink(run)
-            if isinstance(parent, Run):
-                self.levels[parent.level].add_leaf(parent)
-                self._settle_children(parent)
-            return run, parent, run.slots
-        self._trim(run, take)
-        level.add_leaf(run)
-        return run, run, expected
-
-    def _trim(self, run: Run, take: int) -> None:
-        """Shorten a run by its last `take` blocks."""
+        level.unreferenced -= take
+        level.free += gone
         keep = len(run.slots) - take
+        if not keep:
+            self._cut_off(run)
+            return
         del run.symbols[keep * self.tree.block_bytes :]
         del run.slots[keep:]
         del run.keys[keep * self.tree.key_bytes :]
         run.end -= take
         run.partial = 0
+        level.add_leaf(run)
+
+    def _unname(self, run: Run, take: int) -> tuple[Run, Node]:
+        """Take the last `take` blocks of a held leaf out of the tree; the sequences keep their slots."""
+        if take < len(run.slots):
+            self.split(run, len(run.slots) - take)
+        self._share(run.refs, run.slots)
+        self._cut_off(run)
+        return run, run.parent
+
+    def _cut_off(self, run: Run) -> None:
+        parent = run.parent
+        self.tree.unlink(run)
+        if isinstance(parent, Run):
+            self.levels[parent.level].add_leaf(parent)
+            self._settle_children(parent)
+
+    def _share(self, holders: int, slots: array[int]) -> None:
+        if holders > 1:
+            for slot in slots:
+                self.shared[slot] = holders
 
     def _settle_children(self, parent: Run) -> None:
         """A run that lost a child may have become equal to its only other one."""
@@ -193,7 +200,7 @@ class GroupState:
     def relocate(self, run: Run, level: int, slots: array[int], transfer: int) -> None:
         """Give a whole run a new place; its old slots belong to nobody until they are given back."""
         old = self.levels[run.level]
-        old.owner[np.frombuffer(run.slots, np.int32)] = -1
+        old.own(run.slots, -1)
         if not run.refs:
             old.unreferenced -= len(run.slots)
             self.levels[level].unreferenced += len(run.slots)
@@ -220,7 +227,7 @@ class GroupState:
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
         """The copy of these blocks is complete, as far as they are still there."""
-        owners = np.unique(self.levels[level].owner[np.frombuffer(slots, np.int32)])
+        owners = np.unique(self.levels[level].owners[np.frombuffer(slots, np.int32)])
         for run_id in owners.tolist():
             run = self.tree.runs.get(run_id)
             if run is not None and run.transfer == transfer:
@@ -263,7 +270,7 @@ class GroupState:
         for level in self.levels:
             # A fixed order: that of the runs differs between a live state and one that was exported.
             level.free = array("i", sorted(level.free, reverse=True))
-            level.owner.fill(-1)
+            level.owners.fill(-1)
             level.unreferenced = 0
             level.leaves.clear()
         self.tree.runs.clear()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from events.bus import EventBus
-from events.types import CacheCreated, Event, EventBatch
+from events.types import CacheCreated, Event, EventBatch, StateExported
 from kvcache.exported_state import export
 from kvcache.outlets import Outlets
 from kvcache.state import CacheState
@@ -31,13 +33,16 @@ class Journal:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
         if epoch is not None:
-            previous = self.outlets.previous_state()
-            if previous is not None:
-                # Handles and transfer ids are never used twice in a log.
-                self.state.next_handle = previous.next_handle
-                self.state.next_transfer = previous.next_transfer
-                self.state.stamp = previous.stamp
-            self.emit(export(self.state))
+            self.emit(self._first_state())
+
+    def _first_state(self) -> StateExported:
+        """Empty, but in a continued log handles and transfer ids go on, so that none is used twice."""
+        empty, previous = export(self.state), self.outlets.previous_state()
+        if previous is None:
+            return empty
+        return msgspec.structs.replace(
+            empty, next_handle=previous.next_handle, next_transfer=previous.next_transfer, stamp=previous.stamp
+        )
 
     def emit(self, event: Event) -> None:
         """The only way in which anything changes."""
@@ -49,7 +54,7 @@ class Journal:
         gap = self.outlets.take_gap()
         if gap is not None:
             self.bus.publish(gap)
-            self.emit(export(self.state))
+            self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
         if not self.bus.pending:
             return None
         batch = EventBatch(self._next_seq, self._wall_ns(), self.bus.take())

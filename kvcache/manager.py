@@ -10,7 +10,6 @@ middle of one (which would be a bug) poisons the manager, so that no later call 
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +22,7 @@ from kvcache.admission import Plan
 from kvcache.block_manager import BlockManager
 from kvcache.check import check
 from kvcache.config import KVCacheConfig
+from kvcache.decoding import DecodeBatch
 from kvcache.errors import (
     DuplicateRequest,
     InvalidTokens,
@@ -40,10 +40,11 @@ from kvcache.journal import Journal
 from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
 from kvcache.outlets import LogTarget, Outlets
+from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
 from kvcache.sequence import Sequence
 from kvcache.stats import Stats
-from kvcache.tokens import Tokens, pack_tokens
+from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import TransferEngine
 from sinks import Sink, SinkContext, SinkRunner, SinkStats
 
@@ -76,6 +77,7 @@ class KVCacheManager:
             raise Unsupported("an attention window shorter than max_sequence_length", "leave max_attention_window out")
         self._guard = Guard()
         self._refused: set[RequestId] = set()
+        self._decoding: DecodeBatch | None = None
         created = self._created(heard=log is not None or bool(sinks) or config.event_buffer_max_size > 0)
         context = SinkContext(key_bytes=created.key_bytes, tokens_per_block=config.tokens_per_block)
         outlets = Outlets.open(log, sinks, context, config.log)
@@ -220,13 +222,13 @@ class KVCacheManager:
         return self._poll()
 
     def _poll(self) -> PollResult:
-        if self.transfers is None:
-            if self.state.transfers:
-                # Nothing moves, so there is nothing to wait for.
-                self._blocks.land(list(self.state.transfers))
-            return PollResult()
         if not self.state.transfers:
             return PollResult()
+        if self.transfers is None:
+            # Nothing moves, so there is nothing to wait for.
+            landed = list(self.state.transfers)
+            self._blocks.land(landed)
+            return PollResult(tuple(landed))
         landed, failed = self.transfers.poll()
         with self._guard:
             if landed:
@@ -277,6 +279,23 @@ class KVCacheManager:
         them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
         """
         self._guard.enter()
+        packed = pack_tokens(tokens)
+        if counts is None:
+            batch = self._decode_batch(request_ids, len(packed) // SYMBOL_BYTES)
+            if not batch.ids:
+                return {}
+            with self._guard:
+                return self._blocks.step(batch, packed)
+        running = self._running(request_ids)
+        sizes = pack_counts(counts, len(running), len(packed) // SYMBOL_BYTES)
+        for sequence, count in zip(running, sizes, strict=True):
+            if sequence.num_tokens + count > self.max_tokens:
+                raise PromptTooLong(sequence.num_tokens + count, self.max_tokens)
+        self._decoding = None
+        with self._guard:
+            return self._blocks.append(running, packed, sizes) if running else {}
+
+    def _running(self, request_ids: Items[RequestId]) -> list[Sequence]:
         handles, sequences = self.state.handles, self.state.sequences
         try:
             running = [sequences[handles[request_id]] for request_id in request_ids]
@@ -284,41 +303,26 @@ class KVCacheManager:
             raise UnknownRequest(error.args[0]) from None
         if len(set(running)) != len(running):
             raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
-        packed = array("i", pack_tokens(tokens))
-        sizes = self._counts(running, packed, counts)
-        self._check_lengths(running, sizes)
-        if not running:
-            return {}
-        with self._guard:
-            swaps = self._blocks.append(running, packed, sizes)
-        return {
-            sequence.request_id: StoreResult(sequence.tails[0].end, swapped)
-            for sequence, swapped in zip(running, swaps, strict=False)
-            if swapped
-        }
+        return running
 
-    def _counts(self, running: list[Sequence], tokens: array[int], counts: Items[int] | None) -> array[int] | None:
-        if counts is None:
-            if len(tokens) != len(running):
-                raise InvalidTokens(f"{len(tokens)} tokens were given for {len(running)} sequences: one each, or counts")
-            return None
-        if len(counts) != len(running) or min(counts, default=1) < 1 or sum(counts) != len(tokens):
-            raise InvalidTokens(
-                f"counts must give each of {len(running)} sequences at least 1 of the {len(tokens)} tokens"
-            )
-        return array("I", counts)
-
-    def _check_lengths(self, running: list[Sequence], counts: array[int] | None) -> None:
-        limit = self.max_tokens
-        for index, sequence in enumerate(running):
-            length = len(sequence.tokens) + (1 if counts is None else counts[index])
-            if length > limit:
-                raise PromptTooLong(length, limit)
+    def _decode_batch(self, request_ids: Items[RequestId], num_tokens: int) -> DecodeBatch:
+        """The batch of the last step if it is the same."""
+        batch = self._decoding
+        if batch is None or batch.ids != request_ids:
+            running = self._running(request_ids)
+            batch = DecodeBatch(request_ids, running, self.config.tokens_per_block, self.max_tokens)
+        if num_tokens != len(batch.ids):
+            raise InvalidTokens(f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts")
+        if batch.ids and batch.at_limit:
+            raise PromptTooLong(self.max_tokens + 1, self.max_tokens)
+        self._decoding = batch
+        return batch
 
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
         self._guard.enter()
         sequence = self._sequence(request_id)
+        self._decoding = None
         with self._guard:
             self._blocks.remove(sequence, store=store)
 
@@ -343,7 +347,7 @@ class KVCacheManager:
         self._guard.enter()
         namespace = namespace_of(lora_id, lora_name, cache_salt)
         if not self.config.enable_block_reuse:
-            return Match(len(pack_tokens(tokens)) // 4, (), None)
+            return Match(len(pack_tokens(tokens)) // SYMBOL_BYTES, (), None)
         return lookup(self.state, namespace, pack_tokens(tokens), partial=self.config.enable_partial_reuse)
 
     def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
@@ -405,7 +409,8 @@ class KVCacheManager:
     def flush(self) -> EventBatch | None:
         """End an engine step: publish what happened as one batch. An empty step makes no batch."""
         self._guard.enter()
-        self._poll()
+        if self.state.transfers:
+            self._poll()
         with self._guard:
             self._blocks.checkpoint_if_due()
             return self._journal.flush()

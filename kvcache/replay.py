@@ -68,7 +68,7 @@ class Replayed:
     def fold(self, batch: EventBatch, *, verify: bool) -> None:
         """Apply one batch; raises `Unreplayable`."""
         try:
-            for event in batch.events:
+            for event in batch.events[self._first_known(batch) :]:
                 self._apply(batch.seq, event, verify)
         except InternalError as error:
             raise Unreplayable(batch.seq, str(error)) from error
@@ -77,6 +77,11 @@ class Replayed:
         self.last_seq = batch.seq
         self.batches += 1
         self.events += len(batch.events)
+
+    def _first_known(self, batch: EventBatch) -> int:
+        """Behind a `Gap` stands the whole state; what the batch says before it continues what is missing."""
+        gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
+        return gaps[-1] if gaps else 0
 
     def _apply(self, seq: int, event: object, verify: bool) -> None:
         if isinstance(event, Gap):

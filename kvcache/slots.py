@@ -16,21 +16,25 @@ import numpy as np
 from kvcache.errors import invariant
 from kvcache.prefix_tree import Run
 
+_FEW = 16
+"""Up to so many slots a loop is faster than numpy."""
 Entry = tuple[int, int, int, int, int]
 
 
 class Level:
     """Slots of one window at one level."""
 
-    __slots__ = ("free", "index", "leaves", "owner", "size", "unreferenced")
+    __slots__ = ("free", "index", "leaves", "owner", "owners", "size", "unreferenced")
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
         self.free = array("i", range(size - 1, -1, -1))
         """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
-        self.owner = np.full(size, -1, np.int64)
+        self.owner = array("q", [-1]) * size
         """Id of the run that holds the slot; -1 where none does."""
+        self.owners = np.frombuffer(self.owner, np.int64) if size else np.empty(0, np.int64)
+        """The same memory, for many slots at a time."""
         self.unreferenced = 0
         """Cached blocks that no sequence holds: all can be evicted, leaf by leaf."""
         self.leaves: list[Entry] = []
@@ -42,8 +46,9 @@ class Level:
 
     def peek(self, count: int) -> array[int]:
         """The next `count` blank slots, in the order in which they would be taken."""
-        invariant(count <= len(self.free), "not enough blank slots")
-        return self.free[: -count - 1 : -1]
+        slots = self.free[: -count - 1 : -1]
+        invariant(len(slots) == count, "not enough blank slots")
+        return slots
 
     def take(self, slots: array[int]) -> None:
         """Take slots off the free list: the next ones or, rarely, chosen ones."""
@@ -60,8 +65,13 @@ class Level:
         self.free.extend(slots)
 
     def own(self, slots: array[int], run_id: int) -> None:
-        """Note which run holds the slots."""
-        self.owner[np.frombuffer(slots, np.int32)] = run_id
+        """Note which run holds the slots (-1: none)."""
+        if len(slots) > _FEW:
+            self.owners[np.frombuffer(slots, np.int32)] = run_id
+            return
+        owner = self.owner
+        for slot in slots:
+            owner[slot] = run_id
 
     def add_leaf(self, run: Run) -> None:
         """Make a run a candidate if it is one."""

@@ -14,10 +14,10 @@ from typing import Any
 from events import types as ev
 from events.hashing import ALGORITHMS, HashAlgorithm
 from events.types import PRIMARY, SECONDARY, MoveReason, Namespace, RemoveReason, RequestId
-from kvcache.errors import invariant
+from kvcache.errors import InvariantViolated, invariant
 from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node
-from kvcache.sequence import Sequence
+from kvcache.sequence import Sequence, TokenRows
 
 
 class Transfer:
@@ -47,6 +47,8 @@ class CacheState:
         self.tokens_per_block = 1
         self.sequences: dict[int, Sequence] = {}
         self.handles: dict[RequestId, int] = {}
+        self._rows: TokenRows | None = None
+        """The tokens of the sequences that were decoded last."""
         self.transfers: dict[int, Transfer] = {}
         self.next_handle = 1
         self.next_transfer = 1
@@ -94,6 +96,7 @@ class CacheState:
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
+        self._rows = None
         self.changed_blocks = 0
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
@@ -103,6 +106,7 @@ class CacheState:
     def _install(self, event: ev.StateExported) -> None:
         from kvcache.exported_state import install  # exported_state describes this class
 
+        self._rows = None
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
@@ -143,27 +147,40 @@ class CacheState:
             group.tree.roots[event.namespace].users += 1
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
-        sequences = self.sequences
-        handles = array("I", event.handles)
         if event.counts or not self.tokens_recorded:
-            self._append_many(handles, array("I", event.counts), event.tokens)
+            self._append_many(array("I", event.handles), array("I", event.counts), event.tokens)
             return
-        for handle, token in zip(handles, array("i", event.tokens), strict=True):
-            sequence = sequences[handle]
-            sequence.computed = len(sequence.tokens)
-            sequence.tokens.append(token)
+        rows = self._rows
+        if rows is None or rows.handles != event.handles:
+            rows = self._begin_rows(event.handles)
+        rows.append(event.tokens)
+
+    def _begin_rows(self, handles: bytes) -> TokenRows:
+        """Other sequences than before are decoded together from now on."""
+        unpacked = array("I", handles)
+        rows = self._rows = TokenRows(handles, len(unpacked))
+        for column, handle in enumerate(unpacked):
+            self.sequences[handle].join_rows(rows, column)
+        return rows
 
     def _append_many(self, handles: array[int], counts: array[int], tokens: bytes) -> None:
+        self._rows = None
         start = 0
         for handle, count in zip(handles, counts, strict=True):
             sequence = self.sequences[handle]
             size = count * SYMBOL_BYTES
+            sequence.leave_rows()
             sequence.tokens.frombytes(tokens[start : start + size] if self.tokens_recorded else bytes(size))
             sequence.computed = len(sequence.tokens) - 1
             start += size
 
     def _compute(self, event: ev.ContextComputed) -> None:
-        self.sequences[event.handle].computed = event.num_tokens
+        self._set_computed(self.sequences[event.handle], event.num_tokens)
+
+    def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.rows is self._rows:
+            self._rows = None  # the sequence leaves them
+        sequence.computed = num_tokens
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         sequence = self.sequences.pop(event.handle)
@@ -185,7 +202,16 @@ class CacheState:
     def _allocate(self, event: ev.BlocksAllocated) -> None:
         slots = array("i", event.slots)
         self.groups[event.group].levels[PRIMARY].take(slots)
-        self.sequences[event.handle].tables[event.group].extend(slots)
+        handles = array("I", event.handles)
+        if not event.counts:
+            for handle, slot in zip(handles, slots, strict=True):
+                self.sequences[handle].tables[event.group].append(slot)
+            return
+        start = 0
+        for handle, count in zip(handles, array("I", event.counts), strict=True):
+            self.sequences[handle].tables[event.group].extend(slots[start : start + count])
+            start += count
+        invariant(start == len(slots), "slots were allocated for no sequence")
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
@@ -211,21 +237,21 @@ class CacheState:
         self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle, event.block))
 
     def _store(self, event: ev.BlocksStored) -> None:
-        group, sequence = self.groups[event.group], self.sequences[event.handle]
-        tail = sequence.tails[event.group]
-        first = event.first_block
+        index, first = event.group, event.first_block
+        group, sequence = self.groups[index], self.sequences[event.handle]
+        tail = sequence.tails[index]
         slots = array("i", event.slots)
         last = first + len(slots)
-        invariant(tail.end == first, "stored blocks do not continue the sequence's cached prefix")
-        invariant(sequence.tables[event.group][first:last] == slots, "stored blocks are not the sequence's")
+        if tail.end != first or sequence.tables[index][first:last] != slots:
+            raise InvariantViolated("stored blocks do not continue the sequence's cached prefix")
         size = self.tokens_per_block
-        partial = event.last_tokens if event.last_tokens < size else 0
+        partial = event.last_tokens % size
         if self.tokens_recorded:
             stop = last * size - (size - partial if partial else 0)
             symbols = sequence.tokens[first * size : stop].tobytes()
         else:
             symbols = event.keys
-        sequence.tails[event.group] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        sequence.tails[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -277,13 +303,13 @@ class CacheState:
         group = self.groups[event.group]
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
-        for run, parent, gone in group.remove(event.level, slots):
+        for run, parent in group.remove(event.level, slots):
             for sequence in self.sequences.values():
                 if sequence.tails[event.group] is run:
                     sequence.tails[event.group] = parent
                     if event.why == RemoveReason.TRANSFER_FAILED:
-                        sequence.computed = min(sequence.computed, parent.end * self.tokens_per_block)
-            invariant(run.refs > 0 and len(gone) > 0, "only held runs are reported")
+                        kept = min(sequence.computed, parent.end * self.tokens_per_block)
+                        self._set_computed(sequence, kept)
 
     # -- copies
 
@@ -302,7 +328,8 @@ class CacheState:
             transfer = self.transfers.pop(transfer_id)
             sequence = self.sequences.get(transfer.handle) if transfer.handle is not None else None
             if sequence is not None:
-                sequence.computed = min(sequence.computed, transfer.first_block * self.tokens_per_block)
+                kept = min(sequence.computed, transfer.first_block * self.tokens_per_block)
+                self._set_computed(sequence, kept)
 
 
 def _ignore(event: ev.Event) -> None:

@@ -5,10 +5,11 @@ The engine's thread counts; other threads read an immutable `Stats` that is swap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from events import types as ev
 from events.bus import EventBus
+from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
 from kvcache.state import CacheState
 
@@ -61,12 +62,20 @@ class Stats:
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+_MOVED = {
+    MoveReason.OFFLOAD: "blocks_offloaded",
+    MoveReason.ONBOARD: "blocks_onboarded",
+    MoveReason.RECOMPUTED: "blocks_recomputed",
+}
+_COUNTED = tuple(field.name for field in fields(Stats) if field.type == "int" and field.name != "sequences")
+
+
 class StatsCounter:
     """Counts events."""
 
     def __init__(self, bus: EventBus) -> None:
-        self._counts: dict[str, int] = {}
-        self._published: tuple[dict[str, int], _Gauges] = ({}, ((0, 0), (0, 0), (0, 0), 0))
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), ((0, 0), (0, 0), (0, 0), 0))
         bus.subscribe(self._on_added, ev.SequenceAdded)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_reused, ev.BlocksReused)
@@ -76,22 +85,19 @@ class StatsCounter:
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
 
-    def add(self, name: str, count: int) -> None:
-        """Raise a counter."""
-        self._counts[name] = self._counts.get(name, 0) + count
-
     def publish(self, state: CacheState, num_events: int) -> None:
         """Make the totals of the flushed events visible to other threads."""
-        self.add("events", num_events)
-        self.add("batches", 1)
-        levels = state.groups[0].levels
+        counts = self._counts
+        counts["events"] += num_events
+        counts["batches"] += 1
+        primary, secondary = state.groups[0].levels
         gauges = (
-            (levels[0].size, levels[1].size),
-            (len(levels[0].free), len(levels[1].free)),
-            (levels[0].unreferenced, levels[1].unreferenced),
+            (primary.size, secondary.size),
+            (len(primary.free), len(secondary.free)),
+            (primary.unreferenced, secondary.unreferenced),
             len(state.sequences),
         )
-        self._published = (self._counts.copy(), gauges)
+        self._published = (counts.copy(), gauges)
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
@@ -102,36 +108,33 @@ class StatsCounter:
         return replace(gauges, **counts)
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        self.add("requests", 1)
-        self.add("prompt_tokens", event.num_tokens)
-        self.add("reused_tokens_primary", min(event.reused_primary, default=0))
-        self.add("reused_tokens_secondary", min(event.reused_secondary, default=0))
-        self.add("reused_tokens_partial", event.reused_partial)
+        counts = self._counts
+        counts["requests"] += 1
+        counts["prompt_tokens"] += event.num_tokens
+        counts["reused_tokens_primary"] += min(event.reused_primary)
+        counts["reused_tokens_secondary"] += min(event.reused_secondary)
+        counts["reused_tokens_partial"] += event.reused_partial
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
-        self.add("blocks_allocated", len(event.slots) // 4)
+        blocks = len(event.slots) // SLOT_BYTES
+        self._counts["blocks_allocated"] += blocks
         if event.why == AllocateReason.DECODE:
-            self.add("blocks_allocated_decode", len(event.slots) // 4)
+            self._counts["blocks_allocated_decode"] += blocks
 
     def _on_reused(self, event: ev.BlocksReused) -> None:
-        self.add("blocks_deduplicated", len(event.replaced) // 4)
+        self._counts["blocks_deduplicated"] += len(event.replaced) // SLOT_BYTES
 
     def _on_copied(self, event: ev.BlocksCopied) -> None:
-        self.add("blocks_copied", 1)
+        self._counts["blocks_copied"] += 1
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
-        self.add("blocks_stored", len(event.slots) // 4)
+        self._counts["blocks_stored"] += len(event.slots) // SLOT_BYTES
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
-        self.add("blocks_removed", len(event.slots) // 4)
+        self._counts["blocks_removed"] += len(event.slots) // SLOT_BYTES
 
     def _on_moved(self, event: ev.BlocksMoved) -> None:
-        names = {
-            MoveReason.OFFLOAD: "blocks_offloaded",
-            MoveReason.ONBOARD: "blocks_onboarded",
-            MoveReason.RECOMPUTED: "blocks_recomputed",
-        }
-        self.add(names[event.why], len(event.from_slots) // 4)
+        self._counts[_MOVED[event.why]] += len(event.from_slots) // SLOT_BYTES
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
-        self.add("blocks_removed", sum(event.removed))
+        self._counts["blocks_removed"] += sum(event.removed)

@@ -6,7 +6,7 @@ A plain token is its own symbol (0 <= token < 2**31). Errors never show a token:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,3 +58,10 @@ def _pack_buffer(tokens: Any) -> bytes:
     if int(values.min()) < 0:
         raise InvalidTokens("a token id must not be negative", int((values < 0).argmax()))
     return values.astype("<i4", copy=False).tobytes()
+
+
+def pack_counts(counts: Sequence[int], num_sequences: int, num_tokens: int) -> array[int]:
+    """How many of `num_tokens` tokens belong to each sequence, as uint32; raises `InvalidTokens`."""
+    if len(counts) != num_sequences or min(counts, default=1) < 1 or sum(counts) != num_tokens:
+        raise InvalidTokens(f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens")
+    return array("I", counts)

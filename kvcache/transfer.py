@@ -115,7 +115,6 @@ class TransferEngine:
                 self._spoil(lost)
             self._sort_out(arrived, landed, failed)
             self._in_flight.popleft()
-        self._forget_failures()
         landed.sort(key=lambda transfer: transfer.number)
         failed.sort(key=lambda entry: entry[0].number)
         return [each.transfer for each in landed], [(each.transfer, reason) for each, reason in failed]
@@ -169,11 +168,6 @@ class TransferEngine:
         if self._bad:
             for key in _targets(transfer.copy):
                 self._bad.pop(key, None)
-
-    def _forget_failures(self) -> None:
-        """Drop marks that concern no transfer any more."""
-        if self._bad and not self._in_flight and not self._pending:
-            self._bad.clear()
 
 
 def _targets(copy: Copy) -> list[SlotKey]:

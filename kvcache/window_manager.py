@@ -10,7 +10,7 @@ secondary while secondary has room or holds something lower in the same order; o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,8 @@ from kvcache.slots import eviction_order
 from kvcache.state import CacheState
 
 DEFAULT_PRIORITY = 35
+_FEW = 8
+"""Up to so many names a loop is faster than numpy."""
 Swap = tuple[int, int, int]
 """(index in the block table, old slot, new slot)."""
 
@@ -81,17 +83,14 @@ class WindowBlockManager:
     ) -> None:
         self._state = state
         self.index = index
+        self.group: GroupState = state.groups[index]
+        """The state decided about."""
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
         self._offload_min_priority = offload_min_priority
         self._key_bytes = state.hashing.key_bytes
         self.tokens_per_block = state.tokens_per_block
-
-    @property
-    def group(self) -> GroupState:
-        """The state decided about."""
-        return self._state.groups[self.index]
 
     # -- reading
 
@@ -111,9 +110,13 @@ class WindowBlockManager:
 
     def _names_of_tail(self, run: Run, count: int) -> bytes:
         """Names of the last `count` blocks, deepest first."""
-        if not self._key_bytes:
+        size, keys = self._key_bytes, run.keys
+        if not size:
             return b""
-        names = self._names(bytes(run.keys[len(run.keys) - count * self._key_bytes :]))
+        if count <= _FEW:
+            ends = range(len(keys), len(keys) - count * size, -size)
+            return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
+        names = self._names(bytes(keys[len(keys) - count * size :]))
         return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()
 
     # -- admission
@@ -145,15 +148,18 @@ class WindowBlockManager:
         else:
             target = next(free for free in reversed(primary.free) if free not in unread)
         block = len(sequence.tables[self.index])
-        slots = array("i", [target]).tobytes()
-        self._emit(BlocksAllocated(sequence.handle, self.index, slots, AllocateReason.COPY))
+        handles, slots = array("I", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
+        self._emit(BlocksAllocated(handles, b"", self.index, slots, AllocateReason.COPY))
         transfer, tokens = self._state.next_transfer, source.num_tokens
         self._emit(BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer))
 
-    def allocate(self, sequence: Sequence, count: int, why: AllocateReason) -> None:
-        """Append blank slots to the sequence's table."""
-        slots = self.group.levels[PRIMARY].peek(count).tobytes()
-        self._emit(BlocksAllocated(sequence.handle, self.index, slots, why))
+    def allocate(self, sequences: Items[Sequence], counts: Items[int] | None, why: AllocateReason) -> None:
+        """Append blank slots to the tables: so many each, or one each."""
+        needed = len(sequences) if counts is None else sum(counts)
+        slots = self.group.levels[PRIMARY].peek(needed).tobytes()
+        handles = array("I", [sequence.handle for sequence in sequences]).tobytes()
+        packed = b"" if counts is None else array("I", counts).tobytes()
+        self._emit(BlocksAllocated(handles, packed, self.index, slots, why))
 
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary."""
@@ -183,22 +189,23 @@ class WindowBlockManager:
 
     def free_up(self, needed: int, handle: int | None, spares: Iterable[Run] = ()) -> None:
         """Evict until `needed` primary slots are blank; the runs in `spares` stay in secondary."""
-        primary = self.group.levels[PRIMARY]
+        primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
         while (short := needed - len(primary.free)) > 0:
-            run = primary.victim(self.group.tree.runs)
+            run = primary.victim(runs)
             assert run is not None, "counted before"
             take = min(short, len(run.slots))
             room = self._room_in_secondary(run, take, handle, spares)
             if room:
                 self._offload(run, min(take, room), handle)
             else:
-                self._remove_below(run, RemoveReason.UNREACHABLE, handle)
+                if run.children:
+                    self._remove_below(run, RemoveReason.UNREACHABLE, handle)
                 self._remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
     def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Iterable[Run]) -> int:
         """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
         secondary = self.group.levels[SECONDARY]
-        if run.priority < self._offload_min_priority:
+        if not secondary.size or run.priority < self._offload_min_priority:
             return 0
         if not secondary.free:
             lower = secondary.victim(self.group.tree.runs, spares)
@@ -231,9 +238,8 @@ class WindowBlockManager:
 
     def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
         """Remove everything cached behind a run, leaves first."""
-        if run.children:
-            for below in reversed(runs_below(run)):
-                self._remove_tail(below, len(below.slots), why, handle)
+        for below in reversed(runs_below(run)):
+            self._remove_tail(below, len(below.slots), why, handle)
 
     def remove_failed(self, transfers: set[int]) -> None:
         """Remove the blocks that these copies should have brought, and what hangs behind them."""
@@ -246,21 +252,23 @@ class WindowBlockManager:
 
     def store(self, sequence: Sequence, *, partial: bool = False) -> list[Swap]:
         """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them)."""
-        if not self._reuse:
-            return []
-        size, table = self.tokens_per_block, sequence.tables[self.index]
-        full = sequence.computed // size
-        stop = sequence.computed if partial and self._partial_reuse else full * size
-        if self.group.shared:
-            own = self._own_blocks(table, sequence.tails[self.index].end)
-            full, stop = min(full, own), min(stop, own * size)
         swaps: list[Swap] = []
-        first = sequence.tails[self.index].end
-        while first < full:
+        if not self._reuse:
+            return swaps
+        size, computed = self.tokens_per_block, sequence.computed
+        full = computed // size
+        stop = computed if partial and self._partial_reuse else full * size
+        tail = sequence.tails[self.index]
+        first = tail.end
+        if self.group.shared:
+            own = self._own_blocks(sequence.tables[self.index], first)
+            full, stop = min(full, own), min(stop, own * size)
+        while first < full and tail.children:
             done = self._adopt(sequence, first, full, swaps)
             if not done:
                 break
             first += done
+            tail = sequence.tails[self.index]
         if first * size < stop:
             self._store_new(sequence, first, stop)
         return swaps
@@ -275,8 +283,6 @@ class WindowBlockManager:
     def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Swap]) -> int:
         """If another sequence has stored the next blocks meanwhile, hold its copy instead; returns how many."""
         tail = sequence.tails[self.index]
-        if not tail.children:
-            return 0
         symbols = sequence.tokens[first * self.tokens_per_block : full * self.tokens_per_block].tobytes()
         block_bytes = self.tokens_per_block * SYMBOL_BYTES
         child = tail.children.get(symbols[:block_bytes])

@@ -85,6 +85,12 @@ def _for(handle: int | None) -> str:
     return "" if handle is None else f" for #{handle}"
 
 
+def _sequences(handles: bytes) -> str:
+    """The handle if there is one sequence, otherwise how many there are."""
+    unpacked = unpack_u32(handles)
+    return _handle(int(unpacked[0])) if len(unpacked) == 1 else f"sequences={len(unpacked)} "
+
+
 def _blocks(slots: bytes) -> str:
     return f"blocks={len(slots) // 4}"
 
@@ -164,10 +170,9 @@ def _blocks_removed(e: BlocksRemoved) -> str:
 
 
 def _tokens_appended(e: TokensAppended) -> str:
-    sequences = len(e.handles) // 4
-    tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else sequences
-    first = f"{_handle(int(unpack_u32(e.handles)[0]))}" if sequences == 1 else ""
-    return f"{first}sequences={sequences} tokens={tokens}"
+    # Counted from `counts`, because the ids themselves may have been taken out.
+    tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // 4
+    return f"{_sequences(e.handles)}tokens={tokens}"
 
 
 def _sequence_removed(e: SequenceRemoved) -> str:
@@ -190,7 +195,7 @@ _DETAILS: dict[type, Callable[[Any], str]] = {
     StateExported: _state_exported,
     Gap: lambda e: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
     SequenceAdded: _sequence_added,
-    BlocksAllocated: lambda e: f"{_handle(e.handle)}group={e.group} {_blocks(e.slots)} why={e.why}",
+    BlocksAllocated: lambda e: f"{_sequences(e.handles)}group={e.group} {_blocks(e.slots)} why={e.why}",
     BlocksReused: _blocks_reused,
     BlocksCopied: _blocks_copied,
     BlocksMoved: _blocks_moved,

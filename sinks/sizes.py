@@ -50,7 +50,7 @@ def column_bytes(value: Any) -> int:
 
 _MEASURES: dict[type, Callable[[Any], int]] = {
     TokensAppended: lambda e: len(e.handles) + len(e.counts) + len(e.tokens),
-    BlocksAllocated: lambda e: len(e.slots),
+    BlocksAllocated: lambda e: len(e.handles) + len(e.counts) + len(e.slots),
     BlocksReused: lambda e: len(e.slots) + len(e.names) + len(e.replaced),
     BlocksStored: lambda e: len(e.parent) + len(e.keys) + len(e.slots),
     ContextComputed: lambda _: 0,

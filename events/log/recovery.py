@@ -67,23 +67,20 @@ def recover(directory: Path) -> tuple[Chain, bool]:
 
     The chain's epoch is that of the last segment (no `log_id`: there is none). Raises LogDamaged, LogTooNew.
     """
-    for unfinished in directory.glob(f"*{UNFINISHED_SUFFIX}"):
-        unfinished.unlink()  # A segment gets its name when its header is on disk; this one held nothing more.
-    cut = False
-    while paths := segment_paths(directory):
-        with Segment(paths[-1]) as segment:
+    frameless: list[tuple[Path, int]] = []
+    for path in reversed(segment_paths(directory)):
+        with Segment(path) as segment:
             # What we are about to build on must not be something that only the page cache remembers.
             os.fsync(segment.descriptor)
-            chain, broken = _scan(segment, is_last=not cut)
-            holds_frames = segment.offset > SEGMENT_HEADER_BYTES
-            if broken and holds_frames:
-                _cut_tail(segment)
-        if holds_frames:
-            return chain, cut or broken
-        # Without a whole frame there is nothing to keep, and its name is the next segment's.
-        _put_aside(paths[-1], chain.epoch)
-        cut = True
-    return Chain(), cut
+            chain, torn = _scan(segment, is_last=not frameless)
+            if segment.offset > SEGMENT_HEADER_BYTES:
+                _put_aside(directory, frameless)
+                if torn:
+                    _cut_tail(segment)
+                return chain, torn or bool(frameless)
+        frameless.append((path, chain.epoch))
+    _put_aside(directory, frameless)
+    return Chain(), bool(frameless)
 
 
 def _scan(segment: Segment, is_last: bool) -> tuple[Chain, bool]:
@@ -128,9 +125,13 @@ def _cut_tail(segment: Segment) -> None:
         os.close(source)
 
 
-def _put_aside(path: Path, epoch: int) -> None:
-    path.rename(_quarantine(path.parent) / f"{path.name}.epoch{epoch}")
-    sync_directory(path.parent)
+def _put_aside(directory: Path, frameless: list[tuple[Path, int]]) -> None:
+    """Make room for the next segment: what begins without a whole frame has its name and nothing to keep."""
+    for unfinished in directory.glob(f"*{UNFINISHED_SUFFIX}"):
+        unfinished.unlink()  # A segment gets its name when its header is on disk; this one held nothing more.
+    for path, epoch in frameless:
+        path.rename(_quarantine(directory) / f"{path.name}.epoch{epoch}")
+        sync_directory(directory)
 
 
 def _quarantine(directory: Path) -> Path:

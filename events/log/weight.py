@@ -45,7 +45,7 @@ def _exported(event: StateExported) -> int:
 
 # A slot has 4 bytes and a name 8, so columns of equal length need one look.
 _COLUMNS: dict[type, Callable[[Any], int]] = {
-    BlocksAllocated: lambda event: len(event.slots),
+    BlocksAllocated: lambda event: len(event.slots) + len(event.handles),
     BlocksMoved: lambda event: 4 * len(event.from_slots),
     BlocksRemoved: lambda event: 3 * len(event.slots),
     BlocksReused: lambda event: 3 * len(event.slots),

@@ -121,6 +121,7 @@ class LogWriter:
         # Written by the writer thread only.
         self._done = 0
         self._done_bytes = 0
+        # Set by the writer thread, taken back by whoever wakes it.
         self._asleep = False
         # Written once, by whoever fails first.
         self._failure: LogWriteFailed | None = None
@@ -181,6 +182,7 @@ class LogWriter:
         self._queue.append((batch, total))
         self._appended += 1
         if self._asleep:
+            self._asleep = False  # The thread may not run for a while; one call is enough to wake it.
             self._work.set()
         return True
 

@@ -104,6 +104,17 @@ def test_dependent_copies_do_not_share_a_batch(second: Copy) -> None:
     assert schedule([copy_of([(1, 3)], (0, 1)), second]) == [[0], [1]]
 
 
+def test_an_early_reader_does_not_hide_a_late_one() -> None:
+    """A slot read in the second batch and then again in the first is not overwritten before the third."""
+    step = [
+        copy_of([(1, 3)], (0, 1)),
+        copy_of([(2, 3)], (0, 1)),  # second batch: writes what was written
+        copy_of([(2, 4)], (0, 1)),  # first batch: reads the same slot
+        copy_of([(0, 2)], (1, 0)),
+    ]
+    assert schedule(step) == [[0, 2], [1], [3]]
+
+
 def test_the_same_slots_of_another_group_or_level_are_other_slots() -> None:
     """Only copies that touch the same memory are kept apart."""
     first = copy_of([(1, 3)], (0, 1))

@@ -31,7 +31,9 @@ def batch(seq: int, tokens: Sequence[int] = (11, 12, 13)) -> EventBatch:
             SequenceAdded(
                 seq, f"request-{seq}", Namespace(), len(tokens), pack_i32(tokens), (0,) * (seq % 3), (0,), 0
             ),
-            BlocksAllocated(seq, 0, pack_i32(range(seq % 5)), AllocateReason.PROMPT),
+            BlocksAllocated(
+                pack_u32([seq]), pack_u32([seq % 5]), 0, pack_i32(range(seq % 5)), AllocateReason.PROMPT
+            ),
             TokensAppended(pack_u32([seq]), b"", pack_i32(tokens[:1])),
         ),
     )

@@ -61,7 +61,13 @@ def with_bytes(value: Any) -> Any:
 
 
 def segment_header(
-    log_id: bytes, epoch: int, number: int, base_seq: int, previous_crc: int = 0, version: int = 1, event_format: int = 1
+    log_id: bytes,
+    epoch: int,
+    number: int,
+    base_seq: int,
+    previous_crc: int = 0,
+    version: int = 1,
+    event_format: int = 1,
 ) -> bytes:
     """The 64 bytes at the start of a segment."""
     data = b"KVEVLOG\0" + struct.pack("<HHI", version, event_format, 0) + log_id

@@ -1,4 +1,9 @@
-"""Encodings that must never change, made by hand and by other code than the one under test."""
+"""Encodings that must never change, made by hand and by other code than the one under test.
+
+`tests/golden/events.json` has, for every event type, the array and the JSON that were written down by hand, and
+the msgpack that `tests.events.packer` makes of the array inside a batch. A type that is new or has grown a
+field gets its entry in the same way; what is there for released formats stays.
+"""
 
 from __future__ import annotations
 

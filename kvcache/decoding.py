@@ -1,0 +1,45 @@
+"""The sequences that an engine decodes together, step after step.
+
+Which of them fills a block next depends only on how long each is, so it is worked out once, when the batch changes,
+and not for every token: a step in which nothing fills costs a list comparison and one event.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+
+from events.types import RequestId
+from kvcache.sequence import Sequence
+
+
+class DecodeBatch:
+    """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
+
+    __slots__ = ("_due", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
+
+    def __init__(self, ids: Items[RequestId], sequences: list[Sequence], tokens_per_block: int, limit: int) -> None:
+        self.ids = list(ids)
+        self.sequences = sequences
+        self.handles = array("I", [sequence.handle for sequence in sequences]).tobytes()
+        """Packed uint32."""
+        self._period = tokens_per_block
+        self._steps = 0
+        self._steps_left = min((limit - sequence.num_tokens for sequence in sequences), default=0)
+        self._due: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            self._due.setdefault(-sequence.num_tokens % tokens_per_block, []).append(sequence)
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether some sequence cannot get another token."""
+        return self._steps >= self._steps_left
+
+    @property
+    def full(self) -> list[Sequence]:
+        """The sequences whose next token needs a new block."""
+        return self._due.get(self._steps % self._period, [])
+
+    def advance(self) -> None:
+        """Every sequence got its token."""
+        self._steps += 1

@@ -1,0 +1,508 @@
+"""Writing logs: order, files, bytes on disk, full queues, full disks, privacy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events import BlocksStored, EventBatch, Gap, LogExists, LogLocked, LogWriteFailed, NotALog
+from events.log import LogReader, LogWriter
+from events.log.weight import batch_weight
+from tests.conftest import ROOT, RunPython
+from tests.events.conftest import HoldDisk
+from tests.events.logs import LOG_ID, batch, batches, large_batch, read_log, segments, write_log
+
+
+class TestFiles:
+    """What is on disk."""
+
+    @pytest.mark.parametrize("fsync", ["group", "never"])
+    def test_everything_appended_is_on_disk_after_flush(self, tmp_path: Path, fsync: Any) -> None:
+        """`flush` returns when another process could read all that was appended."""
+        with LogWriter(tmp_path, fsync=fsync) as log:
+            for item in batches(20):
+                log.append(item)
+            assert log.flush()
+            content, end = read_log(tmp_path)
+            assert (content, end.kind) == (batches(20), "open")
+            assert log.batches_written == 20
+            assert log.bytes_written == sum(path.stat().st_size for path in segments(tmp_path))
+        assert read_log(tmp_path)[1].kind == "clean"
+        assert log.bytes_written == sum(path.stat().st_size for path in segments(tmp_path))
+
+    def test_batches_are_written_without_being_asked_for(self, tmp_path: Path) -> None:
+        """A batch reaches the disk by itself, soon, also after the writer has been idle."""
+        with LogWriter(tmp_path) as log:
+            stop = threading.Timer(30, lambda: None)
+            stop.start()
+            reader = iter(LogReader(tmp_path, follow=True, stop=stop.finished.is_set))
+            for item in batches(3):
+                log.append(item)
+                assert next(reader) == item
+            stop.cancel()
+
+    def test_group_fsync_syncs_what_flush_waits_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With fsync="group" the file is synced when flush returns; with "never" only the header ever is."""
+        synced: list[int] = []
+        sync = os.fdatasync if hasattr(os, "fdatasync") else os.fsync
+
+        def spy(descriptor: int) -> None:
+            sync(descriptor)
+            synced.append(os.fstat(descriptor).st_size)
+
+        monkeypatch.setattr("events.log.output._sync_data", spy)
+        for fsync in ("never", "group"):
+            with LogWriter(tmp_path / fsync, fsync=fsync) as log:
+                log.append(batch(0))
+                log.flush()
+                sizes = [path.stat().st_size for path in segments(tmp_path / fsync)]
+                assert synced[-1:] == (sizes if fsync == "group" else [])
+
+    def test_segments_begin_where_the_limit_is_reached(self, tmp_path: Path) -> None:
+        """No segment is larger than its limit unless one batch is; names are the first batch's number."""
+        content = [*batches(15), large_batch(15, 3000), *batches(15, 16)]
+        write_log(tmp_path, content, segment_bytes=1000)
+        assert read_log(tmp_path)[0] == content
+        sizes = [path.stat().st_size for path in segments(tmp_path)]
+        assert len(sizes) > 4
+        assert sorted(size > 1036 for size in sizes) == [False] * (len(sizes) - 1) + [True]
+        assert f"{15:020d}.kvlog" in [path.name for path in segments(tmp_path)]
+        assert not list(tmp_path.glob("*.tmp"))
+
+    @pytest.mark.parametrize("segment_bytes", [600, 1 << 20])
+    def test_equal_batches_give_equal_files(self, tmp_path: Path, segment_bytes: int) -> None:
+        """Neither how batches were grouped nor when they were written can be seen in the files."""
+        write_log(tmp_path / "at once", batches(30), segment_bytes=segment_bytes)
+        with LogWriter(tmp_path / "one by one", log_id=LOG_ID, segment_bytes=segment_bytes) as log:
+            for item in batches(30):
+                log.append(item)
+                log.flush()
+        pairs = zip(segments(tmp_path / "at once"), segments(tmp_path / "one by one"), strict=True)
+        assert all(a.name == b.name and a.read_bytes() == b.read_bytes() for a, b in pairs)
+
+    def test_logs_have_ids_of_their_own(self, tmp_path: Path) -> None:
+        """Two logs are told apart by 16 random bytes, which the first event names."""
+        with LogWriter(tmp_path / "a") as a, LogWriter(tmp_path / "b") as b:
+            assert a.epoch_started.log_id != b.epoch_started.log_id
+            assert len(a.epoch_started.log_id) == 16
+
+    def test_files_are_private_whatever_the_umask(self, tmp_path: Path) -> None:
+        """Directories are 0700 and files 0600, under a umask of 0 and one that would take all rights."""
+        for umask in (0, 0o777):
+            directory = tmp_path / str(umask)
+            directory.mkdir(mode=0o755)
+            before = os.umask(umask)
+            try:
+                write_log(directory, batches(1))
+                with segments(directory)[0].open("r+b") as file:
+                    file.truncate(200)
+                if umask == 0:
+                    write_log(directory, batches(1, start=0), resume=True)
+            finally:
+                os.umask(before)
+            for path in [directory, *directory.rglob("*")]:
+                mode = stat.S_IMODE(path.stat().st_mode)
+                assert mode in ({0o700} if path.is_dir() else {0o600, 0o600 & ~umask}), path
+
+    def test_one_write_takes_more_frames_than_the_system_takes_buffers(self, tmp_path: Path) -> None:
+        """Thousands of waiting batches are written in few writes, none lost at the system's limit of buffers."""
+        with LogWriter(tmp_path, fsync="never") as log:
+            for item in batches(3000):
+                log.append(item)
+        assert read_log(tmp_path)[0] == batches(3000)
+
+
+class TestOpening:
+    """Which directories a log may be opened in."""
+
+    def test_existing_log_is_not_overwritten(self, tmp_path: Path) -> None:
+        """Without resume=True, a log is left alone, byte by byte."""
+        write_log(tmp_path, batches(1))
+        before = segments(tmp_path)[0].read_bytes()
+        with pytest.raises(LogExists) as raised:
+            LogWriter(tmp_path)
+        assert raised.value.path == tmp_path
+        assert [path.read_bytes() for path in segments(tmp_path)] == [before]
+        LogWriter(tmp_path, resume=True).close()
+
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_other_peoples_directories_are_not_touched(self, tmp_path: Path, resume: bool) -> None:
+        """A directory with other files in it is refused and stays as it was."""
+        (tmp_path / "cat.png").touch()
+        mode = tmp_path.stat().st_mode
+        with pytest.raises(NotALog):
+            LogWriter(tmp_path, resume=resume)
+        assert [path.name for path in tmp_path.iterdir()] == ["cat.png"]
+        assert tmp_path.stat().st_mode == mode
+
+    def test_second_writer_is_refused(self, tmp_path: Path) -> None:
+        """One log has one writer, also within one process; closing lets the next one in."""
+        with LogWriter(tmp_path):
+            with pytest.raises(LogLocked) as raised:
+                LogWriter(tmp_path, resume=True)
+            assert raised.value.holder == f"process {os.getpid()}"
+        LogWriter(tmp_path, resume=True).close()
+
+    def test_writer_in_another_process_is_named(self, tmp_path: Path) -> None:
+        """The error says which process holds the log; its death frees it."""
+        code = (
+            "import sys; from events.log import LogWriter\n"
+            "log = LogWriter(sys.argv[1]); print('open', flush=True); input()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "log")],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"open\n"
+            with pytest.raises(LogLocked, match=f"process {child.pid}:"):
+                LogWriter(tmp_path / "log", resume=True)
+            child.kill()
+        LogWriter(tmp_path / "log", resume=True).close()
+
+    @pytest.mark.parametrize(
+        "options", [{"log_id": b"short"}, {"segment_bytes": 0}, {"max_queued_batches": 0}]
+    )
+    def test_impossible_settings_are_refused(self, tmp_path: Path, options: dict[str, Any]) -> None:
+        """Settings that cannot work are a ValueError before anything is created."""
+        with pytest.raises(ValueError, match="log"):
+            LogWriter(tmp_path / "log", **options)
+        assert not (tmp_path / "log").exists()
+
+    def test_batches_come_in_order(self, tmp_path: Path) -> None:
+        """A batch with another number than the next one is refused, and nothing is lost by that."""
+        with LogWriter(tmp_path) as log:
+            log.append(batch(0))
+            for seq in (0, 2):
+                with pytest.raises(ValueError, match="the next one is 1"):
+                    log.append(batch(seq))
+            log.append(batch(1))
+        assert read_log(tmp_path)[0] == batches(2)
+
+    def test_closed_log_takes_nothing(self, tmp_path: Path) -> None:
+        """After `close`, which may be called twice, appending and flushing fail."""
+        log = LogWriter(tmp_path)
+        log.close()
+        log.close()
+        with pytest.raises(LogWriteFailed, match="closed"):
+            log.append(batch(0))
+        with pytest.raises(LogWriteFailed, match="closed"):
+            log.flush()
+
+
+class TestFullQueue:
+    """What happens when the disk is slower than the engine."""
+
+    def test_block_waits_for_room_and_loses_nothing(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """With overflow="block", append returns when there is room, and every batch is written."""
+        with LogWriter(tmp_path, max_queued_batches=4) as log:
+            appended: list[int] = []
+            fourth = threading.Event()
+
+            def engine() -> None:
+                for item in batches(10):
+                    log.append(item)
+                    appended.append(item.seq)
+                    if item.seq == 3:
+                        fourth.set()
+
+            with hold_disk(log):
+                thread = threading.Thread(target=engine)
+                thread.start()
+                assert fourth.wait(30)
+                thread.join(0.1)
+                assert thread.is_alive()
+                assert appended == [0, 1, 2, 3]
+            thread.join(30)
+            assert log.dropped_batches == 0
+        assert read_log(tmp_path)[0] == batches(10)
+
+    def test_drop_loses_a_range_and_says_which(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """With overflow="drop", what does not fit is counted, and so is all up to the batch that tells the gap."""
+        log = LogWriter(tmp_path, max_queued_batches=4, overflow="drop")
+        with hold_disk(log):
+            assert [log.append(item) for item in batches(7)] == [True] * 4 + [False] * 3
+            assert log.take_gap() is None
+        assert log.flush()
+        assert log.append(batch(7)) is False
+        gap = log.take_gap()
+        assert gap == Gap(4, 7, "the log could not keep up")
+        announcing = EventBatch(8, 0, (gap,))
+        assert log.append(announcing)
+        assert log.take_gap() is None
+        assert log.append(batch(9))
+        log.close()
+        content, end = read_log(tmp_path)
+        assert content == [*batches(4), announcing, batch(9)]
+        assert (end.kind, end.last_seq) == ("clean", 9)
+        assert (log.batches_written, log.dropped_batches) == (6, 4)
+
+    def test_batch_with_the_gap_is_taken_whatever_its_size(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """The whole state after a gap may be larger than the queue, and one that grew since is said again."""
+        with LogWriter(tmp_path, max_queued_bytes=3000, overflow="drop") as log:
+            with hold_disk(log):
+                assert [log.append(large_batch(seq, 1000)) for seq in range(4)] == [True, True, False, False]
+            log.flush()
+            assert log.take_gap() == Gap(2, 3, "the log could not keep up")
+            assert log.append(large_batch(4, 50_000))
+        assert [item.seq for item in read_log(tmp_path)[0]] == [0, 1, 4]
+
+    @pytest.mark.parametrize("overflow", ["block", "drop"])
+    def test_batch_larger_than_the_queue_goes_through_alone(self, tmp_path: Path, overflow: Any) -> None:
+        """A limit on bytes bounds memory; it does not make a large batch impossible."""
+        with LogWriter(tmp_path, max_queued_bytes=1000, overflow=overflow) as log:
+            for seq in range(3):
+                assert log.append(large_batch(seq, 10_000))
+                log.flush()
+        assert len(read_log(tmp_path)[0]) == 3
+
+    def test_loss_at_the_end_shows_in_the_end(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """Where nobody announced a loss before closing, the end of the log still says how far it should go."""
+        log = LogWriter(tmp_path, max_queued_batches=2, overflow="drop")
+        with hold_disk(log):
+            assert [log.append(item) for item in batches(5)] == [True] * 2 + [False] * 3
+        log.close()
+        end = read_log(tmp_path)[1]
+        assert (end.kind, end.last_seq, end.next_seq) == ("clean", 1, 5)
+        with LogWriter(tmp_path, resume=True) as log:
+            assert (log.next_seq, log.epoch_started.previous_last_seq) == (5, 4)
+            log.append(batch(5))
+        assert [item.seq for item in read_log(tmp_path)[0]] == [0, 1, 5]
+
+    def test_flush_gives_up_in_time(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """A flush whose time passes says False and loses nothing."""
+        with LogWriter(tmp_path) as log:
+            with hold_disk(log):
+                log.append(batch(0))
+                assert log.flush(timeout=0.01) is False
+            assert log.flush() is True
+        assert read_log(tmp_path)[0] == batches(1)
+
+    def test_weight_is_near_the_size(self) -> None:
+        """What the queue is bounded by is within a factor of two or so of what a large batch takes."""
+        for item in (large_batch(0, 100_000), batch(0, range(20_000)), EventBatch(0, 0, ())):
+            size = len(item.events) and max(
+                len(getattr(event, "tokens", b"")) + len(getattr(event, "keys", b"")) for event in item.events
+            )
+            assert size <= batch_weight(item) <= 2 * size + 1000
+        stored = BlocksStored(0, 0, 0, b"", bytes(32_000), bytes(4_000), 0, 35, 4)
+        assert 36_000 <= batch_weight(EventBatch(0, 0, (stored,))) <= 40_000
+
+
+FULL_DISK = """
+import json, resource, signal, sys
+from pathlib import Path
+from events import LogWriteFailed
+from events.log import LogWriter
+from tests.events.logs import LOG_ID, batches
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit, segment_bytes = int(sys.argv[2]), int(sys.argv[3])
+log = LogWriter(sys.argv[1], log_id=LOG_ID, segment_bytes=segment_bytes)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+appended, failures = 0, []
+try:
+    for item in batches(50):
+        log.append(item)
+        appended += 1
+    log.flush()
+except LogWriteFailed as error:
+    failures.append(error.errno)
+for call in (lambda: log.append(batches(1, appended)[0]), log.flush, log.close):
+    try:
+        call()
+    except LogWriteFailed as error:
+        failures.append(error.errno)
+log.close()
+print(json.dumps([appended, log.batches_written, log.dropped_batches, failures]))
+"""
+
+
+class TestFailingDisk:
+    """What happens when the system refuses to write."""
+
+    @pytest.mark.parametrize("limit", [30, 64, 100, 1000, 1500, 4000])
+    @pytest.mark.parametrize("segment_bytes", [100_000])
+    def test_full_disk_ends_the_log_after_a_whole_frame(
+        self, tmp_path: Path, limit: int, segment_bytes: int
+    ) -> None:
+        """Every later call raises with the system's error; what fitted is readable, all else counted as dropped."""
+        run = subprocess.run(
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "log"), str(limit), str(segment_bytes)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        appended, written, dropped, failures = json.loads(run.stdout)
+        assert failures == [errno.EFBIG] * 4
+        assert written + dropped == appended
+        content, end = read_log(tmp_path / "log")
+        assert content == batches(written)
+        assert end.kind == "open"
+        if limit > 64:
+            size = segments(tmp_path / "log")[0].stat().st_size
+            assert limit - 200 < size <= limit
+        with LogWriter(tmp_path / "log", resume=True) as log:
+            assert log.next_seq == written
+
+    def test_failed_sync_is_final(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sync that failed is not tried again: the system may have forgotten what it did not write."""
+        calls = []
+
+        def fail(descriptor: int) -> None:
+            calls.append(descriptor)
+            raise OSError(errno.EIO, "secret text")
+
+        monkeypatch.setattr("events.log.output._sync_data", fail)
+        log = LogWriter(tmp_path)
+        log.append(batch(0))
+        with pytest.raises(LogWriteFailed) as raised:
+            log.flush()
+        assert (raised.value.path, raised.value.errno) == (tmp_path, errno.EIO)
+        with pytest.raises(LogWriteFailed):
+            log.close()
+        assert len(calls) == 1
+        LogWriter(tmp_path, resume=True).close()
+
+    def test_batch_that_cannot_be_encoded_stops_the_log_without_quoting_it(self, tmp_path: Path) -> None:
+        """A request id that is no text stops recording with an error that says so and nothing of the id."""
+        log = LogWriter(tmp_path)
+        log.append(batch(0))
+        log.append(EventBatch(1, 0, (Gap(0, 0, "prompt \ud800"),)))
+        with pytest.raises(LogWriteFailed) as raised:
+            log.flush()
+        assert "UnicodeEncodeError" in str(raised.value)
+        assert "prompt" not in str(raised.value)
+        with pytest.raises(LogWriteFailed):
+            log.close()
+
+    def test_blocked_engine_hears_of_the_failure(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An append that waits for room is woken by the failure instead of waiting for ever."""
+        log = LogWriter(tmp_path, max_queued_batches=1)
+        started = threading.Event()
+
+        def fail(content: object) -> None:
+            assert started.wait(30)
+            raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr(log._output, "write", fail)
+        log.append(batch(0))
+        threading.Timer(0.05, started.set).start()
+        with pytest.raises(LogWriteFailed, match="No space"):
+            log.append(batch(1))
+        with pytest.raises(LogWriteFailed):
+            log.close()
+
+
+def appearances(directory: Path, tokens: list[int]) -> int:
+    """How often the tokens appear in any file, in any of the forms they could take."""
+    forms = [struct.pack("<i", token) for token in tokens] + [struct.pack(">I", token) for token in tokens]
+    forms += [str(token).encode() for token in tokens]
+    contents = [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
+    return sum(content.count(form) for content in contents for form in forms)
+
+
+def test_tokens_are_on_disk_only_if_asked_for(tmp_path: Path) -> None:
+    """With record_tokens=False no token id is in any file, packed or spelled; with True all are."""
+    planted = [1_234_567_891, 1_357_924_680]
+    content = [batch(seq, planted) for seq in range(3)]
+    write_log(tmp_path / "with", content)
+    write_log(tmp_path / "without", content, record_tokens=False)
+    assert appearances(tmp_path / "with", planted) == 9
+    assert appearances(tmp_path / "without", planted) == 0
+    assert [len(item.events) for item in read_log(tmp_path / "without")[0]] == [3] * 3
+    with LogWriter(tmp_path / "without", resume=True, record_tokens=False) as log:
+        assert log.epoch_started.tokens_recorded is False
+
+
+class TestProcesses:
+    """Death, exit and birth of processes."""
+
+    def test_killed_writer_leaves_a_beginning(self, tmp_path: Path) -> None:
+        """After SIGKILL in the middle of writing, all that was flushed is there, in order, and can be continued."""
+        code = (
+            "import itertools, sys\n"
+            "from events.log import LogWriter; from tests.events.logs import batch\n"
+            "log = LogWriter(sys.argv[1], segment_bytes=5000)\n"
+            "for seq in itertools.count():\n"
+            "    log.append(batch(seq))\n"
+            "    if seq % 20 == 19: log.flush(); print(seq, flush=True)\n"
+        )
+        for directory in (tmp_path / str(index) for index in range(3)):
+            with subprocess.Popen(
+                [sys.executable, "-c", code, str(directory)],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+            ) as child:
+                assert child.stdout is not None
+                flushed = [int(child.stdout.readline()) for _ in range(5)][-1]
+                child.send_signal(signal.SIGKILL)
+            content, end = read_log(directory)
+            assert len(content) > flushed
+            assert content == batches(len(content))
+            assert end.kind in {"open", "torn"}
+            with LogWriter(directory, resume=True) as log:
+                assert log.next_seq == len(content)
+                assert log.epoch_started.clean is False
+
+    def test_program_that_forgets_to_close_keeps_its_batches(
+        self, tmp_path: Path, run_python: RunPython
+    ) -> None:
+        """What was appended just before the end of the program is written; the log does not claim to be closed."""
+        code = (
+            "from events.log import LogWriter; from tests.events.logs import batches\n"
+            "log = LogWriter('log')\n"
+            "for item in batches(10): log.append(item)\n"
+        )
+        run = run_python(code)
+        assert (run.returncode, run.stderr) == (0, "")
+        content, end = read_log(tmp_path / "log")
+        assert (content, end.kind) == (batches(10), "open")
+
+    def test_forked_child_has_no_part_in_the_log(self, tmp_path: Path, run_python: RunPython) -> None:
+        """A child cannot write, its exit writes nothing, and its life does not keep the log locked."""
+        code = (
+            "import os, sys\n"
+            "from events import LogWriteFailed; from events.log import LogWriter\n"
+            "from tests.events.logs import batches\n"
+            "log = LogWriter('log')\n"
+            "first, second = batches(2)\n"
+            "log.append(first); log.flush()\n"
+            "hold, release = os.pipe()\n"
+            "if (child := os.fork()) == 0:\n"
+            "    os.close(release)\n"
+            "    os.read(hold, 1)\n"
+            "    log.close()\n"
+            "    try: log.append(second)\n"
+            "    except LogWriteFailed: sys.exit(7)\n"
+            "    sys.exit(8)\n"
+            "log.append(second); log.close()\n"
+            "LogWriter('log', resume=True).close()\n"
+            "os.close(release)\n"
+            "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        )
+        run = run_python(code)
+        assert (run.returncode, run.stdout) == (0, "7\n"), run.stderr
+        content, end = read_log(tmp_path / "log")
+        assert (content, end.kind) == (batches(2), "clean")

@@ -1,0 +1,193 @@
+"""Batches to send, sinks that misbehave, and the check that a sink's stream leaves nothing out."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+
+from events.packed import pack_i32, pack_u32
+from events.types import (
+    AdmissionRefused,
+    AllocateReason,
+    AnyEvent,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksMoved,
+    BlocksRemoved,
+    BlocksReused,
+    BlocksStored,
+    CacheCleared,
+    CacheCreated,
+    Checkpoint,
+    ContextComputed,
+    EpochStarted,
+    EventBatch,
+    Gap,
+    GroupCreated,
+    GroupExported,
+    MoveReason,
+    Namespace,
+    PoolCreated,
+    RemoveReason,
+    SequenceAdded,
+    SequenceExported,
+    SequenceRemoved,
+    StateExported,
+    TokensAppended,
+    TransferExported,
+    TransferFailed,
+    TransferLanded,
+)
+
+KEY_BYTES = 32
+PLANTED = 1_234_567_891
+"""A token id that appears in a text only if token ids are shown."""
+WAIT = 10.0
+
+NAME = bytes.fromhex("1f2e3d4c00000001")
+KEYS = NAME + bytes(24) + bytes.fromhex("9a8b7c6d00000002") + bytes(24)
+NAMES = NAME + bytes.fromhex("9a8b7c6d00000002")
+TWO = pack_i32([4, 5])
+TOKENS = pack_i32([PLANTED] * 3)
+SPACE = Namespace(3, "adapter", b"\xab" * 32)
+
+SAMPLES: tuple[AnyEvent, ...] = (
+    CacheCreated(
+        "{}",
+        4,
+        (GroupCreated(64, "self", (0, 1), (PoolCreated(2, (0, 1), 512),), (8, 16)),),
+        "v2_sha256_64",
+        32,
+        "c",
+    ),
+    EpochStarted(2, b"\x01" * 16, 1, 99, False, True, "kvcache 1"),
+    StateExported(
+        (GroupExported((SPACE,), bytes(72), TOKENS, TWO, KEYS, (TWO, b""), b""),),
+        (SequenceExported(7, "chat-1", SPACE, 3, TOKENS, 3, 3, (0,), (TWO,)),),
+        (TransferExported(1, 0, 1, TWO, None, 0),),
+        8,
+        2,
+        5,
+        6,
+    ),
+    Gap(3, 9, "overflow"),
+    SequenceAdded(7, "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
+    BlocksAllocated(pack_u32([7]), pack_u32([2]), 0, TWO, AllocateReason.DECODE),
+    BlocksReused(7, 1, 0, 2, TWO, NAMES, pack_i32([9])),
+    BlocksCopied(7, 0, 1, 4, 5, 3, 2, 11),
+    BlocksStored(7, 0, 35, bytes.fromhex("0011223344556677"), KEYS, TWO, 0, 36, 4),
+    BlocksMoved(0, NAMES, 0, TWO, 1, TWO, MoveReason.OFFLOAD, 12, 7),
+    BlocksRemoved(0, 1, TWO, NAMES, RemoveReason.CAPACITY, 7),
+    TokensAppended(pack_u32([7, 8]), pack_u32([2, 1]), TOKENS),
+    ContextComputed(7, 40),
+    SequenceRemoved(7, (2, 1), (TWO, b""), 815, 814),
+    TransferLanded(bytes(16)),
+    TransferFailed(bytes(8), "lost device"),
+    CacheCleared((3, 4), 2),
+    Checkpoint(bytes.fromhex("c0ffee00") + bytes(28), 2, (3, 4)),
+    AdmissionRefused("chat-2", 10, 9),
+)
+"""One event of each type."""
+
+
+def make_batch(seq: int, events: int = 1, padding: int = 0) -> EventBatch:
+    """A batch of `events` events; the first one has a column of `padding` bytes."""
+    first = TokensAppended(pack_u32([seq]), b"", bytes(padding))
+    return EventBatch(seq, 1000 + seq, (first, *[ContextComputed(seq, 0)] * (events - 1)))
+
+
+def gaps(stream: Iterable[EventBatch]) -> list[Gap]:
+    """The gaps of a stream."""
+    return [event for batch in stream for event in batch.events if isinstance(event, Gap)]
+
+
+def check_stream(stream: Iterable[EventBatch], put: int) -> None:
+    """Assert that the stream's batches and gaps cover seq 0 up to `put`, each once and in order."""
+    expected = 0
+    for batch in stream:
+        found = gaps([batch])
+        first = found[0].first_seq if found else batch.seq
+        last = found[-1].last_seq if found else batch.seq
+        assert first == expected, f"seq {expected} is followed by {first}"
+        assert batch.seq == last
+        expected = last + 1
+    assert expected == put
+
+
+class RecordingSink:
+    """Keeps what it gets; says when it has as much as one waits for."""
+
+    def __init__(self) -> None:
+        self.stream: list[EventBatch] = []
+        self.closed = threading.Event()
+        self.arrived = threading.Condition()
+
+    def open(self) -> None:
+        pass
+
+    def write(self, batch: EventBatch) -> None:
+        with self.arrived:
+            self.stream.append(batch)
+            self.arrived.notify_all()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def wait_for(self, seq: int) -> None:
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: self.stream and self.stream[-1].seq >= seq, WAIT)
+
+    def seqs(self) -> list[int]:
+        return [batch.seq for batch in self.stream]
+
+
+class SlowSink(RecordingSink):
+    """Takes `seconds` for each batch."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def write(self, batch: EventBatch) -> None:
+        threading.Event().wait(self.seconds)
+        super().write(batch)
+
+
+class HangingSink(RecordingSink):
+    """Does not return from `write` until released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hanging = threading.Event()
+        self.release = threading.Event()
+
+    def write(self, batch: EventBatch) -> None:
+        self.hanging.set()
+        self.release.wait()
+        super().write(batch)
+
+
+class RaisingSink(RecordingSink):
+    """Raises for the batches with the seqs of `bad` (None: for all)."""
+
+    def __init__(self, bad: set[int] | None, error: BaseException | None = None) -> None:
+        super().__init__()
+        self.bad = bad
+        self.error = error or OSError(28, "No space left on device")
+        self.calls = 0
+
+    def write(self, batch: EventBatch) -> None:
+        self.calls += 1
+        if self.bad is None or (batch.seq in self.bad and not gaps([batch])):
+            raise self.error
+        super().write(batch)
+
+
+class ExitingSink(RecordingSink):
+    """Tries to end its thread at every second batch."""
+
+    def write(self, batch: EventBatch) -> None:
+        if batch.seq % 2 and not gaps([batch]):
+            sys.exit(1)
+        super().write(batch)

@@ -1,0 +1,105 @@
+"""Lines for people: what they show, and what they never show."""
+
+from __future__ import annotations
+
+import pytest
+
+from events.codec import without_tokens
+from events.packed import pack_i32, pack_u32
+from events.types import (
+    AdmissionRefused,
+    AllocateReason,
+    AnyEvent,
+    BlocksAllocated,
+    BlocksStored,
+    EventBatch,
+    Namespace,
+    SequenceAdded,
+    TokensAppended,
+)
+from sinks.render import render_batch, render_event, text
+from tests.sinks.helpers import KEY_BYTES, KEYS, PLANTED, SAMPLES, TWO
+
+LINES = [
+    "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)",
+    "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by 'kvcache 1'",
+    "StateExported     blocks=2 sequences=1 transfers=1",
+    "Gap               missing=3..9 reason=overflow",
+    "SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3 lora=adapter salt=abababab",
+    "BlocksAllocated   #7 group=0 blocks=2 why=decode",
+    "BlocksReused      #7 group=1 primary blocks=2 first=2 1f2e3d4c..9a8b7c6d replaced=1",
+    "BlocksCopied      #7 group=0 tokens=3 from secondary block=2 transfer=11",
+    "BlocksStored      #7 group=0 primary blocks=2 first=35 1f2e3d4c..9a8b7c6d after 00112233 priority=36",
+    "BlocksMoved       group=0 primary->secondary blocks=2 1f2e3d4c..9a8b7c6d why=offload transfer=12 for #7",
+    "BlocksRemoved     group=0 secondary blocks=2 1f2e3d4c..9a8b7c6d why=capacity for #7",
+    "TokensAppended    sequences=2 tokens=3",
+    "ContextComputed   #7 tokens=40",
+    "SequenceRemoved   #7 tokens=815 computed=814 stored=3 freed=2",
+    "TransferLanded    transfers=2",
+    "TransferFailed    transfers=1 reason='lost device'",
+    "CacheCleared      removed=3+4 unnamed=2",
+    "Checkpoint        c0ffee00 sequences=2 cached=3+4",
+    "AdmissionRefused  request=chat-2 needed=10 available=9",
+]
+
+
+@pytest.mark.parametrize(("event", "line"), list(zip(SAMPLES, LINES, strict=True)))
+def test_each_event_type_has_its_line(event: AnyEvent, line: str) -> None:
+    """Every type of event is one line with its counts, names and reasons."""
+    assert render_event(event, KEY_BYTES) == line
+
+
+def test_no_line_has_token_ids() -> None:
+    """A token id that is in the events is in no line."""
+    lines = list(render_batch(EventBatch(3, 4, SAMPLES), KEY_BYTES))
+    assert len(lines) == len(SAMPLES)
+    assert str(PLANTED) not in "\n".join(lines)
+
+
+def test_a_line_starts_with_the_events_address() -> None:
+    """Batch seq and index lead back to the event in the log."""
+    lines = list(render_batch(EventBatch(12, 0, SAMPLES[:2]), KEY_BYTES))
+    assert [line.split()[0] for line in lines] == ["12.0", "12.1"]
+
+
+def test_a_step_of_one_sequence_shows_its_handle() -> None:
+    """A single sequence is named, several are counted; counts may be left out where each got one."""
+    line = render_event(TokensAppended(pack_u32([7]), b"", pack_i32([1])), KEY_BYTES)
+    assert line.split() == ["TokensAppended", "#7", "tokens=1"]
+    line = render_event(BlocksAllocated(pack_u32([7, 8]), b"", 0, TWO, AllocateReason.DECODE), KEY_BYTES)
+    assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
+
+
+def test_tokens_are_counted_when_they_were_taken_out() -> None:
+    """A log without tokens shows the same number of tokens."""
+    event = TokensAppended(pack_u32([7, 8]), b"", pack_i32([PLANTED, PLANTED]))
+    assert render_event(without_tokens(event), KEY_BYTES) == render_event(event, KEY_BYTES)
+
+
+def test_blocks_without_names_are_counted() -> None:
+    """A cache without block hashes still shows how many blocks were stored."""
+    assert "blocks=2 first=0 priority=35" in render_event(BlocksStored(1, 0, 0, b"", b"", TWO, 0, 35, 4), 0)
+
+
+def test_a_single_name_is_shown_once() -> None:
+    """No range is shown where there is one block."""
+    line = render_event(BlocksStored(1, 0, 0, b"", KEYS[:KEY_BYTES], TWO[:4], 0, 35, 4), KEY_BYTES)
+    assert "blocks=1 first=0 1f2e3d4c priority=35" in line
+
+
+@pytest.mark.parametrize("hostile", ["a\nb", "\x1b[2J", "a b", "", "x" * 500, "\u202eabc", "#7 request=x"])
+def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
+    """Request ids and names are quoted and escaped unless plain, and cut short."""
+    space = Namespace(None, hostile, None)
+    for event in (AdmissionRefused(hostile, 1, 0), SequenceAdded(1, hostile, space, 1, b"", (0,), (0,), 0)):
+        line = render_event(event, KEY_BYTES)
+        assert line.isprintable()
+        assert line.isascii()
+        assert len(line) < 250
+        assert hostile == "" or f"={hostile}" not in line
+
+
+def test_plain_texts_are_left_alone() -> None:
+    """Usual request ids, and numbers, need no quotes."""
+    assert text("req-1.a:b/c_D") == "req-1.a:b/c_D"
+    assert text(12) == "12"

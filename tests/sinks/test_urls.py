@@ -1,0 +1,131 @@
+"""Sink URLs: parsing, options, and finding the sink for a scheme."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sinks import SinkContext, SinkError, SinkOpenError, SinkURL, SinkURLError, known_schemes, open_sink
+from sinks.file import FileSink
+from sinks.stdout import StdoutSink
+
+CONTEXT = SinkContext(key_bytes=32, tokens_per_block=16)
+
+
+class Options(msgspec.Struct):
+    tokens: bool = False
+    replay: int = 0
+
+
+class TestParse:
+    def test_takes_a_url_apart(self) -> None:
+        """Scheme, address, path and options are found, percent signs decoded."""
+        url = SinkURL.parse("zmq+pub://127.0.0.1:5557/a%20b?format=vllm&replay=5558")
+        assert (url.scheme, url.host, url.port, url.path) == ("zmq+pub", "127.0.0.1", 5557, "/a b")
+        assert dict(url.options) == {"format": "vllm", "replay": "5558"}
+
+    def test_keeps_credentials_out_of_texts(self) -> None:
+        """User and password are attributes and appear in no text of the URL or an error about it."""
+        url = SinkURL.parse("nats://me:s%40cret@host:4222/x?token=t0ken")
+        assert (url.user, url.password) == ("me", "s@cret")
+        assert str(url) == "nats://host:4222/x"
+        with pytest.raises(SinkURLError) as caught:
+            open_sink("nats://me:hidden@host:4222/x?token=t0ken", CONTEXT)
+        assert "hidden" not in str(caught.value)
+        assert "t0ken" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "url", ["", "events.jsonl", "x://host:port/", "file:///a?b", "file:///a?x=1&x=2", "s://[/"]
+    )
+    def test_refuses_what_is_no_url(self, url: str) -> None:
+        """Anything that cannot be understood whole is refused, as a ValueError."""
+        with pytest.raises(SinkURLError):
+            SinkURL.parse(url)
+        assert issubclass(SinkURLError, ValueError)
+
+    def test_a_bad_port_does_not_leak_the_password(self) -> None:
+        """The error about a URL that cannot be parsed repeats nothing of it but the scheme."""
+        with pytest.raises(SinkURLError) as caught:
+            SinkURL.parse("nats://me:hidden@host:port")
+        assert "hidden" not in str(caught.value)
+
+    def test_a_fragment_is_refused(self) -> None:
+        """A # in a path is an error, as everything behind it would be ignored."""
+        with pytest.raises(SinkURLError, match="%23"):
+            SinkURL.parse("file:///tmp/run#3.jsonl")
+
+
+class TestOptions:
+    def test_are_typed(self) -> None:
+        """Values become what the sink declared; what is not given has its default."""
+        assert SinkURL.parse("x:?tokens=1").read_options(Options) == Options(tokens=True)
+        assert SinkURL.parse("x:?tokens=false&replay=5").read_options(Options) == Options(replay=5)
+
+    def test_unknown_ones_are_refused_with_the_known_named(self) -> None:
+        """A misspelled option does not go unnoticed."""
+        with pytest.raises(SinkURLError, match=r"unknown option 'token'; known options: tokens, replay"):
+            SinkURL.parse("x:?token=1").read_options(Options)
+
+    def test_bad_values_are_refused(self) -> None:
+        """A value of another type names the option and the known ones."""
+        with pytest.raises(SinkURLError, match=r"int.*\$\.replay.*known options: tokens, replay"):
+            SinkURL.parse("x:?replay=many").read_options(Options)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "error", [SinkURLError("x:", "bad"), SinkOpenError("x", "bad"), SinkError("bad")]
+    )
+    def test_survive_pickling(self, error: SinkError) -> None:
+        """Every error of the package comes out of a pickle with the same type, text and fields."""
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+class TestRegistry:
+    def test_built_in_sinks_need_no_installation(self) -> None:
+        """The schemes stdout and file are found by their scheme."""
+        assert isinstance(open_sink("stdout:", CONTEXT), StdoutSink)
+        assert isinstance(open_sink("file:///tmp/x.jsonl", CONTEXT), FileSink)
+
+    def test_unknown_scheme_lists_the_known(self) -> None:
+        """The error for a scheme nobody provides names those that somebody does."""
+        with pytest.raises(SinkURLError, match=r"unknown scheme 'fiel'; known schemes: .*file.*stdout"):
+            open_sink("fiel:///tmp/x", CONTEXT)
+
+    @pytest.fixture
+    def plugin(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+        """A distribution on the path, as pip lays it down, that provides sinks."""
+        info = tmp_path / "plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(
+            "[kvcache.sinks]\nours = plugin_sink:make\nfile = plugin_sink:steal\nneedy = missing_module:make\n"
+        )
+        (tmp_path / "plugin_sink.py").write_text(
+            "def make(url, context):\n    return [url.host, context.key_bytes]\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "plugin_sink", raising=False)
+        return "ours"
+
+    def test_entry_points_add_schemes(self, plugin: str) -> None:
+        """A sink of another package is found by its entry point and gets the URL and the context."""
+        assert plugin in known_schemes()
+        made: object = open_sink("ours://somewhere", CONTEXT)
+        assert made == ["somewhere", 32]
+
+    @pytest.mark.usefixtures("plugin")
+    def test_entry_points_cannot_replace_built_in_sinks(self) -> None:
+        """A package that claims the scheme file does not get the events meant for files."""
+        assert isinstance(open_sink("file:///tmp/x.jsonl", CONTEXT), FileSink)
+
+    @pytest.mark.usefixtures("plugin")
+    def test_a_broken_entry_point_says_what_provides_it(self) -> None:
+        """A plugin whose requirement is missing is reported by name."""
+        with pytest.raises(SinkURLError, match=r"missing_module:make provides it but cannot be imported"):
+            open_sink("needy:", CONTEXT)
