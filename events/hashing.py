@@ -40,7 +40,9 @@ def scope_bytes(namespace: Namespace) -> bytes:
     name_id = None if name is None else int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     parts = (namespace.lora_id, salt_id(namespace), name_id)
     mask = sum(1 << bit for bit, part in enumerate(parts) if part is not None)
-    return bytes([mask]) + b"".join((part & _MASK64).to_bytes(8, "little") for part in parts if part is not None)
+    return bytes([mask]) + b"".join(
+        (part & _MASK64).to_bytes(8, "little") for part in parts if part is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class HashAlgorithm:
     root_key: Callable[[Namespace], bytes]
     """The key that the first block of a prompt continues."""
     chain: Callable[[Namespace, bytes, bytes, int], bytes]
-    """(namespace, parent key, symbols, bytes per block) to the keys of all blocks, joined; the last block may be short."""
+    """(namespace, parent key, symbols, bytes per block) to the keys of all blocks, joined; the last may be short."""
 
 
 def _sha256_root(namespace: Namespace) -> bytes:
@@ -86,7 +88,9 @@ def _xxh3() -> Callable[[bytes], bytes]:
     try:
         from xxhash import xxh3_64_digest
     except ImportError as error:
-        raise ImportError("the algorithm xxh3_64 needs the package xxhash: pip install 'kvcache[hash]'") from error
+        raise ImportError(
+            "the algorithm xxh3_64 needs the package xxhash: pip install 'kvcache[hash]'"
+        ) from error
     return xxh3_64_digest
 
 
@@ -136,4 +140,4 @@ ALGORITHMS: dict[str, HashAlgorithm] = {
         HashAlgorithm("none", 0, lambda namespace: b"", lambda *_: b""),
     )
 }
-"""By name. Ids of ``v2_sha256_64`` and ``v1_block_key`` agree with TensorRT-LLM's for the same tokens, LoRA id and salt."""
+"""By name. Ids of ``v2_sha256_64`` and ``v1_block_key`` agree with TensorRT-LLM's for equal tokens, LoRA id, salt."""

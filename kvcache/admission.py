@@ -87,12 +87,18 @@ def fitting(window: WindowBlockManager, requests: list[Incoming]) -> tuple[list[
 
 
 def admit(
-    state: CacheState, window: WindowBlockManager, emit: Callable[[Event], None], plans: list[Plan], claims: Claims
+    state: CacheState,
+    window: WindowBlockManager,
+    emit: Callable[[Event], None],
+    plans: list[Plan],
+    claims: Claims,
 ) -> list[Sequence]:
     """Emit the admission of a batch that fits."""
     sequences = [_add(state, window, emit, each) for each in plans]
     sources = [each.source for each in plans if each.source is not None]
-    window.free_up(claims.needed, sequences[0].handle, [source.run for source in sources if source.level == SECONDARY])
+    window.free_up(
+        claims.needed, sequences[0].handle, [source.run for source in sources if source.level == SECONDARY]
+    )
     unread = {source.slot for source in sources if source.level == PRIMARY}
     for each, sequence in zip(plans, sequences, strict=True):
         if each.source is not None:
@@ -105,7 +111,9 @@ def admit(
     return sequences
 
 
-def _add(state: CacheState, window: WindowBlockManager, emit: Callable[[Event], None], each: Plan) -> Sequence:
+def _add(
+    state: CacheState, window: WindowBlockManager, emit: Callable[[Event], None], each: Plan
+) -> Sequence:
     handle, request = state.next_handle, each.request
     primary, secondary, partial = each.reused
     emit(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 from itertools import accumulate
 
 from events.types import (
@@ -27,7 +28,7 @@ from events.types import (
 from kvcache.admission import Plan, admit, fitting
 from kvcache.config import KVCacheConfig
 from kvcache.decoding import DecodeBatch
-from kvcache.errors import OutOfBlocks
+from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
 from kvcache.results import StoreResult
@@ -42,6 +43,7 @@ class BlockManager:
     def __init__(self, config: KVCacheConfig, state: CacheState, emit: Callable[[Event], None]) -> None:
         self._state = state
         self._emit = emit
+        self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
         self._checkpoint_due = config.checkpoint_spacing * slots
         self.window = WindowBlockManager(
@@ -76,8 +78,37 @@ class BlockManager:
             self._emit(ContextComputed(sequence.handle, num_tokens))
         return self.window.store(sequence)
 
+    def running(self, request_ids: Items[RequestId]) -> list[Sequence]:
+        """The sequences of these requests; raises `UnknownRequest`, or `UsageError` for one named twice."""
+        handles, sequences = self._state.handles, self._state.sequences
+        try:
+            running = [sequences[handles[request_id]] for request_id in request_ids]
+        except KeyError as error:
+            raise UnknownRequest(error.args[0]) from None
+        if len(set(running)) != len(running):
+            raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
+        return running
+
+    def decode_batch(self, request_ids: Items[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
+        """The sequences that get one token each: the batch of the last step, if they are the same."""
+        batch = self._decoding
+        if not isinstance(request_ids, list):
+            request_ids = list(request_ids)
+        if batch is None or batch.ids != request_ids:
+            batch = DecodeBatch(request_ids, self.running(request_ids), self._state.tokens_per_block, limit)
+        if num_tokens != len(batch.ids):
+            raise InvalidTokens(
+                f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
+            )
+        if batch.ids and batch.at_limit:
+            raise PromptTooLong(limit + 1, limit)
+        self._decoding = batch
+        return batch
+
     def step(self, batch: DecodeBatch, tokens: bytes) -> dict[RequestId, StoreResult]:
         """Append one token to each sequence of the batch."""
+        if not batch.ids:
+            return {}
         full = batch.full
         if full:
             self._grow(batch.sequences, full, None)
@@ -85,8 +116,13 @@ class BlockManager:
         batch.advance()
         return self._store(full) if full else {}
 
-    def append(self, sequences: list[Sequence], tokens: bytes, counts: array[int]) -> dict[RequestId, StoreResult]:
+    def append(
+        self, sequences: list[Sequence], tokens: bytes, counts: array[int]
+    ) -> dict[RequestId, StoreResult]:
         """Append several tokens to each sequence."""
+        self._decoding = None
+        if not sequences:
+            return {}
         growing = self._growing(sequences, counts)
         if growing:
             self._grow(sequences, [sequence for sequence, _ in growing], [blocks for _, blocks in growing])
@@ -126,6 +162,7 @@ class BlockManager:
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
+        self._decoding = None
         if store:
             self.window.store(sequence, partial=True)
         self._emit(
@@ -151,10 +188,24 @@ class BlockManager:
         """These copies are complete."""
         self._emit(TransferLanded(array("q", transfers).tobytes()))
 
-    def fail(self, transfers: Items[int], reason: str) -> None:
-        """These copies failed: what they should have brought is gone, and sequences must compute it again."""
-        self._emit(TransferFailed(array("q", transfers).tobytes(), reason))
-        self.window.remove_failed(set(transfers))
+    def fail(self, failed: Items[tuple[int, str]]) -> tuple[tuple[RequestId, int], ...]:
+        """These copies, given as (transfer, reason), failed: what they should have brought is gone.
+
+        Returns the sequences that must compute something again, and how many leading tokens they still have.
+        """
+        self._decoding = None
+        before = {handle: sequence.computed for handle, sequence in self._state.sequences.items()}
+        reasons: dict[str, list[int]] = {}
+        for transfer, reason in failed:
+            reasons.setdefault(reason, []).append(transfer)
+        for reason, transfers in reasons.items():
+            self._emit(TransferFailed(array("q", transfers).tobytes(), reason))
+            self.window.remove_failed(set(transfers))
+        return tuple(
+            (sequence.request_id, sequence.computed)
+            for handle, sequence in self._state.sequences.items()
+            if sequence.computed < before[handle]
+        )
 
     def checkpoint_if_due(self) -> None:
         """Emit a checkpoint once enough blocks have changed since the last."""
@@ -164,5 +215,8 @@ class BlockManager:
     def checkpoint(self) -> None:
         """Record the fingerprint."""
         levels = self.window.group.levels
-        cached = [sum(len(r.slots) for r in self.window.group.tree.runs.values() if r.level == i.index) for i in levels]
+        cached = [
+            sum(len(r.slots) for r in self.window.group.tree.runs.values() if r.level == i.index)
+            for i in levels
+        ]
         self._emit(Checkpoint(fingerprint(self._state), len(self._state.sequences), (cached[0], cached[1])))

@@ -60,7 +60,9 @@ def _check_run(group: GroupState, run: Run) -> None:
     invariant(parent.children.get(run.head) is run, "a parent does not know its child")
     invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
     invariant(run.order == sorted(run.children), "children are out of order")
-    invariant(run.kin == sum(c.level == run.level for c in run.children.values()), "children are counted wrongly")
+    invariant(
+        run.kin == sum(c.level == run.level for c in run.children.values()), "children are counted wrongly"
+    )
     invariant(not (run.partial and run.children), "a block hangs behind a partial one")
     invariant((run.refs == 0) or (run.stamp == 0), "a held block has a release stamp")
     if isinstance(parent, Run):
@@ -106,4 +108,6 @@ def _check_level(group: GroupState, level: Level, private: Counter[int]) -> None
     invariant(level.unreferenced == unreferenced, "unreferenced blocks are counted wrongly")
     leaves = [run for run in runs if not run.refs and not run.kin]
     lowest = min(leaves, key=eviction_order, default=None)
-    invariant(level.victim(group.tree.runs) is lowest, "another block would be evicted than the lowest in order")
+    invariant(
+        level.victim(group.tree.runs) is lowest, "another block would be evicted than the lowest in order"
+    )

@@ -18,7 +18,9 @@ class DecodeBatch:
 
     __slots__ = ("_due", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
 
-    def __init__(self, ids: Items[RequestId], sequences: list[Sequence], tokens_per_block: int, limit: int) -> None:
+    def __init__(
+        self, ids: Items[RequestId], sequences: list[Sequence], tokens_per_block: int, limit: int
+    ) -> None:
         self.ids = list(ids)
         self.sequences = sequences
         self.handles = array("I", [sequence.handle for sequence in sequences]).tobytes()

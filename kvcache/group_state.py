@@ -21,7 +21,9 @@ class GroupState:
 
     __slots__ = ("levels", "shared", "tokens_per_block", "tree")
 
-    def __init__(self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int) -> None:
+    def __init__(
+        self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int
+    ) -> None:
         self.tree = PrefixTree(block_bytes, key_bytes)
         self.levels = (Level(PRIMARY, num_blocks[0]), Level(SECONDARY, num_blocks[1]))
         self.tokens_per_block = tokens_per_block
@@ -99,7 +101,9 @@ class GroupState:
         self.levels[run.level].own(upper.slots, upper.id)
         return upper
 
-    def store(self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int) -> Run:
+    def store(
+        self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int
+    ) -> Run:
         """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
         if (
             isinstance(node, Run)
@@ -120,7 +124,7 @@ class GroupState:
         return run
 
     def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:
-        """Forget cached blocks, deepest first; returns the removed runs that sequences still hold, and what is above."""
+        """Forget cached blocks, deepest first; returns the runs that sequences still hold, with their parents."""
         held = []
         done, count = 0, len(slots)
         while done < count:

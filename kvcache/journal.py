@@ -7,20 +7,49 @@ from collections.abc import Callable
 import msgspec
 
 from events.bus import EventBus
+from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import CacheCreated, Event, EventBatch, StateExported
+from kvcache.config import KVCacheConfig
 from kvcache.exported_state import export
+from kvcache.latest_events import LatestEvents
+from kvcache.layout import Layout
 from kvcache.outlets import Outlets
 from kvcache.state import CacheState
 from kvcache.stats import StatsCounter
 
 
+def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> CacheCreated:
+    """What a cache begins with. `heard`: whether a log or a sink will see its events."""
+    algorithm: str = config.block_hash
+    if algorithm == "auto":
+        # Names are for others: where nobody listens, computing them would be most of the work.
+        algorithm = DEFAULT_ALGORITHM if heard else "none"
+    return CacheCreated(
+        config=config.model_dump_json(),
+        tokens_per_block=config.tokens_per_block,
+        groups=tuple(group.group_created() for group in layout.groups),
+        hash_algorithm=algorithm,
+        key_bytes=ALGORITHMS[algorithm].key_bytes,
+        content_id=layout.content_id,
+    )
+
+
 class Journal:
     """Starts an epoch; from then on nothing changes the state but `emit`."""
 
-    def __init__(self, created: CacheCreated, outlets: Outlets, wall_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        created: CacheCreated,
+        outlets: Outlets,
+        wall_ns: Callable[[], int],
+        event_buffer_max_size: int = 0,
+    ) -> None:
         self.state = CacheState()
         self.bus = EventBus()
         self.counter = StatsCounter(self.bus)
+        self.latest = (
+            LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
+        )
         self.outlets = outlets
         self._wall_ns = wall_ns
         self._next_seq = outlets.next_seq
@@ -41,7 +70,10 @@ class Journal:
         if previous is None:
             return empty
         return msgspec.structs.replace(
-            empty, next_handle=previous.next_handle, next_transfer=previous.next_transfer, stamp=previous.stamp
+            empty,
+            next_handle=previous.next_handle,
+            next_transfer=previous.next_transfer,
+            stamp=previous.stamp,
         )
 
     def emit(self, event: Event) -> None:
@@ -61,4 +93,6 @@ class Journal:
         self._next_seq += 1
         self.counter.publish(self.state, len(batch.events))
         self.outlets.publish(batch)
+        if self.latest is not None:
+            self.latest.publish()
         return batch

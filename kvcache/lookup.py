@@ -34,7 +34,9 @@ def lookup(state: CacheState, namespace: Namespace, symbols: bytes, *, partial: 
 
 def _keys(state: CacheState, namespace: Namespace, symbols: bytes, stop: int) -> bytes:
     if not state.hashing.key_bytes:
-        raise Unsupported("matching in a log with neither tokens nor names", "record the log with one of them")
+        raise Unsupported(
+            "matching in a log with neither tokens nor names", "record the log with one of them"
+        )
     block_bytes = state.tokens_per_block * SYMBOL_BYTES
     full = symbols[: stop // block_bytes * block_bytes]
     return state.hashing.chain(namespace, state.root_key(namespace), full, block_bytes)
@@ -42,9 +44,7 @@ def _keys(state: CacheState, namespace: Namespace, symbols: bytes, stop: int) ->
 
 def _describe(state: CacheState, num_tokens: int, found: PathMatch) -> Match:
     size = state.tokens_per_block
-    blocks = tuple(
-        _block(state, run, index, size) for run, take in found.runs for index in range(take)
-    )
+    blocks = tuple(_block(state, run, index, size) for run, take in found.runs for index in range(take))
     partial = found.partial
     return Match(
         num_tokens,

@@ -10,22 +10,20 @@ middle of one (which would be a bug) poisons the manager, so that no later call 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence as Items
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
-from events.types import AdmissionRefused, BlocksCopied, BlocksMoved, CacheCreated, EventBatch, RequestId
+from events.types import AdmissionRefused, BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.admission import Plan
 from kvcache.block_manager import BlockManager
 from kvcache.check import check
 from kvcache.config import KVCacheConfig
-from kvcache.decoding import DecodeBatch
 from kvcache.errors import (
     DuplicateRequest,
-    InvalidTokens,
     OutOfBlocks,
     PromptTooLong,
     TransfersPending,
@@ -36,7 +34,7 @@ from kvcache.errors import (
 from kvcache.fingerprint import fingerprint
 from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming
-from kvcache.journal import Journal
+from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
 from kvcache.outlets import LogTarget, Outlets
@@ -56,9 +54,9 @@ if TYPE_CHECKING:
 class KVCacheManager:
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
-    `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default the pools'
-    own. `log` is a directory or a `LogWriter`; `sinks` are URLs or sinks. `wall_ns` stamps batches and is never used for
-    a decision.
+    `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default
+    the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs or sinks. `wall_ns` stamps
+    batches and is never used for a decision.
     """
 
     def __init__(
@@ -74,15 +72,17 @@ class KVCacheManager:
         self.config = config
         self.layout = Layout.of(config)
         if len(self.layout.groups) > 1 or self.layout.groups[0].window < config.max_sequence_length:
-            raise Unsupported("an attention window shorter than max_sequence_length", "leave max_attention_window out")
+            raise Unsupported(
+                "an attention window shorter than max_sequence_length", "leave max_attention_window out"
+            )
         self._guard = Guard()
         self._refused: set[RequestId] = set()
-        self._decoding: DecodeBatch | None = None
-        created = self._created(heard=log is not None or bool(sinks) or config.event_buffer_max_size > 0)
+        heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
+        created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(key_bytes=created.key_bytes, tokens_per_block=config.tokens_per_block)
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
-            self._journal = Journal(created, outlets, wall_ns)
+            self._journal = Journal(created, outlets, wall_ns, config.event_buffer_max_size)
         except BaseException:
             outlets.close()
             raise
@@ -93,20 +93,6 @@ class KVCacheManager:
             self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
         self._blocks = BlockManager(config, self.state, self._journal.emit)
         self._journal.flush()
-
-    def _created(self, *, heard: bool) -> CacheCreated:
-        algorithm = self.config.block_hash
-        if algorithm == "auto":
-            # Names are for others: where nobody listens, computing them would be most of the work.
-            algorithm = DEFAULT_ALGORITHM if heard else "none"
-        return CacheCreated(
-            config=self.config.model_dump_json(),
-            tokens_per_block=self.config.tokens_per_block,
-            groups=tuple(group.group_created() for group in self.layout.groups),
-            hash_algorithm=algorithm,
-            key_bytes=ALGORITHMS[algorithm].key_bytes,
-            content_id=self.layout.content_id,
-        )
 
     # -- housekeeping
 
@@ -182,7 +168,11 @@ class KVCacheManager:
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
         request_id = sequence.request_id
         return Admission(
-            request_id, sequence.handle, sequence.num_tokens, *plan.reused, lambda: (self.block_table(request_id),)
+            request_id,
+            sequence.handle,
+            sequence.num_tokens,
+            *plan.reused,
+            lambda: (self.block_table(request_id),),
         )
 
     @property
@@ -233,21 +223,8 @@ class KVCacheManager:
         with self._guard:
             if landed:
                 self._blocks.land(landed)
-            cut = self._fail(failed) if failed else ()
+            cut = self._blocks.fail(failed) if failed else ()
         return PollResult(tuple(landed), tuple(failed), cut)
-
-    def _fail(self, failed: list[tuple[int, str]]) -> tuple[tuple[RequestId, int], ...]:
-        before = {handle: sequence.computed for handle, sequence in self.state.sequences.items()}
-        reasons: dict[str, list[int]] = {}
-        for transfer, reason in failed:
-            reasons.setdefault(reason, []).append(transfer)
-        for reason, transfers in reasons.items():
-            self._blocks.fail(transfers, reason)
-        return tuple(
-            (sequence.request_id, sequence.computed)
-            for handle, sequence in self.state.sequences.items()
-            if sequence.computed < before[handle]
-        )
 
     # -- running sequences
 
@@ -261,8 +238,8 @@ class KVCacheManager:
         sequence = self._sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
-                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be computed: "
-                "append sampled tokens with add_tokens first"
+                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
+                "computed: append sampled tokens with add_tokens first"
             )
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
@@ -280,49 +257,23 @@ class KVCacheManager:
         """
         self._guard.enter()
         packed = pack_tokens(tokens)
+        num_tokens = len(packed) // SYMBOL_BYTES
         if counts is None:
-            batch = self._decode_batch(request_ids, len(packed) // SYMBOL_BYTES)
-            if not batch.ids:
-                return {}
+            batch = self._blocks.decode_batch(request_ids, num_tokens, self.max_tokens)
             with self._guard:
                 return self._blocks.step(batch, packed)
-        running = self._running(request_ids)
-        sizes = pack_counts(counts, len(running), len(packed) // SYMBOL_BYTES)
+        running = self._blocks.running(request_ids)
+        sizes = pack_counts(counts, len(running), num_tokens)
         for sequence, count in zip(running, sizes, strict=True):
             if sequence.num_tokens + count > self.max_tokens:
                 raise PromptTooLong(sequence.num_tokens + count, self.max_tokens)
-        self._decoding = None
         with self._guard:
-            return self._blocks.append(running, packed, sizes) if running else {}
-
-    def _running(self, request_ids: Items[RequestId]) -> list[Sequence]:
-        handles, sequences = self.state.handles, self.state.sequences
-        try:
-            running = [sequences[handles[request_id]] for request_id in request_ids]
-        except KeyError as error:
-            raise UnknownRequest(error.args[0]) from None
-        if len(set(running)) != len(running):
-            raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
-        return running
-
-    def _decode_batch(self, request_ids: Items[RequestId], num_tokens: int) -> DecodeBatch:
-        """The batch of the last step if it is the same."""
-        batch = self._decoding
-        if batch is None or batch.ids != request_ids:
-            running = self._running(request_ids)
-            batch = DecodeBatch(request_ids, running, self.config.tokens_per_block, self.max_tokens)
-        if num_tokens != len(batch.ids):
-            raise InvalidTokens(f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts")
-        if batch.ids and batch.at_limit:
-            raise PromptTooLong(self.max_tokens + 1, self.max_tokens)
-        self._decoding = batch
-        return batch
+            return self._blocks.append(running, packed, sizes)
 
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
         self._guard.enter()
         sequence = self._sequence(request_id)
-        self._decoding = None
         with self._guard:
             self._blocks.remove(sequence, store=store)
 
@@ -358,7 +309,9 @@ class KVCacheManager:
         """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
         self._guard.enter()
         if window not in (None, self.layout.groups[0].window):
-            raise UsageError(f"there is no window of {window} tokens, only one of {self.layout.groups[0].window}")
+            raise UsageError(
+                f"there is no window of {window} tokens, only one of {self.layout.groups[0].window}"
+            )
         self._refuse_pending()
         return np.array(self._sequence(request_id).tables[0], np.int32)
 
@@ -403,6 +356,13 @@ class KVCacheManager:
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
         return self._journal.outlets.sink_stats()
+
+    def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
+        """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
+
+        Waits up to `timeout_ms` (None: for ever) for some. Empty if `event_buffer_max_size` is 0.
+        """
+        return self._journal.latest.get(timeout_ms) if self._journal.latest is not None else []
 
     # -- end of a step
 

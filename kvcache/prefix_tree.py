@@ -55,6 +55,7 @@ class Root(Node):
         """Running sequences of the namespace."""
 
     def key_of_last(self, key_bytes: int) -> bytes:
+        """The key that the namespace seeds."""
         return self.key
 
 
@@ -67,7 +68,7 @@ class Run(Node):
         "id",
         "keys",
         "kin",
-                "level",
+        "level",
         "parent",
         "partial",
         "priority",
@@ -104,6 +105,7 @@ class Run(Node):
         """Children in the same level; without any, the last block may be evicted."""
 
     def key_of_last(self, key_bytes: int) -> bytes:
+        """The key of the last block."""
         return bytes(self.keys[len(self.keys) - key_bytes :])
 
     @property

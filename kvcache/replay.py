@@ -112,7 +112,11 @@ def replay(
 
 
 def fold(
-    batches: Iterable[EventBatch], at: int | None = None, *, verify: bool = False, progress: Progress | None = None
+    batches: Iterable[EventBatch],
+    at: int | None = None,
+    *,
+    verify: bool = False,
+    progress: Progress | None = None,
 ) -> Replayed:
     """Fold batches from any source."""
     replayed = Replayed(CacheState())

@@ -102,4 +102,6 @@ class Match:
     @property
     def reused_tokens(self) -> int:
         """Tokens that would be reused."""
-        return sum(block.num_tokens for block in self.blocks) + (self.partial.num_tokens if self.partial else 0)
+        return sum(block.num_tokens for block in self.blocks) + (
+            self.partial.num_tokens if self.partial else 0
+        )

@@ -99,7 +99,9 @@ class Level:
     def compact(self, runs: dict[int, Run]) -> None:
         """Drop entries that describe nothing, once they outnumber the runs."""
         if len(self.leaves) > 4 * len(runs) + 64:
-            self.leaves = [_entry(run) for run in runs.values() if run.level == self.index and not run.refs | run.kin]
+            self.leaves = [
+                _entry(run) for run in runs.values() if run.level == self.index and not run.refs | run.kin
+            ]
             heapify(self.leaves)
 
 

@@ -25,7 +25,9 @@ class Transfer:
 
     __slots__ = ("first_block", "group", "handle", "level", "slots")
 
-    def __init__(self, group: int, level: int, slots: array[int], handle: int | None, first_block: int) -> None:
+    def __init__(
+        self, group: int, level: int, slots: array[int], handle: int | None, first_block: int
+    ) -> None:
         self.group = group
         self.level = level
         self.slots = slots
@@ -140,7 +142,9 @@ class CacheState:
         invariant(event.request_id not in self.handles, "a request was admitted twice")
         roots = self._roots(event.namespace)
         tokens = array("i", event.tokens if self.tokens_recorded else bytes(SYMBOL_BYTES * event.num_tokens))
-        self.sequences[event.handle] = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
+        self.sequences[event.handle] = Sequence(
+            event.handle, event.request_id, event.namespace, tokens, roots
+        )
         self.handles[event.request_id] = event.handle
         self.next_handle = event.handle + 1
         for group in self.groups:
@@ -283,7 +287,10 @@ class CacheState:
                 table[first:last] = slots[: last - first]
 
     def _holds(self, sequence: Sequence, index: int, slot: int) -> bool:
-        return any(run.level == PRIMARY and slot in run.slots for run in self.groups[index].path(sequence.tails[index]))
+        return any(
+            run.level == PRIMARY and slot in run.slots
+            for run in self.groups[index].path(sequence.tails[index])
+        )
 
     def _take_over(
         self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]

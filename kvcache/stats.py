@@ -5,14 +5,14 @@ The engine's thread counts; other threads read an immutable `Stats` that is swap
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
 from kvcache.state import CacheState
-
 
 _Gauges = tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]
 
@@ -102,10 +102,13 @@ class StatsCounter:
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
         counts, (total, blank, unreferenced, sequences) = self._published
-        gauges = Stats(
-            blocks_total=total, blocks_blank=blank, blocks_unreferenced=unreferenced, sequences=sequences
-        )
-        return replace(gauges, **counts)
+        gauges: dict[str, Any] = {
+            "blocks_total": total,
+            "blocks_blank": blank,
+            "blocks_unreferenced": unreferenced,
+            "sequences": sequences,
+        }
+        return Stats(**{**counts, **gauges})
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts

@@ -35,8 +35,8 @@ def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
         position = next(i for i, t in enumerate(tokens) if not -_LIMIT <= t < _LIMIT)
         raise InvalidTokens("a token id must be below 2**31", position) from None
     except TypeError:
-        position = next((i for i, t in enumerate(tokens) if not hasattr(t, "__index__")), None)
-        raise InvalidTokens("a token id must be an integer", position) from None
+        wrong = next((i for i, t in enumerate(tokens) if not hasattr(t, "__index__")), None)
+        raise InvalidTokens("a token id must be an integer", wrong) from None
     if packed and min(packed) < 0:
         raise InvalidTokens("a token id must not be negative", next(i for i, t in enumerate(packed) if t < 0))
     return packed.tobytes()
@@ -63,5 +63,7 @@ def _pack_buffer(tokens: Any) -> bytes:
 def pack_counts(counts: Sequence[int], num_sequences: int, num_tokens: int) -> array[int]:
     """How many of `num_tokens` tokens belong to each sequence, as uint32; raises `InvalidTokens`."""
     if len(counts) != num_sequences or min(counts, default=1) < 1 or sum(counts) != num_tokens:
-        raise InvalidTokens(f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens")
+        raise InvalidTokens(
+            f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens"
+        )
     return array("I", counts)

@@ -10,7 +10,8 @@ secondary while secondary has room or holds something lower in the same order; o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence as Items
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,7 +132,9 @@ class WindowBlockManager:
         for level, blocks in enumerate(claimed):
             slots = blocks.slots
             if slots:
-                self._emit(BlocksReused(sequence.handle, self.index, level, first, slots.tobytes(), blocks.names))
+                self._emit(
+                    BlocksReused(sequence.handle, self.index, level, first, slots.tobytes(), blocks.names)
+                )
             first += len(slots)
 
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[int]) -> None:
@@ -151,7 +154,9 @@ class WindowBlockManager:
         handles, slots = array("I", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
         self._emit(BlocksAllocated(handles, b"", self.index, slots, AllocateReason.COPY))
         transfer, tokens = self._state.next_transfer, source.num_tokens
-        self._emit(BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer))
+        self._emit(
+            BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer)
+        )
 
     def allocate(self, sequences: Items[Sequence], counts: Items[int] | None, why: AllocateReason) -> None:
         """Append blank slots to the tables: so many each, or one each."""

@@ -125,7 +125,7 @@ class BatchQueue:
             self._room.notify_all()
 
     def drop_all(self, reason: str) -> None:
-        """Turn what is in the queue into losses, where it is."""
+        """Turn what is in the queue into losses, where it is. For after `refuse`."""
         with self._lock:
             losses: deque[Item] = deque()
             while self._items:
@@ -169,19 +169,15 @@ class BatchQueue:
         note_loss(self._items, item[0], reason)
 
     def _drop_oldest_until_fits(self, item: Queued) -> None:
-        loss: Loss | None = None
+        losses: list[Loss] = []
         while not self._fits(item):
             head = self._items.popleft()
             if isinstance(head, Loss):
-                loss = head
-                continue
-            self._count_dropped(head)
-            if loss is None:
-                loss = Loss(head[0], "overflow")
+                losses.append(head)
             else:
-                loss.add(head[0])
-        if loss is not None:
-            self._items.appendleft(loss)
+                self._count_dropped(head)
+                note_loss(losses, head[0], "overflow")
+        self._items.extendleft(reversed(losses))
 
     def _count_dropped(self, item: Queued) -> None:
         self._count_left(item)

@@ -150,8 +150,6 @@ class LogOutput:
         self._offset = self._ahead = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(unfinished, flags, 0o600)
-        # Without this, a umask of the engine's could take our own rights away.
-        os.fchmod(self._descriptor, 0o600)
         _write_all(self._descriptor, [header.pack()], SEGMENT_HEADER_BYTES)
         # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
         os.fsync(self._descriptor)

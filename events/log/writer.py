@@ -226,6 +226,9 @@ class LogWriter:
 
         `timeout` in seconds; False if it passed. Raises LogWriteFailed.
         """
+        # Asked before any lock is touched: in a forked child, the parent's thread may hold them for ever.
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
         target = self._appended
         return self._wait(lambda: self._done >= target, timeout)
 

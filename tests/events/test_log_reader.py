@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from events import CacheCreated, EventBatch, LogDamaged, LogTooNew, NotALog
 from events.codec import encode_batch
 from events.log import LogReader, LogWriter
+from events.log.segments import Segment
 from tests.events.logs import LOG_ID, TIME, batch, batches, frame_offsets, read_log, segments, write_log
 from tests.events.packer import frame, segment_header
 
@@ -338,6 +339,21 @@ class TestFollowing:
         follower = Follower(put(tmp_path, bytes(changed)))
         follower.thread.join(30)
         assert isinstance(follower.error, LogDamaged)
+
+    def test_frames_completed_between_two_looks_are_no_damage(
+        self, tmp_path: Path, closed_log: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A frame found half, with a whole one behind it a moment later, is looked at again, not called damaged."""
+        cut = frame_offsets(closed_log)[1] + 50
+        put(tmp_path, closed_log[:cut])
+        look = Segment.intact_frame_behind
+
+        def write_then_look(segment: Segment, offset: int, seq: int) -> bool:
+            put(tmp_path, closed_log)
+            return look(segment, offset, seq)
+
+        monkeypatch.setattr(Segment, "intact_frame_behind", write_then_look)
+        assert read_log(tmp_path)[0] == batches(3)
 
     def test_reader_of_a_live_log_never_sees_damage(self, tmp_path: Path) -> None:
         """However often a log is read while it is written, each reading is a beginning of it."""

@@ -216,7 +216,7 @@ class TestRaisingSink:
         put_all(runner, 6)
         runner.close()
         check_stream(sink.stream, 6)
-        assert gaps(sink.stream) == [Gap(2, 3, "failed")]
+        assert gaps(sink.stream) == [Gap(2, 2, "failed"), Gap(3, 3, "failed")]
         stats = runner.stats()
         assert (stats.batches, stats.dropped_batches, stats.errors) == (4, 2, 2)
         assert stats.last_error == "write: OSError: [Errno 28] No space left on device"

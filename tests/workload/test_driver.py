@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any, cast
 
@@ -212,7 +213,7 @@ class TestSteps:
     def test_only_the_managers_time_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Time between timed calls is left out, time of several calls of a step adds up."""
         now = iter([0, 5_000, 100_000, 110_000, 300_000, 301_000])
-        monkeypatch.setattr(summary.time, "perf_counter_ns", lambda: next(now))
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: next(now))
         times = StepTimes()
         for _ in range(2):
             with times.timed():

@@ -1,0 +1,64 @@
+"""TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them.
+
+One dict an event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
+"hash_algo"}``. That format knows nothing of sequences, allocations or landings, has no "cleared" (its readers ignore
+what they do not know), and repeats the tokens in every stored block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.packed import SLOT_BYTES, names_of_keys, unpack_i32, unpack_names
+from events.types import BlocksMoved, BlocksStored, GroupCreated, Namespace
+
+Data = dict[str, Any]
+
+
+def created(group: GroupCreated) -> Data:
+    """A window's blocks per level."""
+    return {"type": "created", "num_blocks_per_cache_level": list(group.num_blocks)}
+
+
+def stored(
+    event: BlocksStored, tokens: bytes, namespace: Namespace, tokens_per_block: int, key_bytes: int
+) -> Data:
+    """Blocks that became reusable; `tokens` are those of all of them."""
+    hashes = unpack_names(names_of_keys(event.keys, key_bytes)).tolist()
+    size = tokens_per_block * SLOT_BYTES
+    salt = namespace.salt_digest.hex() if namespace.salt_digest is not None else None
+    blocks = [
+        {
+            "type": "stored_block",
+            "block_hash": block_hash,
+            "tokens": [
+                {"type": "unique_token", "token_id": token, "token_extra_id": 0}
+                for token in unpack_i32(tokens[index * size : (index + 1) * size]).tolist()
+            ],
+            "cache_level": event.level,
+            "priority": event.priority,
+            "mm_keys": [],
+            "cache_salt": salt,
+        }
+        for index, block_hash in enumerate(hashes)
+    ]
+    parent = int.from_bytes(event.parent, "big") if event.parent else None
+    return {"type": "stored", "parent_hash": parent, "blocks": blocks}
+
+
+def updated(event: BlocksMoved) -> list[Data]:
+    """One dict per block that changed its level."""
+    return [
+        {
+            "type": "updated",
+            "block_hash": block_hash,
+            "cache_level": {"type": "event_diff", "new_value": event.to_level, "old_value": event.from_level},
+            "priority": None,
+        }
+        for block_hash in unpack_names(event.names).tolist()
+    ]
+
+
+def removed(block_hashes: list[int]) -> Data:
+    """Blocks that are gone."""
+    return {"type": "removed", "block_hashes": block_hashes}

@@ -1,0 +1,94 @@
+"""A bounded buffer of recent events in TensorRT-LLM's shape, for programs that poll `get_latest_events`.
+
+What is flushed becomes visible at once; when more than `max_size` dicts wait, the oldest go, which a reader sees
+as a hole in `event_id`. Reading empties the buffer, from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+from events import types as ev
+from events.bus import EventBus
+from events.formats import trtllm
+from events.packed import names_of_keys, unpack_names
+from kvcache.state import CacheState
+
+
+class LatestEvents:
+    """Collects events of the running step; `publish` makes them visible."""
+
+    def __init__(self, bus: EventBus, state: CacheState, max_size: int) -> None:
+        self._state = state
+        self._step: list[tuple[int, trtllm.Data]] = []
+        self._visible: deque[dict[str, Any]] = deque(maxlen=max_size)
+        self._changed = threading.Condition()
+        self._next_id = 0
+        self._resident: list[set[int]] = []
+        """Per group: the names that readers take for cached. Needed because their format has no "cleared"."""
+        bus.subscribe(self._on_created, ev.CacheCreated)
+        bus.subscribe(self._on_stored, ev.BlocksStored)
+        bus.subscribe(self._on_moved, ev.BlocksMoved)
+        bus.subscribe(self._on_removed, ev.BlocksRemoved)
+        bus.subscribe(self._on_cleared, ev.CacheCleared)
+
+    def get(self, timeout_ms: float | None) -> list[dict[str, Any]]:
+        """Take everything visible; wait for something that long (None: for ever)."""
+        timeout = None if timeout_ms is None else timeout_ms / 1000
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._visible), timeout)
+            events = list(self._visible)
+            self._visible.clear()
+            return events
+
+    def publish(self) -> None:
+        """Make the events of the step visible."""
+        if not self._step:
+            return
+        created = self._state.created
+        assert created is not None
+        with self._changed:
+            for group, data in self._step:
+                envelope = {"window_size": created.groups[group].window, "hash_algo": created.hash_algorithm}
+                self._visible.append({"event_id": self._next_id, "data": data, **envelope})
+                self._next_id += 1
+            self._changed.notify_all()
+        self._step.clear()
+
+    def _on_created(self, event: ev.CacheCreated) -> None:
+        self._resident = [set() for _ in event.groups]
+        self._step += [(index, trtllm.created(group)) for index, group in enumerate(event.groups)]
+
+    def _on_stored(self, event: ev.BlocksStored) -> None:
+        state, size = self._state, self._state.tokens_per_block
+        sequence = state.sequences[event.handle]
+        count = len(unpack_names(names_of_keys(event.keys, state.hashing.key_bytes)))
+        first = event.first_block * size
+        tokens = sequence.tokens[first : first + (count - 1) * size + event.last_tokens].tobytes()
+        key_bytes = state.hashing.key_bytes
+        self._step.append((event.group, trtllm.stored(event, tokens, sequence.namespace, size, key_bytes)))
+        self._resident[event.group].update(unpack_names(names_of_keys(event.keys, key_bytes)).tolist())
+
+    def _on_moved(self, event: ev.BlocksMoved) -> None:
+        self._step += [(event.group, data) for data in trtllm.updated(event)]
+
+    def _on_removed(self, event: ev.BlocksRemoved) -> None:
+        names = unpack_names(event.names).tolist()
+        self._resident[event.group].difference_update(names)
+        self._remove(event.group, names)
+
+    def _on_cleared(self, event: ev.CacheCleared) -> None:
+        for group, names in enumerate(self._resident):
+            if names:
+                self._remove(group, sorted(names))
+                names.clear()
+
+    def _remove(self, group: int, names: list[int]) -> None:
+        """Removals in a row become one event, as readers expect."""
+        last = self._step[-1] if self._step else None
+        if last is not None and last[0] == group and last[1]["type"] == "removed":
+            last[1]["block_hashes"].extend(names)
+        else:
+            self._step.append((group, trtllm.removed(names)))

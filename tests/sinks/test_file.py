@@ -1,0 +1,183 @@
+"""The file sink, on real files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from events.codec import from_json
+from events.types import EventBatch
+from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
+from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTEXT = SinkContext(KEY_BYTES, 4)
+BATCH = EventBatch(3, 4, SAMPLES)
+
+
+def opened(path: Path, options: str = "") -> Sink:
+    sink = open_sink(f"file://{path}{options}", CONTEXT)
+    sink.open()
+    return sink
+
+
+def write(path: Path, *batches: EventBatch, options: str = "") -> None:
+    sink = opened(path, options)
+    for batch in batches:
+        sink.write(batch)
+    sink.close()
+
+
+def read(path: Path) -> list[EventBatch]:
+    return [from_json(line) for line in path.read_bytes().splitlines()]
+
+
+def test_keeps_whole_batches_with_tokens(tmp_path: Path) -> None:
+    """With tokens=1 what is read back equals what was written, event for event."""
+    path = tmp_path / "events.jsonl"
+    write(path, BATCH, make_batch(4), options="?tokens=1")
+    assert read(path) == [BATCH, make_batch(4)]
+
+
+def test_leaves_tokens_out_by_default(tmp_path: Path) -> None:
+    """Token ids reach the disk only if asked for."""
+    path = tmp_path / "events.jsonl"
+    write(path, BATCH)
+    assert str(PLANTED) not in path.read_text()
+    assert PLANTED.to_bytes(4, "little").hex() not in path.read_text()
+    assert len(read(path)[0].events) == len(SAMPLES)
+
+
+def test_a_batch_is_there_when_write_returns(tmp_path: Path) -> None:
+    """Nothing waits in a buffer that a killed process would lose."""
+    path = tmp_path / "events.jsonl"
+    sink = opened(path)
+    sink.write(make_batch(0))
+    assert [batch.seq for batch in read(path)] == [0]
+    sink.close()
+
+
+def test_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    """A new file can be read by its owner only."""
+    path = tmp_path / "events.jsonl"
+    before = os.umask(0)
+    try:
+        write(path, BATCH)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_refuses_a_file_that_holds_something(tmp_path: Path) -> None:
+    """An older run's file is not touched unless append=1 says so."""
+    path = tmp_path / "events.jsonl"
+    write(path, make_batch(0))
+    before = path.read_bytes()
+    with pytest.raises(SinkError, match=r"not empty.*append=1"):
+        opened(path)
+    assert path.read_bytes() == before
+
+
+def test_appends_if_asked(tmp_path: Path) -> None:
+    """With append=1 the new batches follow the old ones."""
+    path = tmp_path / "events.jsonl"
+    write(path, make_batch(0))
+    write(path, make_batch(1), options="?append=1&tokens=1")
+    assert [batch.seq for batch in read(path)] == [0, 1]
+
+
+def test_appends_after_a_torn_line_on_a_new_one(tmp_path: Path) -> None:
+    """What a killed writer left does not spoil the first new line."""
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"seq":0,"ts"')
+    write(path, make_batch(1), options="?append=1")
+    assert path.read_bytes().splitlines()[0] == b'{"seq":0,"ts"'
+    assert from_json(path.read_bytes().splitlines()[1]).seq == 1
+
+
+def test_writes_to_a_pipe(tmp_path: Path) -> None:
+    """A named pipe is as good as a file; it is never "not empty", and its mode is left alone."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o640)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write(path, make_batch(7))
+    line = os.read(reader, 1 << 16)
+    os.close(reader)
+    assert from_json(line).seq == 7
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+FULL_DISK = """
+import resource, sys
+from sinks import SinkContext, open_sink
+from tests.sinks.helpers import make_batch
+
+sink = open_sink("file://" + sys.argv[1], SinkContext(32, 4))
+sink.open()
+sink.write(make_batch(0))
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, limit[1]))  # in the middle of the next line
+for _ in range(2):
+    try:
+        sink.write(make_batch(1, events=50))
+        sys.exit("the disk was not full")
+    except OSError as error:
+        print(type(error).__name__, error.errno)
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+sink.write(make_batch(2))
+sink.close()
+"""
+
+
+def test_a_full_disk_leaves_whole_lines_only(tmp_path: Path) -> None:
+    """A line that fits in part is cut off again, the error is raised, and writing goes on when there is room."""
+    path = tmp_path / "events.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["PartlyWritten", "27"] * 2
+    assert [batch.seq for batch in read(path)] == [0, 2]
+
+
+def test_a_missing_directory_is_known_at_start(tmp_path: Path) -> None:
+    """The engine learns at once that a file cannot be written, and which."""
+    path = tmp_path / "missing" / "events.jsonl"
+    runner = SinkRunner(open_sink(f"file://{path}", CONTEXT), "file")
+    with pytest.raises(SinkOpenError, match=str(path)):
+        runner.start()
+    runner.close()
+
+
+def test_runs_behind_a_runner(tmp_path: Path) -> None:
+    """Everything put is in the file after close."""
+    path = tmp_path / "events.jsonl"
+    runner = SinkRunner(open_sink(f"file://{path}", CONTEXT), "file")
+    runner.start()
+    for seq in range(1000):
+        runner.put(make_batch(seq))
+    runner.close()
+    assert [batch.seq for batch in read(path)] == list(range(1000))
+
+
+def test_takes_relative_paths_and_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """file:name is relative to the working directory; %20 is a space."""
+    monkeypatch.chdir(tmp_path)
+    sink = open_sink("file:my%20events.jsonl", CONTEXT)
+    sink.open()
+    sink.close()
+    assert (tmp_path / "my events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["file:", "file:///", "file:///tmp/", "file://tmp/events.jsonl", "file:///tmp/e.jsonl?token=1"]
+)
+def test_refuses_what_names_no_file(url: str) -> None:
+    """A directory, a host, nothing at all, and unknown options are errors."""
+    with pytest.raises(SinkURLError):
+        open_sink(url, CONTEXT)

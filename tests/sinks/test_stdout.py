@@ -1,0 +1,72 @@
+"""The stdout sink."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from events.codec import from_json
+from events.types import EventBatch
+from sinks import SinkContext, SinkError, SinkURLError, open_sink
+from sinks.render import render_batch
+from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES
+
+CONTEXT = SinkContext(KEY_BYTES, 4)
+BATCH = EventBatch(3, 4, SAMPLES)
+
+
+def printed(url: str, capfd: pytest.CaptureFixture[str]) -> str:
+    sink = open_sink(url, CONTEXT)
+    sink.open()
+    sink.write(BATCH)
+    sink.close()
+    return capfd.readouterr().out
+
+
+def test_prints_a_line_per_event(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without options it shows what people read."""
+    assert printed("stdout:", capfd).splitlines() == list(render_batch(BATCH, KEY_BYTES))
+
+
+def test_prints_json_without_tokens(capfd: pytest.CaptureFixture[str]) -> None:
+    """As JSON it is one line per batch, and token ids are left out unless asked for."""
+    line = printed("stdout:?format=jsonl", capfd)
+    assert line.count("\n") == 1
+    assert str(PLANTED) not in line
+    assert from_json(line).seq == 3
+
+
+def test_prints_json_with_tokens(capfd: pytest.CaptureFixture[str]) -> None:
+    """With tokens=1 the line holds the whole batch."""
+    assert from_json(printed("stdout:?format=jsonl&tokens=1", capfd)) == BATCH
+
+
+def test_keeps_its_place_among_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    """What was printed before the sink opened comes first."""
+    sys.stdout.write("before\n")
+    assert printed("stdout:", capfd).startswith("before\n")
+
+
+def test_leaves_stdout_open(capfd: pytest.CaptureFixture[str]) -> None:
+    """Closing the sink does not close the process's output."""
+    printed("stdout:", capfd)
+    sys.stdout.write("after\n")
+    sys.stdout.flush()
+    assert capfd.readouterr().out == "after\n"
+
+
+def test_says_so_where_stdout_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the sink says what to use instead."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    sink = open_sink("stdout:", CONTEXT)
+    with pytest.raises(SinkError, match="file:///"):
+        sink.open()
+
+
+@pytest.mark.parametrize("url", ["stdout:/x", "stdout://host", "stdout:?format=xml", "stdout:?tokens=1"])
+def test_refuses_what_makes_no_sense(url: str) -> None:
+    """A path, an unknown format, and tokens in lines for people are errors."""
+    with pytest.raises(SinkURLError):
+        open_sink(url, CONTEXT)
