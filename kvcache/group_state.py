@@ -125,7 +125,7 @@ class GroupState:
 
     def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:
         """Forget cached blocks, deepest first; returns the runs that sequences still hold, with their parents."""
-        held = []
+        held: list[tuple[Run, Node]] = []
         done, count = 0, len(slots)
         while done < count:
             run = self.owner(level, slots[done])

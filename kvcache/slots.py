@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
@@ -76,7 +76,11 @@ class Level:
     def add_leaf(self, run: Run) -> None:
         """Make a run a candidate if it is one."""
         if run.refs == 0 and run.kin == 0 and run.level == self.index:
-            heappush(self.leaves, _entry(run))
+            leaves = self.leaves
+            if leaves and leaves[0][4] == run.id:
+                heapreplace(leaves, _entry(run))  # the one that is being evicted got shorter
+            else:
+                heappush(leaves, _entry(run))
 
     def victim(self, runs: dict[int, Run], spares: Iterable[Run] = ()) -> Run | None:
         """The run whose last block goes next; `spares` are passed over."""
@@ -84,10 +88,19 @@ class Level:
         spared = []
         found = None
         while leaves:
-            run = runs.get(leaves[0][4])
-            if run is None or run.refs or run.kin or run.level != self.index or _entry(run) != leaves[0]:
+            priority, stamp, depth, _, run_id = leaves[0]
+            run = runs.get(run_id)
+            if (
+                run is None
+                or run.stamp != stamp
+                or run.end != -depth
+                or run.priority != priority
+                or run.refs
+                or run.kin
+                or run.level != self.index
+            ):
                 heappop(leaves)
-            elif run in spares:
+            elif spares and run in spares:
                 spared.append(heappop(leaves))
             else:
                 found = run

@@ -243,15 +243,34 @@ class WindowBlockManager:
 
     def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
         """Remove everything cached behind a run, leaves first."""
-        for below in reversed(runs_below(run)):
-            self._remove_tail(below, len(below.slots), why, handle)
+        self._remove_all([(below, why) for below in reversed(runs_below(run))], handle)
 
     def remove_failed(self, transfers: set[int]) -> None:
-        """Remove the blocks that these copies should have brought, and what hangs behind them."""
-        failed = [run for run in self.group.tree.runs.values() if run.transfer in transfers]
-        for run in sorted(failed, key=lambda run: run.end, reverse=True):
-            self._remove_below(run, RemoveReason.UNREACHABLE)
-            self._remove_tail(run, len(run.slots), RemoveReason.TRANSFER_FAILED, None)
+        """Remove the blocks that these copies should have brought, and what hangs behind them, leaves first."""
+        doomed: dict[int, tuple[Run, RemoveReason]] = {}
+        for run in self.group.tree.runs.values():
+            if run.transfer in transfers:
+                for below in (run, *runs_below(run)):
+                    failed = below.transfer in transfers
+                    why = RemoveReason.TRANSFER_FAILED if failed else RemoveReason.UNREACHABLE
+                    doomed[below.id] = (below, why)
+        self._remove_all(sorted(doomed.values(), key=lambda item: item[0].end, reverse=True), None)
+
+    def _remove_all(self, runs: list[tuple[Run, RemoveReason]], handle: int | None) -> None:
+        """Remove whole runs. What to remove is noted first: a removal may join the runs that are left."""
+        events = [
+            BlocksRemoved(
+                self.index,
+                run.level,
+                run.slots[::-1].tobytes(),
+                self._names_of_tail(run, len(run.slots)),
+                why,
+                handle,
+            )
+            for run, why in runs
+        ]
+        for event in events:
+            self._emit(event)
 
     # -- storing
 

@@ -103,7 +103,6 @@ class LogWriter:
             software=software,
         )
         self.next_seq = chain.seq
-        chain.closed = False
         self._output = LogOutput(
             self.directory, chain, record_tokens=tokens, segment_bytes=segment_bytes, sync=sync
         )

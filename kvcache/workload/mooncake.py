@@ -38,7 +38,7 @@ class TraceError(UsageError):
         return f"{self.path}:{self.line}: {self.reason}"
 
 
-class TraceRequest(msgspec.Struct, frozen=True):
+class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request of a trace. Fields of the file that are not named here are ignored."""
 
     timestamp: Count
@@ -49,6 +49,8 @@ class TraceRequest(msgspec.Struct, frozen=True):
     """Tokens to generate."""
     hash_ids: tuple[HashId, ...]
     """One number per 512 prompt tokens; the last may stand for fewer."""
+    cache_salt: str | None = None
+    """Requests share blocks only if their salts are equal. Published traces have none."""
 
     def __post_init__(self) -> None:
         needed = -(-self.input_length // TRACE_BLOCK_TOKENS)

@@ -47,8 +47,7 @@ def prompt_tokens(hash_ids: Sequence[int], length: int, seed: int = 0) -> Int32s
 
 def output_tokens(index: int, length: int, seed: int = 0) -> Int32s:
     """Return the tokens that request number `index` generates; no prompt holds any of them."""
-    # Inverted, so that the streams of requests do not begin where those of prompt blocks do.
-    stream = _streams(~np.array([index], dtype=np.uint64), seed)
+    stream = _streams(np.array([index], dtype=np.uint64), seed)
     tokens = _draw(stream, length).reshape(-1)
     tokens += np.int32(PROMPT_VOCABULARY)
     return tokens

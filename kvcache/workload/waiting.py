@@ -99,4 +99,6 @@ class WaitingLine:
         prompt = prompt_tokens(request.hash_ids, request.input_length, self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
-        self._ready.append(Waiting(Request(index, prompt), prompt, outputs, blocks))
+        self._ready.append(
+            Waiting(Request(index, prompt, cache_salt=request.cache_salt), prompt, outputs, blocks)
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
@@ -32,8 +33,10 @@ TIERED: dict[str, Any] = {**SMALL, "primary_blocks": 60, "secondary_blocks": 60}
 TWO_AT_ONCE = DriveOptions(concurrency=2)
 
 
-def request(hash_ids: Sequence[int], length: int, outputs: int = 3, at: int = 0) -> TraceRequest:
-    return TraceRequest(at, length, outputs, tuple(hash_ids))
+def request(
+    hash_ids: Sequence[int], length: int, outputs: int = 3, at: int = 0, salt: str | None = None
+) -> TraceRequest:
+    return TraceRequest(at, length, outputs, tuple(hash_ids), salt)
 
 
 class Recorder:
@@ -148,7 +151,15 @@ class TestWholeRuns:
         first = one.play(CHATS, DriveOptions(seed=1))
         second = other.play(CHATS, DriveOptions(seed=2))
         assert (first.steps, first.reused_tokens_primary) == (second.steps, second.reused_tokens_primary)
-        assert one.recorder.calls != other.recorder.calls
+        for name in ("add_sequences", "add_tokens"):
+            calls = [[call for call in stage.recorder.calls if call[0] == name] for stage in (one, other)]
+            assert calls[0] != calls[1]
+
+    def test_requests_with_other_salts_share_nothing(self) -> None:
+        """Only requests with equal salts reuse each other's blocks, and their bytes are told apart."""
+        trace = [request([1], 64, 2, salt=salt) for salt in ("a", "b", "a", None)]
+        result = Stage(SMALL).play(trace, DriveOptions(concurrency=1))
+        assert result.reused_tokens == 63
 
     def test_empty_trace(self) -> None:
         """Nothing to do is no error."""
@@ -175,6 +186,15 @@ class TestSteps:
         # In step 3 request 3 comes in; it finds the 9 full blocks, and the partial one, that request 0 has left.
         assert stored == ["[0, 256]", "[0, 300]", "[1, 212]", "[1, 300]", "[2, 100]", "[3, 368]", "[3, 512]"]
 
+    def test_prompt_without_output_is_computed_to_its_end(self) -> None:
+        """A request that generates nothing is ended after the last chunk of its prompt, not before."""
+        stage = Stage(SMALL, bytes_too=False)
+        stage.play([request([1], 300, 0)], DriveOptions(prefill_tokens=256))
+        calls = [
+            args for name, args in stage.recorder.calls if name in ("store_context_blocks", "remove_sequence")
+        ]
+        assert calls == ["[0, 256]", "[0, 300]", "[0]"]
+
     def test_one_call_appends_the_tokens_of_all_outputs(self) -> None:
         """However many requests run, a step makes one add_tokens call, after what it computed was stored."""
         stage = Stage(SMALL, bytes_too=False)
@@ -183,6 +203,8 @@ class TestSteps:
         assert result.steps == 5
         appended = [args for name, args in stage.recorder.calls if name == "add_tokens"]
         assert all(args.startswith("[[0, 1, 2, 3], ") for args in appended)
+        # All outputs begin differently.
+        assert len(set(ast.literal_eval(appended[0])[1])) == 4
 
     def test_order_of_calls(self) -> None:
         """A step admits, starts the copies, reports what was computed and sampled, ends requests, and flushes."""
@@ -282,9 +304,10 @@ class TestAdmission:
         assert [(refusal.request_id, refusal.reason) for refusal in result.refusals] == [(1, reason)]
 
     def test_what_just_fits_is_served(self) -> None:
-        """A request that takes the whole cache is served."""
-        result = Stage(SMALL).play([request(range(8), 3170, 30)])
-        assert (result.requests, result.refused) == (1, 0)
+        """A request that takes the whole cache, or is as long as sequences may be, is served."""
+        for config, length in ((SMALL, 3170), ({**SMALL, "primary_blocks": 200}, 4066)):
+            result = Stage(config, bytes_too=False).play([request(range(8), length, 30)])
+            assert (result.requests, result.refused) == (1, 0)
 
     def test_refusals_are_named_up_to_a_bound(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All refusals are counted; only the first are kept by name, and the line goes on."""

@@ -140,6 +140,9 @@ class TestForeignBlocks:
         with pytest.raises(PatternMismatch) as caught:
             checker.check("r", span())
         assert (caught.value.block_index, caught.value.slot, caught.value.layer) == (2, 4, 0)
+        with pytest.raises(PatternMismatch) as caught:
+            checker.check("r", span(begin=6))
+        assert (caught.value.block_index, caught.value.slot, caught.value.layer) == (2, 4, 0)
 
     @pytest.mark.parametrize("dim", [1, 2, 3, 4])
     def test_swapped_inside_the_block(self, dim: int) -> None:

@@ -1,0 +1,9 @@
+"""``python -m kvcache.cli``: the command without its installed script."""
+
+from __future__ import annotations
+
+import sys
+
+from kvcache.cli import main
+
+sys.exit(main())

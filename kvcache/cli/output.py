@@ -1,0 +1,130 @@
+"""What commands print: facts, tables, JSON on stdout; notes on stderr.
+
+On a terminal rich draws it if it is installed; otherwise, and in pipes, it is plain aligned text, which `grep` and
+`awk` like better anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Row = Sequence[str]
+_COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
+
+
+class Output:
+    """Where a command's output goes, and how it looks there."""
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+        self.quiet = quiet
+        self.verbose = verbose
+
+    def line(self, text: str = "") -> None:
+        """One line of the result."""
+        print(text)
+
+    def heading(self, text: str) -> None:
+        """The title of what follows."""
+        print(paint(text, "bold"))
+
+    def json(self, value: Any) -> None:
+        """The whole result for a program."""
+        print(json.dumps(value, indent=2))
+
+    def note(self, text: str) -> None:
+        """Something to know that is not the result."""
+        if not self.quiet:
+            print(f"kvcache: {printable(text)}", file=sys.stderr)
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Labels with what there is to say about each; an empty label continues the one before."""
+        width = max((len(label) for label, _ in rows), default=0)
+        for label, text in rows:
+            print(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
+
+    def table(self, columns: Sequence[str], rows: Sequence[Row], *, right: Sequence[str] = ()) -> None:
+        """Rows under a heading; the columns named in `right` are aligned to the right."""
+        console = _rich_console(sys.stdout)
+        if console is None:
+            _print_plain(columns, rows, right)
+        else:
+            _print_rich(console, columns, rows, right)
+
+
+def paint(text: str, color: str) -> str:
+    """The text in a color, where stdout is a terminal that people look at."""
+    if not text.strip() or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
+
+
+def printable(text: str) -> str:
+    """The text without anything that could drive a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def _print_plain(columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        print("  " + "  ".join(cells).rstrip())
+
+
+def _print_rich(console: Console, columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
+    for row in rows:
+        # As Text, since rich would take [brackets] in a plain string for markup.
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _rich_console(stream: TextIO) -> Console | None:
+    """A console on `stream`, if it is a terminal and rich is installed."""
+    if not stream.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=stream, highlight=False)
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: "1 block", "2,004 blocks"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people."""
+    for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= length:
+            return f"{num_bytes / length:.1f} {unit}"
+    return f"{num_bytes} B"
+
+
+def duration(seconds: float) -> str:
+    """A time for people, in the unit that suits it."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def share(part: float) -> str:
+    """A part of one, in percent."""
+    return f"{part:.1%}".replace("%", " %")

@@ -1,0 +1,53 @@
+"""The arguments of all commands, and the types they are read with."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from kvcache._version import __version__
+from kvcache.cli import completion, config, doctor, events, match, replay, run
+
+COMMANDS = (run, replay, events, match, config, doctor, completion)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, and where to read more."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"kvcache: error: {message} (see `{self.prog} --help`)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = Parser(
+        prog="kvcache",
+        description="An event-sourced KV cache: play requests through it, and read the log that it leaves.",
+        epilog="`kvcache run` without anything plays generated chats and needs a few seconds.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
+    _add_common(parser, default=False)
+    common = argparse.ArgumentParser(add_help=False)
+    # Given before the command or behind it; what is not given behind it must not undo what was before.
+    _add_common(common, default=argparse.SUPPRESS)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for command in COMMANDS:
+        command.add_parser(commands, parents=[common])
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
+    group = parser.add_argument_group("messages")
+    group.add_argument(
+        "-v", "--verbose", action="store_true", default=default, help="say more, and show tracebacks"
+    )
+    group.add_argument(
+        "-q", "--quiet", action="store_true", default=default, help="no progress and no notes, only the result"
+    )
+    group.add_argument(
+        "--log-json", action="store_true", default=default, help="diagnostics as JSON lines on stderr"
+    )

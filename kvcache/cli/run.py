@@ -1,0 +1,294 @@
+"""``kvcache run``: play requests through a cache with everything on, and prove that its log says what happened.
+
+An engine without a model: real pools, every computed token writes bytes that prove where they came from, every
+reused block is compared, and at the end the log is replayed and must give the state that the cache had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any
+
+from events.errors import EventsError, LogExists
+from events.log import LogWriter
+from kvcache.cli import settings
+from kvcache.cli.arguments import integer, natural, positive, seconds
+from kvcache.cli.output import Output
+from kvcache.cli.progress import progress
+from kvcache.cli.source import Source, generated_chats, open_trace
+from kvcache.cli.stopping import StopSignals
+from kvcache.cli.summary import Outcome, describe_start, show, to_json
+from kvcache.cli.verification import verify_own_log
+from kvcache.config import KVCacheConfig
+from kvcache.errors import InternalError, KVCacheError, UsageError
+from kvcache.fingerprint import fingerprint
+from kvcache.layout import Layout
+from kvcache.manager import KVCacheManager
+from kvcache.outlets import open_log
+from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
+from sinks import SinkContext, open_sink
+
+if TYPE_CHECKING:
+    from kvcache.pools import Pools
+
+_EPILOG = """\
+What is not given follows from the requests: max_sequence_length is the longest request, primary-blocks is room
+for as many average requests as may run at once (and for the longest one), secondary-blocks is the same number.
+Settings come from --config, then KVCACHE_* variables, then --set, then the options above.
+
+Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a verified log, and the summary.
+In a run the log makes the engine wait rather than lose events (unless log.overflow says otherwise).
+"""
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "run",
+        parents=parents,
+        help="play a trace, or generated chats, and verify the log",
+        description="Play requests through a cache and verify every reused byte and the log.",
+        epilog=_EPILOG,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="requests as JSON lines (Mooncake form)")
+    settings.add_options(parser)
+    _add_load_options(parser)
+    _add_cache_options(parser)
+    _add_event_options(parser)
+
+
+def _add_load_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    group.add_argument("--limit", type=positive, metavar="N", help="play only the first N requests")
+    group.add_argument(
+        "--concurrency", type=positive, default=32, metavar="N", help="most requests running at once (32)"
+    )
+    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)")
+    group.add_argument(
+        "--speed", default="max", metavar="real|N|max", help="keep the trace's times, N times as fast, or ignore them (max)"
+    )
+
+
+def _add_cache_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("cache")
+    group.add_argument("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
+    group.add_argument("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
+    group.add_argument("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
+    group.add_argument("--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch")
+
+
+def _add_event_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("events")
+    group.add_argument(
+        "--sink", action="append", default=[], dest="sinks", metavar="URL", help="publish events, as in stdout: or file:e.jsonl"
+    )
+    group.add_argument("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
+    group.add_argument(
+        "--continue", action="store_true", dest="resume", help="append a new epoch to the log in --log"
+    )
+    group.add_argument("--keep", action="store_true", help="keep the log even if its directory is temporary")
+    group.add_argument(
+        "--hold", type=seconds, default=0.0, metavar="SECONDS", help="keep the sinks open for so long after the end"
+    )
+    group.add_argument("--json", action="store_true", help="the summary as JSON; stdout holds nothing else")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Play, verify, summarize."""
+    if args.json and any(url.startswith("stdout:") for url in args.sinks):
+        raise UsageError("--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl")
+    if args.resume and args.log is None:
+        raise UsageError("--continue needs --log DIR: which log is to be continued?")
+    with StopSignals() as stop, _Directory(args) as directory:
+        outcome = _play(args, out, stop, directory)
+        kept = directory.settle(verified=outcome.agrees)
+        if args.json:
+            out.json(to_json(outcome, kept))
+        else:
+            show(outcome, kept, out, events=args.trace is None)
+        return _exit_code(outcome, stop, out)
+
+
+def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
+    result = outcome.result
+    if outcome.verification.disagrees:
+        raise LogDisagrees(outcome.verification.differences)
+    if result.refused and not result.requests and not result.interrupted:
+        raise UsageError(f"none of the requests fits: {result.refusals[0].reason}")
+    if result.refused:
+        first = result.refusals[0]
+        out.note(f"{result.refused:,} of the requests did not fit, such as number {first.request_id}: {first.reason}")
+    return stop.exit_code
+
+
+class LogDisagrees(InternalError):
+    """The log of a run does not replay to the state that the cache had."""
+
+    def __init__(self, differences: tuple[str, ...]) -> None:
+        super().__init__(differences)
+        self.differences = differences
+
+    def __str__(self) -> str:
+        return f"the log does not say what happened: {'; '.join(self.differences)}: a bug of kvcache, please report it"
+
+
+class _Directory:
+    """The log's directory; a temporary one goes away again, unless it is evidence."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.temporary = args.log is None
+        self._keep = args.keep
+        self.path: Path = args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
+
+    def __enter__(self) -> _Directory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KVCacheError | EventsError) and self._has_batches():
+            self.settle(verified=not isinstance(error, InternalError))
+        elif error is not None and self.temporary:
+            rmtree(self.path, ignore_errors=True)
+
+    def _has_batches(self) -> bool:
+        return self.path.is_dir() and any(self.path.glob("*.kvlog"))
+
+    def settle(self, *, verified: bool) -> Path | None:
+        """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
+        if self.temporary and verified and not self._keep:
+            rmtree(self.path, ignore_errors=True)
+            return None
+        return self.path
+
+
+def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _Directory) -> Outcome:
+    clock = StepClock(parse_speed(args.speed))
+    source = _open_source(args, stop)
+    config = _config(args, source)
+    for url in args.sinks:
+        open_sink(url, SinkContext(key_bytes=8, tokens_per_block=config.tokens_per_block))
+    pools = None if args.no_pools else _pools(config)
+    shown = not (args.json or out.quiet)
+    if shown:
+        describe_start(out, source, config, pools, directory.path, temporary=directory.temporary and not args.keep)
+    manager, writer = _open_manager(args, config, pools, directory.path, clock)
+    played = _drive(args, out, stop, manager, source, pools, clock)
+    return _finish(args, out, stop, manager, writer, played)
+
+
+def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
+    if args.trace is not None:
+        return open_trace(args.trace, args.limit, stop)
+    return generated_chats(args.seed, args.limit, stop)
+
+
+def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
+    sets = settings.parse_sets(args.sets)
+    for name in ("tokens_per_block", "primary_blocks", "secondary_blocks"):
+        if getattr(args, name) is not None:
+            sets[name] = getattr(args, name)
+    # What decides about the other defaults is read and checked first.
+    first = {"tokens_per_block": 64, "max_sequence_length": source.sizes.longest, "log": {"overflow": "block"}}
+    known = settings.given(args.config, sets)
+    config = settings.load(args.config, sets, first | {"primary_blocks": 1})
+    blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)
+    if "max_tokens" not in known:
+        first["primary_blocks"] = blocks
+    if "host_cache_size" not in known:
+        first["secondary_blocks"] = known.get("primary_blocks") or blocks
+    return settings.load(args.config, sets, first)
+
+
+def _pools(config: KVCacheConfig) -> Pools:
+    try:
+        from kvcache.pools import Pools
+    except ImportError as error:
+        raise UsageError(f"{error}, or play without them (--no-pools)") from error
+    return Pools(Layout.of(config))
+
+
+def _open_manager(
+    args: argparse.Namespace, config: KVCacheConfig, pools: Pools | None, directory: Path, clock: StepClock
+) -> tuple[KVCacheManager, LogWriter]:
+    try:
+        writer = open_log(directory, config.log, resume=args.resume)
+    except LogExists:
+        raise UsageError(
+            f"{directory} holds a log already: choose another directory, or add --continue to append to it"
+        ) from None
+    try:
+        manager = KVCacheManager(config, pools=pools, log=writer, sinks=args.sinks, wall_ns=clock.wall_ns)
+    except BaseException:
+        writer.close()
+        raise
+    return manager, writer
+
+
+def _drive(
+    args: argparse.Namespace,
+    out: Output,
+    stop: StopSignals,
+    manager: KVCacheManager,
+    source: Source,
+    pools: Pools | None,
+    clock: StepClock,
+) -> RunResult:
+    options = DriveOptions(concurrency=args.concurrency, seed=args.seed)
+    # Event lines on the same terminal would tear the bar apart.
+    visible = not out.quiet and not any(url.startswith("stdout:") for url in args.sinks)
+    with ExitStack() as on_error:
+        on_error.callback(_close_after_failure, manager)
+        with progress("playing", len(source.requests), shown=visible) as update:
+            result = drive(
+                manager,
+                source.requests,
+                options,
+                pools=pools,
+                clock=clock,
+                stop=stop,
+                progress=lambda step, done, total: update(done),
+            )
+        on_error.pop_all()
+    return result
+
+
+def _close_after_failure(manager: KVCacheManager) -> None:
+    # What went wrong first is what must be heard of.
+    with suppress(KVCacheError, EventsError, OSError):
+        manager.close()
+
+
+def _finish(
+    args: argparse.Namespace,
+    out: Output,
+    stop: StopSignals,
+    manager: KVCacheManager,
+    writer: LogWriter,
+    result: RunResult,
+) -> Outcome:
+    started = time.perf_counter()
+    writer.flush()
+    drained = time.perf_counter() - started
+    if args.hold and not stop.is_set():
+        out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
+        stop.wait(args.hold)
+    manager.close()
+    live = fingerprint(manager.state)
+    verification = verify_own_log(writer, live, stop, shown=not out.quiet)
+    return Outcome(
+        result=result,
+        stats=manager.stats(),
+        sinks=manager.sink_stats(),
+        seconds=result.manager_seconds + drained,
+        log_bytes=writer.bytes_written,
+        dropped_batches=writer.dropped_batches,
+        fingerprint=live,
+        verification=verification,
+        signal=None if stop.first is None else stop.first.name,
+        with_pools=not args.no_pools,
+    )

@@ -1,0 +1,75 @@
+"""Settings from the command line: ``--config FILE`` and ``--set FIELD=VALUE``, and what was given where."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from kvcache.config import KVCacheConfig, LogConfig, _merged, _read_env, _read_file
+from kvcache.errors import UsageError
+
+Values = dict[str, Any]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that name settings."""
+    parser.add_argument("--config", metavar="FILE", type=Path, help="settings: a .toml, .yaml or .yml file")
+    parser.add_argument(
+        "--set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        dest="sets",
+        help="one setting, as in head_dim=128 or log.fsync=never; wins over the file and KVCACHE_* variables",
+    )
+
+
+def parse_sets(sets: list[str]) -> Values:
+    """The settings of all ``--set``; raises UsageError. What they accept is checked with all others later."""
+    values: Values = {}
+    for text in sets:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {text}: write FIELD=VALUE, as in --set head_dim=128")
+        *outer, field = name.split(".")
+        target = values
+        for step in outer:
+            target = target.setdefault(step, {})
+            if not isinstance(target, dict):
+                raise UsageError(f"--set {text}: {step} has no settings inside")
+        target[field] = None if value.lower() == "none" and _may_be_none(outer, field) else value
+    return values
+
+
+def _may_be_none(outer: list[str], field: str) -> bool:
+    model: type[BaseModel] = LogConfig if outer == ["log"] else KVCacheConfig
+    known = model.model_fields.get(field)
+    return known is not None and type(None) in get_args(known.annotation)
+
+
+def by_source(path: Path | None, sets: Values) -> dict[str, Values]:
+    """What is given, by where; later ones win. Raises ConfigError."""
+    return {
+        "file": {} if path is None else _read_file(path),
+        "environment": _read_env(os.environ)[0],
+        "--set": sets,
+    }
+
+
+def given(path: Path | None, sets: Values) -> Values:
+    """Everything that is given anywhere."""
+    values: Values = {}
+    for each in by_source(path, sets).values():
+        values = _merged(values, each)
+    return values
+
+
+def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
+    """The settings, with `defaults` for what is given nowhere. Raises ConfigError."""
+    known = given(path, sets)
+    missing = {name: value for name, value in defaults.items() if name not in known}
+    return KVCacheConfig.load(path, **_merged(missing, sets))

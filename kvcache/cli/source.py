@@ -1,0 +1,84 @@
+"""Where the requests of a run come from: a trace, or the generator of chats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcache.errors import UsageError
+from kvcache.workload import ChatOptions, TraceRequest, generate_chats, read_trace
+
+USERS = 200
+"""Conversations of a run without a trace: some seconds of work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a cache for these requests has to know about them."""
+
+    requests: int
+    tokens: int
+    """Of all prompts and outputs."""
+    longest: int
+    """Tokens of the longest request, prompt and output."""
+
+    @classmethod
+    def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> Sizes:
+        """Add up; ends early if `stop` is set."""
+        count = tokens = longest = 0
+        for request in requests:
+            length = request.input_length + request.output_length
+            count, tokens, longest = count + 1, tokens + length, max(longest, length)
+            if stop.is_set():
+                break
+        return cls(count, tokens, longest)
+
+    def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
+        """Room for `concurrency` requests of average length, and for the longest one."""
+        average = -(-self.tokens // max(self.requests, 1))
+        return max(-(-self.longest // tokens_per_block), concurrency * -(-average // tokens_per_block))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Requests, and what they are called."""
+
+    title: str
+    requests: Collection[TraceRequest]
+    sizes: Sizes
+
+
+class _Trace(Collection[TraceRequest]):
+    """A trace that is read again for each iteration, so that it never lies in memory as a whole."""
+
+    def __init__(self, path: Path, limit: int | None, sizes: Sizes) -> None:
+        self._path = path
+        self._limit = limit
+        self._sizes = sizes
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return read_trace(self._path, self._limit)
+
+    def __len__(self) -> int:
+        return self._sizes.requests
+
+    def __contains__(self, request: object) -> bool:
+        return any(request == each for each in self)
+
+
+def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
+    """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe")
+    sizes = Sizes.of(read_trace(path, limit), stop)
+    if not sizes.requests:
+        raise UsageError(f"{path} holds no requests")
+    return Source(path.name, _Trace(path, limit, sizes), sizes)
+
+
+def generated_chats(seed: int, limit: int | None, stop: threading.Event) -> Source:
+    """The requests of a run without a trace."""
+    requests = generate_chats(ChatOptions(seed=seed, users=USERS))[:limit]
+    return Source(f"generated chats (seed {seed})", requests, Sizes.of(requests, stop))

@@ -1,0 +1,64 @@
+"""Ending by a signal without being torn apart: the handler notes it, the work looks at the note between two steps.
+
+A `threading.Event` will not do: a handler runs on the main thread, possibly while that thread is inside the event
+and holds its lock, which `set` would then wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopSignals(threading.Event):
+    """Set by SIGINT and SIGTERM while it is entered as a context. To be used on the main thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: signal.Signals | None = None
+        """The signal that came first."""
+        self.received = 0
+        """How many have come."""
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or signal.Signals(number)
+        self.received += 1
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writer, b"!")
+
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self.received > 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a signal for `timeout` seconds; returns whether one has come."""
+        if not self.received:
+            # Python goes on waiting after a signal; what the handler has written ends it.
+            select.select([self._reader], [], [], timeout)
+        return self.is_set()
+
+    @property
+    def exit_code(self) -> int:
+        """0, or what shells expect of a program that a signal has ended."""
+        return 0 if self.first is None else 128 + self.first

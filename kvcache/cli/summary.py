@@ -1,0 +1,213 @@
+"""What a run amounted to, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from events.types import CacheCreated
+from kvcache.cli.event_lines import event_lines
+from kvcache.cli.output import Output, count, duration, paint, printable, share, size
+from kvcache.cli.source import Source
+from kvcache.cli.verification import Verification
+from kvcache.config import KVCacheConfig
+from kvcache.layout import Layout
+from kvcache.stats import Stats
+from kvcache.workload import RunResult
+from sinks import SinkStats
+
+if TYPE_CHECKING:
+    from kvcache.pools import Pools
+
+LAST_EVENTS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that is known at the end of a run."""
+
+    result: RunResult
+    stats: Stats
+    sinks: tuple[SinkStats, ...]
+    seconds: float
+    """In the manager's calls and waiting for the log."""
+    log_bytes: int
+    dropped_batches: int
+    fingerprint: bytes
+    verification: Verification
+    signal: str | None
+    with_pools: bool
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the log was replayed and is right."""
+        return self.verification.agrees
+
+    @property
+    def requests_per_second(self) -> float:
+        """Requests that manager and log alone could serve in a second."""
+        return self.result.requests / self.seconds if self.seconds else 0.0
+
+
+def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
+    """The summary as JSON. Times in seconds unless the name says otherwise."""
+    result, stats, verification = outcome.result, outcome.stats, outcome.verification
+    replayed = verification.replayed
+    return {
+        "requests": result.requests,
+        "refused": result.refused,
+        "refusals": [asdict(refusal) for refusal in result.refusals],
+        "interrupted": result.interrupted,
+        "signal": outcome.signal,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        "reused_tokens": result.reused_tokens,
+        "reused_tokens_primary": result.reused_tokens_primary,
+        "reused_tokens_secondary": result.reused_tokens_secondary,
+        "reused_tokens_partial": result.reused_tokens_partial,
+        "recomputed_tokens": result.recomputed_tokens,
+        "hit_rate": result.hit_rate,
+        "blocks_allocated": stats.blocks_allocated,
+        "blocks_stored": stats.blocks_stored,
+        "blocks_removed": stats.blocks_removed,
+        "blocks_offloaded": stats.blocks_offloaded,
+        "blocks_onboarded": stats.blocks_onboarded,
+        "blocks_deduplicated": stats.blocks_deduplicated,
+        "checked_blocks": result.checked_blocks,
+        "checked_final_blocks": result.checked_final_blocks,
+        "events": stats.events,
+        "batches": stats.batches,
+        "dropped_batches": outcome.dropped_batches,
+        "log": None if log is None else str(log),
+        "log_bytes": outcome.log_bytes,
+        "sinks": [asdict(sink) for sink in outcome.sinks],
+        "steps": result.steps,
+        "seconds": outcome.seconds,
+        "requests_per_second": outcome.requests_per_second,
+        "step_us_p50": result.step_us_p50,
+        "step_us_p99": result.step_us_p99,
+        "fingerprint": outcome.fingerprint.hex(),
+        "replay_fingerprint": None if verification.fingerprint is None else verification.fingerprint.hex(),
+        "replay_seconds": verification.seconds,
+        "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
+    }
+
+
+def describe_start(
+    out: Output, source: Source, config: KVCacheConfig, pools: Pools | None, log: Path, *, temporary: bool
+) -> None:
+    """Say what is about to be played into what."""
+    layout = Layout.of(config)
+    primary, secondary = layout.groups[0].num_blocks
+    block = sum(group.bytes_per_block for group in layout.groups)
+    where = "no tensors" if pools is None else f"{size(block)} each, on {pools.device}"
+    out.heading(f"kvcache run: {printable(source.title)}")
+    out.facts(
+        [
+            ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
+            ("cache", f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens ({where})"),
+            ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
+        ]
+    )
+    out.line()
+
+
+def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> None:
+    """The summary for people; with `events`, the end of the log first."""
+    if events and not out.quiet:
+        _show_last_events(outcome.verification, out)
+    heading = "summary"
+    if outcome.signal is not None:
+        heading = f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
+    out.heading(heading)
+    out.facts(_requests(outcome) + _blocks(outcome) + _times(outcome) + _sinks(outcome) + _record(outcome, log))
+
+
+def _requests(outcome: Outcome) -> list[tuple[str, str]]:
+    result = outcome.result
+    by_level = (
+        f"{result.reused_tokens_primary:,} from primary, {result.reused_tokens_secondary:,} from secondary, "
+        f"{result.reused_tokens_partial:,} in partial blocks"
+    )
+    refused = f", {result.refused:,} refused" if result.refused else ""
+    return [
+        ("requests", f"{result.requests:,} served in {count(result.steps, 'step')}{refused}"),
+        ("prompt tokens", f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(result.hit_rate)}"),
+        ("", by_level),
+    ]
+
+
+def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
+    stats, result = outcome.stats, outcome.result
+    moved = f"{stats.blocks_offloaded:,} offloaded, {stats.blocks_onboarded:,} onboarded"
+    checked = f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
+    if not outcome.with_pools:
+        checked = "nothing to compare without pools"
+    return [
+        ("blocks", f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} evicted"),
+        ("", moved),
+        ("bytes", checked),
+    ]
+
+
+def _times(outcome: Outcome) -> list[tuple[str, str]]:
+    result = outcome.result
+    p50, p99 = duration(result.step_us_p50 / 1e6), duration(result.step_us_p99 / 1e6)
+    return [
+        ("manager and log", f"{duration(outcome.seconds)}, {outcome.requests_per_second:,.0f} requests/s"),
+        ("", f"per step {p50} (median), {p99} (99th percentile)"),
+    ]
+
+
+def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
+    return [("sinks" if number == 0 else "", _sink(sink)) for number, sink in enumerate(outcome.sinks)]
+
+
+def _sink(sink: SinkStats) -> str:
+    text = f"{printable(sink.name)}: {count(sink.batches, 'batch', 'batches')}, {count(sink.events, 'event')}"
+    text += f", {sink.dropped_batches:,} dropped, lag {sink.lag_batches:,}"
+    if sink.state != "closed":
+        text += paint(f", {sink.state}", "red")
+    if sink.last_error is not None:
+        text += f" ({printable(sink.last_error)})"
+    return text
+
+
+def _record(outcome: Outcome, log: Path | None) -> list[tuple[str, str]]:
+    stats, verification = outcome.stats, outcome.verification
+    lost = f", {count(outcome.dropped_batches, 'batch', 'batches')} lost" if outcome.dropped_batches else ""
+    written = f"{count(stats.events, 'event')} in {count(stats.batches, 'batch', 'batches')}, {size(outcome.log_bytes)}{lost}"
+    rows = [("log", written)]
+    if log is not None:
+        rows.append(("", f"kept in {printable(str(log))}"))
+    rows.append(("replay", _replay(verification)))
+    rows.append(("fingerprint", outcome.fingerprint.hex()))
+    return rows
+
+
+def _replay(verification: Verification) -> str:
+    if verification.replayed is None:
+        return paint("interrupted: the log was not verified", "yellow")
+    if verification.disagrees:
+        return paint(f"disagrees: {'; '.join(verification.differences)}", "red")
+    checkpoints = count(verification.replayed.checkpoints_verified, "checkpoint")
+    verdict = paint("agrees", "green")
+    return f"{verdict}: same fingerprint, {checkpoints} verified, {duration(verification.seconds)}"
+
+
+def _show_last_events(verification: Verification, out: Output) -> None:
+    lines = [line for batch in verification.last_batches for line in event_lines(batch, key_bytes(verification))]
+    if lines:
+        out.heading("last events")
+        for line in lines[-LAST_EVENTS:]:
+            out.line(line)
+        out.line()
+
+
+def key_bytes(verification: Verification) -> int:
+    """Of the cache that was replayed; 0 while it is not known."""
+    created: CacheCreated | None = None if verification.replayed is None else verification.replayed.state.created
+    return 0 if created is None else created.key_bytes
+
+

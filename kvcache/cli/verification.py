@@ -1,0 +1,86 @@
+"""Replaying the log that a run has just written, and comparing what comes out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from events.log import LogReader, LogWriter
+from events.types import EventBatch
+from kvcache.cli.progress import Update, progress
+from kvcache.cli.stopping import StopSignals
+from kvcache.replay import Replayed, fold
+
+LAST_BATCHES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the replay of a run's log has shown."""
+
+    replayed: Replayed | None
+    """None: it was interrupted."""
+    fingerprint: bytes | None
+    differences: tuple[str, ...]
+    """What does not agree, in words; empty if all does."""
+    seconds: float
+    last_batches: tuple[EventBatch, ...]
+    """The end of the log, for people to look at."""
+
+    @property
+    def disagrees(self) -> bool:
+        """Whether something is wrong."""
+        return bool(self.differences)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything was compared and is right."""
+        return self.replayed is not None and not self.differences
+
+
+class _Interrupted(Exception):  # noqa: N818  the end of a loop, not an error
+    pass
+
+
+def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: bool) -> Verification:
+    """Fold the log and compare it with the state that the cache had; a further signal ends that."""
+    started = time.perf_counter()
+    last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
+    reader = LogReader(writer.directory)
+    total = writer.next_seq + writer.batches_written
+    try:
+        with progress("replaying its log", total, shown=shown) as update:
+            replayed = fold(_watched(reader, last, stop, update), verify=True)
+    except _Interrupted:
+        return Verification(None, None, (), time.perf_counter() - started, tuple(last))
+    replayed.end = reader.end
+    found = replayed.fingerprint
+    seconds = time.perf_counter() - started
+    return Verification(replayed, found, _differences(replayed, live, found), seconds, tuple(last))
+
+
+def _watched(
+    batches: Iterable[EventBatch], last: deque[EventBatch], stop: StopSignals, update: Update
+) -> Iterator[EventBatch]:
+    # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
+    before = stop.received
+    for batch in batches:
+        if stop.received > before:
+            raise _Interrupted
+        last.append(batch)
+        update(batch.seq + 1)
+        yield batch
+
+
+def _differences(replayed: Replayed, live: bytes, found: bytes) -> tuple[str, ...]:
+    differences = []
+    if found != live:
+        differences.append(f"its replay ends in {found.hex()[:16]}, the cache ended in {live.hex()[:16]}")
+    if replayed.checkpoints_failed:
+        batches = ", ".join(map(str, replayed.checkpoints_failed[:5]))
+        differences.append(f"{len(replayed.checkpoints_failed)} checkpoints disagree (batches {batches})")
+    if replayed.end is None or replayed.end.kind != "clean":
+        differences.append("it does not end with an orderly close")
+    return tuple(differences)

@@ -1,0 +1,318 @@
+"""The manager beside the model: random commands, and after each of them everything that both of them know is compared.
+
+Along the way a second state folds the events, and from some point on a second manager that began with an export or
+with a fold gets the same commands and has to emit the same events. At the end the log is replayed.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, note, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from events.log import LogReader
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    AdmissionRefused,
+    BlocksMoved,
+    BlocksRemoved,
+    Checkpoint,
+    Event,
+    MoveReason,
+    TransferLanded,
+)
+from kvcache.check import check
+from kvcache.config import KVCacheConfig
+from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong
+from kvcache.exported_state import export
+from kvcache.fingerprint import fingerprint
+from kvcache.manager import KVCacheManager
+from kvcache.replay import Replayed, replay
+from kvcache.state import CacheState
+from tests import strategies
+from tests.model import Model, Refused, Request
+from tests.strategies import Namespace, cached_blocks, name_of, request, split_names
+
+RequestId = str | int
+
+
+class ManagerBesideModel(RuleBasedStateMachine):
+    """Each rule gives one command to both and compares the results; the invariants compare the states."""
+
+    manager: KVCacheManager
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.mkdtemp(prefix="kvcache-model-")
+        self.earlier: list[list[int]] = []
+        self.history: list[Event] = []
+        self.seen = self.twin_seen = 0
+        """Events of `history` and of the twin's that were looked at."""
+        self.fingerprints: dict[int, bytes] = {}
+        self.twin: KVCacheManager | None = None
+        self.twin_history: list[Event] = []
+
+    @initialize(settings=strategies.configs())
+    def create(self, settings: KVCacheConfig) -> None:
+        note(f"{settings!r}")
+        self.config = settings
+        self.manager = KVCacheManager(settings, log=strategies.log_directory(self.directory))
+        self.fingerprints[0] = self.manager.fingerprint()
+        self.mirror = strategies.mirror_of(self.manager)
+        assert self.manager.state.created is not None
+        self.history.append(self.manager.state.created)
+        self.seen = 1
+        self.manager.bus.subscribe(self.history.append)
+        self.size = settings.tokens_per_block
+        assert settings.primary_blocks is not None
+        assert settings.secondary_blocks is not None
+        self.limit = min(settings.max_sequence_length, settings.primary_blocks * self.size)
+        self.model = Model(
+            self.size,
+            (settings.primary_blocks, settings.secondary_blocks),
+            reuse=settings.enable_block_reuse,
+            partial=settings.enable_partial_reuse,
+            offload_from=settings.secondary_offload_min_priority,
+        )
+
+    # -- commands
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        free = [each for each in strategies.IDS if each not in self.model.running]
+        if not free:
+            return
+        batch = data.draw(strategies.batches(free, self.earlier), label="batch")
+        requests = [request(*each) for each in batch]
+        if any(len(tokens) > self.limit for _, _, tokens in batch):
+            with pytest.raises(PromptTooLong):
+                self.both("add_sequences", requests)
+            return
+        self.earlier = (self.earlier + [tokens for _, _, tokens in batch])[-8:]
+        sources = [self.source_of(namespace, tokens) for _, namespace, tokens in batch]
+        assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
+        try:
+            expected = self.model.add(batch, [source for source in sources if source is not None])
+        except Refused as refused:
+            index, needed, available = refused.args
+            with pytest.raises(OutOfBlocks) as raised:
+                self.both("add_sequences", requests)
+            assert (raised.value.index, raised.value.needed, raised.value.available) == (index, (needed,), (available,))
+            return
+        admitted = self.both("add_sequences", requests)
+        assert [(a.reused_primary, a.reused_secondary, a.reused_partial) for a in admitted] == expected
+        assert [len(a.block_tables[0]) for a in admitted] == [-(-len(tokens) // self.size) for _, _, tokens in batch]
+
+    def source_of(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[Any, ...] | None:
+        """Which block the manager would copy from; compares its whole match on the way."""
+        path, copied, candidates = self.model.match(namespace, tokens)
+        lora_id, lora_name, salt = namespace
+        found = self.manager.match(tokens, lora_id=lora_id, lora_name=lora_name, cache_salt=salt)
+        held = [path[:end] for end in range(2, len(path) + 1)]
+        assert [block.name for block in found.blocks] == [name_of(each).hex() for each in held]
+        assert [block.level for block in found.blocks] == [self.model.cached[each].level for each in held]
+        if found.partial is None:
+            assert not candidates
+            return None
+        assert found.partial.num_tokens == copied
+        named = {name_of(each).hex(): each for each in candidates}
+        return named[found.partial.name]
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        num_tokens = data.draw(st.integers(0, len(self.model.running[request_id].tokens)))
+        swapped = self.model.compute(request_id, num_tokens)
+        result = self.both("store_context_blocks", request_id, num_tokens)
+        assert result.stored_blocks == self.model.running[request_id].stored
+        self.check_swaps(request_id, result.swapped, swapped)
+
+    def check_swaps(self, request_id: Hashable, swaps: list[tuple[int, int, int]], expected: list[int]) -> None:
+        assert [index for index, _, _ in swaps] == expected
+        table = self.manager.block_table(request_id)  # type: ignore[arg-type]
+        assert all(table[index] == new != old for index, old, new in swaps)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), steps=st.integers(1, 3))
+    def decode(self, data: st.DataObject, steps: int) -> None:
+        """One token each, for the same sequences several times in a row."""
+        ids = data.draw(st.lists(st.sampled_from(list(self.model.running)), min_size=1, unique=True))
+        for _ in range(steps):
+            self.append(ids, data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))), None)
+            self.states_agree()
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def decode_many(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.sampled_from(list(self.model.running)), min_size=1, unique=True))
+        counts = data.draw(st.lists(st.integers(1, 5), min_size=len(ids), max_size=len(ids)))
+        tokens = data.draw(st.lists(st.integers(0, 1), min_size=sum(counts), max_size=sum(counts)))
+        self.append(ids, tokens, counts)
+
+    def append(self, ids: list[RequestId], tokens: list[int], counts: list[int] | None) -> None:
+        arguments = (ids, tokens) if counts is None else (ids, tokens, counts)
+        growth = counts or [1] * len(ids)
+        if any(len(self.model.running[each].tokens) + more > self.limit for each, more in zip(ids, growth, strict=True)):
+            with pytest.raises(PromptTooLong):
+                self.both("add_tokens", *arguments)
+            return
+        try:
+            expected = self.model.append(ids, tokens, growth)
+        except Refused as refused:
+            with pytest.raises(OutOfBlocks) as raised:
+                self.both("add_tokens", *arguments)
+            assert raised.value.index == refused.args[0]
+            return
+        changed = self.both("add_tokens", *arguments)
+        assert set(changed) == set(expected)
+        for request_id, result in changed.items():
+            assert result.stored_blocks == self.model.running[request_id].stored
+            self.check_swaps(request_id, result.swapped, expected[request_id])
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), store=st.sampled_from([True, True, True, False]))
+    def remove(self, data: st.DataObject, store: bool) -> None:
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        self.earlier = [*self.earlier[-7:], self.model.running[request_id].tokens]
+        self.model.end(request_id, store=store)
+        self.both("remove_sequence", request_id, store)
+
+    @rule()
+    def flush(self) -> None:
+        batch = self.both("flush")
+        if batch is not None:
+            self.fingerprints[batch.seq] = self.manager.fingerprint()
+
+    @rule(really=st.integers(0, 3))
+    def clear(self, really: int) -> None:
+        if really:
+            return  # a cleared cache is an easy one
+        self.model.clear()
+        self.both("clear")
+        self.fingerprints[self.manager._journal._next_seq - 1] = self.manager.fingerprint()
+
+    @precondition(lambda self: self.twin is None)
+    @rule(folded=st.booleans())
+    def begin_twin(self, folded: bool) -> None:
+        """From here on another manager works beside this one, on a copy of the state as an export or the log has it."""
+        created = self.history[0]
+        events = self.history if folded else [created, export(self.manager.state)]
+        self.twin = strategies.continue_from(self.config, *events)
+        self.twin._refused = set(self.manager._refused)
+        self.twin.bus.subscribe(self.twin_history.append)
+        assert self.twin.fingerprint() == self.manager.fingerprint()
+
+    def both(self, method: str, *arguments: Any) -> Any:
+        """Give a command to the manager and to its twin, which must say and emit the same."""
+        before, events = self.manager.fingerprint(), len(self.history)
+        try:
+            result = getattr(self.manager, method)(*arguments)
+        except KVCacheError as error:
+            left = [event for event in self.history[events:] if not isinstance(event, AdmissionRefused)]
+            assert (self.manager.fingerprint(), left) == (before, [])
+            if self.twin is not None:
+                with pytest.raises(type(error)):
+                    getattr(self.twin, method)(*arguments)
+            raise
+        if self.twin is not None:
+            said = getattr(self.twin, method)(*arguments)
+            assert method in ("add_sequences", "flush") or said == result
+        return result
+
+    # -- comparing
+
+    @invariant()
+    def states_agree(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        blocks = {
+            name_of(path): (block.level, block.refs, block.stamp, len(path[-1]))
+            for path, block in self.model.cached.items()
+        }
+        assert cached_blocks(self.manager.state) == blocks
+        levels = self.manager.state.groups[0].levels
+        assert [len(level.free) for level in levels] == [self.model.blank(PRIMARY), self.model.blank(SECONDARY)]
+        assert self.manager.num_free_blocks == self.model.available()
+        assert self.manager.num_sequences == len(self.model.running)
+        for request_id, expected in self.model.running.items():
+            sequence = self.manager._sequence(request_id)  # type: ignore[arg-type]
+            assert sequence.tokens.tolist() == expected.tokens
+            assert sequence.computed == expected.computed
+            assert sequence.stored == (expected.stored,)
+        self.events_agree()
+        self.folds_agree()
+
+    def events_agree(self) -> None:
+        """What left primary or the cache since the last look, and in which order."""
+        events, self.seen = self.history[self.seen :], len(self.history)
+        moved = [e for e in events if isinstance(e, BlocksMoved) and e.why == MoveReason.OFFLOAD]
+        offloaded = [name for event in moved for name in split_names(event.names)]
+        assert offloaded == [name_of(path) for path in self.model.offloaded]
+        removed = [name for e in events if isinstance(e, BlocksRemoved) for name in split_names(e.names)]
+        for paths in self.model.removed:
+            names, removed = removed[: len(paths)], removed[len(paths) :]
+            by_name = {name_of(path): path for path in paths}
+            assert Counter(names) == Counter(by_name)
+            order = [by_name[name] for name in names]
+            assert not any(later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :])
+        assert not removed
+        self.model.offloaded.clear()
+        self.model.removed.clear()
+
+    def folds_agree(self) -> None:
+        live = self.manager.fingerprint()
+        assert fingerprint(self.mirror) == live
+        check(self.mirror)
+        if self.twin is not None:
+            assert self.twin.fingerprint() == live
+            mine = self.history[len(self.history) - len(self.twin_history) :]
+            assert self.twin_history == mine
+            self.twin.check()
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "manager"):
+                self.log_replays()
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def log_replays(self) -> None:
+        self.manager.close()
+        directory = strategies.log_directory(self.directory)
+        last = self.manager._journal._next_seq - 1
+        self.fingerprints[last] = fingerprint(self.manager.state)
+        replayed = Replayed(CacheState())
+        for batch in LogReader(directory):
+            replayed.fold(batch, verify=True)
+            assert replayed.fingerprint == self.fingerprints[batch.seq]
+        assert replayed.last_seq == last
+        assert replayed.checkpoints_verified
+        assert not replayed.checkpoints_failed
+        check(replayed.state)
+        at = random.Random(last).randrange(last + 1)
+        assert replay(directory, at).fingerprint == self.fingerprints[at]
+
+
+class TestManagerBesideModel(ManagerBesideModel.TestCase):  # type: ignore[name-defined, misc]
+    """Random commands."""
+
+    settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+class TestManagerBesideModelForLong(ManagerBesideModel.TestCase):  # type: ignore[name-defined, misc]
+    """The same for minutes."""
+
+    settings = settings(max_examples=3000, stateful_step_count=60, suppress_health_check=list(HealthCheck))
