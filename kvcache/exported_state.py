@@ -104,6 +104,8 @@ def install(state: CacheState, event: StateExported) -> None:
         item.transfer: Transfer(item.group, item.level, array("i", item.slots), item.handle, item.first_block)
         for item in event.transfers
     }
+    for transfer_id, transfer in state.transfers.items():
+        state.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
     state.next_handle, state.next_transfer = event.next_handle, event.next_transfer
     state.stamp, state.changed_blocks = event.stamp, event.changed_blocks
 

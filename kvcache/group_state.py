@@ -19,7 +19,7 @@ from kvcache.slots import Level
 class GroupState:
     """Blocks of one window: cached ones in the tree, the others blank or held by one sequence."""
 
-    __slots__ = ("levels", "shared", "tokens_per_block", "tree")
+    __slots__ = ("incoming", "levels", "shared", "tokens_per_block", "tree")
 
     def __init__(
         self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int
@@ -29,6 +29,8 @@ class GroupState:
         self.tokens_per_block = tokens_per_block
         self.shared: dict[int, int] = {}
         """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
+        self.incoming: dict[int, int] = {}
+        """Primary slots that an outstanding copy writes, and the copy."""
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """The root of a namespace, made on first use."""
@@ -121,6 +123,37 @@ class GroupState:
             self.tree.link(run)
         run.partial = partial
         self.levels[PRIMARY].own(slots, run.id)
+        return run
+
+    def expect(self, transfer: int, level: int, slots: array[int]) -> None:
+        """A copy will write these slots."""
+        if level == PRIMARY:
+            self.incoming.update(dict.fromkeys(slots, transfer))
+
+    def forget(self, transfer: int, level: int, slots: array[int]) -> None:
+        """A copy has landed or failed."""
+        if level == PRIMARY:
+            for slot in slots:
+                if self.incoming.get(slot) == transfer:
+                    del self.incoming[slot]
+
+    def await_copies(self, tail: Run, slots: array[int]) -> None:
+        """Blocks that end at `tail` were cached while a copy into them is outstanding: they land, or fail, with it."""
+        if self.incoming.keys().isdisjoint(slots):
+            return
+        for slot in slots:
+            if slot in self.incoming:
+                self._cut_out(slot).transfer = self.incoming[slot]
+        self.settle(tail)
+
+    def _cut_out(self, slot: int) -> Run:
+        """Make a cached primary block a run of its own."""
+        run = self.owner(PRIMARY, slot)
+        at = run.slots.index(slot)
+        if at + 1 < len(run.slots):
+            run = self.split(run, at + 1)
+        if at:
+            self.split(run, at)
         return run
 
     def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:

@@ -255,7 +255,9 @@ class CacheState:
             symbols = sequence.tokens[first * size : stop].tobytes()
         else:
             symbols = event.keys
-        sequence.tails[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        sequence.tails[index] = tail = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        if group.incoming:
+            group.await_copies(tail, slots)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -303,6 +305,7 @@ class CacheState:
         invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
         tail = group.claim(sequence.tails[event.group], SECONDARY, from_slots)
         group.onboard(from_slots, to_slots, 0)
+        group.await_copies(tail, to_slots)
         sequence.tails[event.group] = tail
         group.settle(tail)
 
@@ -324,15 +327,21 @@ class CacheState:
         invariant(transfer_id >= self.next_transfer, "a transfer id was used twice")
         self.transfers[transfer_id] = transfer
         self.next_transfer = transfer_id + 1
+        self.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
+
+    def _take_transfer(self, transfer_id: int) -> Transfer:
+        transfer = self.transfers.pop(transfer_id)
+        self.groups[transfer.group].forget(transfer_id, transfer.level, transfer.slots)
+        return transfer
 
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer_id in array("q", event.transfers):
-            transfer = self.transfers.pop(transfer_id)
+            transfer = self._take_transfer(transfer_id)
             self.groups[transfer.group].land(transfer.level, transfer.slots, transfer_id)
 
     def _fail(self, event: ev.TransferFailed) -> None:
         for transfer_id in array("q", event.transfers):
-            transfer = self.transfers.pop(transfer_id)
+            transfer = self._take_transfer(transfer_id)
             sequence = self.sequences.get(transfer.handle) if transfer.handle is not None else None
             if sequence is not None:
                 kept = min(sequence.computed, transfer.first_block * self.tokens_per_block)

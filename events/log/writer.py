@@ -115,6 +115,8 @@ class LogWriter:
         self._refused = 0
         self._lost: tuple[int, int] | None = None
         self._gap_taken = False
+        self._easy_batches = 0
+        self._easy_bytes = 0
         self._closing = False
         self._closed = False
         # Written by the writer thread only.
@@ -170,11 +172,9 @@ class LogWriter:
         if batch.seq != self._expected_seq:
             raise ValueError(f"batch {batch.seq} was appended, the next one is {self._expected_seq}")
         total = self._appended_bytes + batch_weight(batch)
-        if (
-            2 * (self._appended - self._done) >= self._max_batches
-            or 2 * (total - self._done_bytes) > self._max_bytes
-            or self._lost is not None
-        ) and not self._admit(batch.seq, total):
+        if (total > self._easy_bytes or self._appended >= self._easy_batches) and not self._admit(
+            batch.seq, total
+        ):
             return False
         self._expected_seq += 1
         self._appended_bytes = total
@@ -186,17 +186,23 @@ class LogWriter:
         return True
 
     def _admit(self, seq: int, total: int) -> bool:
-        """Decide about a batch while the queue is at least half full or batches are missing."""
-        self._hurry.set()
+        """Decide about a batch that does not go without saying."""
         if self._lost is not None:
             if self._gap_taken:
                 self._lost, self._gap_taken = None, False
                 return True
-        elif self._blocks:
-            self._wait(lambda: self._has_room(total), None)
-            return True
-        elif self._has_room(total):
-            return True
+        else:
+            # Up to half a queue from here, nobody needs to look at what the thread has done meanwhile.
+            self._easy_batches = self._done + self._max_batches // 2
+            self._easy_bytes = self._done_bytes + self._max_bytes // 2
+            if self._appended < self._easy_batches and total <= self._easy_bytes:
+                return True
+            self._hurry.set()
+            if self._blocks:
+                return self._wait(lambda: self._has_room(total), None)
+            if self._has_room(total):
+                return True
+            self._easy_batches = 0
         self._refused += 1
         self._lost = (seq if self._lost is None else self._lost[0], seq)
         self._expected_seq += 1

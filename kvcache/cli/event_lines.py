@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from events.types import EventBatch
+from events.types import AnyEvent, EventBatch
 from kvcache.cli.output import paint
-from sinks.render import render_batch
+from sinks.render import render_event
 
 _COLORS = {
     "SequenceAdded": "bold",
@@ -22,19 +21,18 @@ _COLORS = {
     "Gap": "red",
     "CacheCleared": "red",
 }
-_LINE = re.compile(r"( *\d+\.\d+  )(\w+)(.*)")
 
 
-def event_lines(batch: EventBatch, key_bytes: int) -> Iterator[str]:
-    """One line per event."""
-    for line in render_batch(batch, key_bytes):
-        yield colored(line)
+def event_lines(batch: EventBatch, key_bytes: int, *without: type[AnyEvent]) -> Iterator[str]:
+    """One line per event that is of none of the types `without`."""
+    for index, event in enumerate(batch.events):
+        if not isinstance(event, without):
+            yield event_line(batch, index, event, key_bytes)
 
 
-def colored(line: str) -> str:
-    """The line with its address dimmed and its type in the color of what it means."""
-    found = _LINE.fullmatch(line)
-    if found is None:
-        return line
-    address, kind, details = found.groups()
-    return f"{paint(address, 'dim')}{paint(kind, _COLORS[kind]) if kind in _COLORS else kind}{details}"
+def event_line(batch: EventBatch, index: int, event: AnyEvent, key_bytes: int) -> str:
+    """The event's address, dimmed, its type in the color of what it means, and its details."""
+    address = f"{f'{batch.seq}.{index}':>9}"
+    kind = type(event).__name__
+    line = render_event(event, key_bytes)
+    return f"{paint(address, 'dim')}  {paint(kind, _COLORS[kind]) if kind in _COLORS else kind}{line.removeprefix(kind)}"

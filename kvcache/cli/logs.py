@@ -23,7 +23,7 @@ def configure(*, as_json: bool, verbose: bool) -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *(_for_machines() if as_json else _for_people()),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if shown else logging.CRITICAL + 1),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if shown else logging.CRITICAL),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
 

@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from events.errors import EventsError, LogExists
 from events.log import LogWriter
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl")
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
-    with StopSignals() as stop, _Directory(args) as directory:
+    with StopSignals() as stop, _Directory(args, out) as directory:
         outcome = _play(args, out, stop, directory)
         kept = directory.settle(verified=outcome.agrees)
         if args.json:
@@ -141,26 +141,26 @@ class LogDisagrees(InternalError):
 class _Directory:
     """The log's directory; a temporary one goes away again, unless it is evidence."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.temporary = args.log is None
+    def __init__(self, args: argparse.Namespace, out: Output) -> None:
+        self._out = out
         self._keep = args.keep
+        self.temporary = args.log is None
         self.path: Path = args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
 
-    def __enter__(self) -> _Directory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KVCacheError | EventsError) and self._has_batches():
-            self.settle(verified=not isinstance(error, InternalError))
-        elif error is not None and self.temporary:
-            rmtree(self.path, ignore_errors=True)
-
-    def _has_batches(self) -> bool:
-        return self.path.is_dir() and any(self.path.glob("*.kvlog"))
+        if error is None:
+            return
+        stays = self.settle(verified=not isinstance(error, InternalError))
+        if stays is not None and self.temporary:
+            self._out.note(f"the log is kept in {stays}")
 
     def settle(self, *, verified: bool) -> Path | None:
         """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
-        if self.temporary and verified and not self._keep:
+        wanted = (self._keep or not verified) and any(self.path.glob("*.kvlog"))
+        if self.temporary and not wanted:
             rmtree(self.path, ignore_errors=True)
             return None
         return self.path
@@ -171,12 +171,13 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
     source = _open_source(args, stop)
     config = _config(args, source)
     for url in args.sinks:
-        open_sink(url, SinkContext(key_bytes=8, tokens_per_block=config.tokens_per_block))
+        # A URL that cannot be understood should be known before there are pools and a log.
+        open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
     pools = None if args.no_pools else _pools(config)
-    shown = not (args.json or out.quiet)
-    if shown:
-        describe_start(out, source, config, pools, directory.path, temporary=directory.temporary and not args.keep)
     manager, writer = _open_manager(args, config, pools, directory.path, clock)
+    if not (args.json or out.quiet):
+        removed = directory.temporary and not args.keep
+        describe_start(out, source, config, pools, directory.path, temporary=removed)
     played = _drive(args, out, stop, manager, source, pools, clock)
     return _finish(args, out, stop, manager, writer, played)
 

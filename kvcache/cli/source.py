@@ -10,8 +10,8 @@ from pathlib import Path
 from kvcache.errors import UsageError
 from kvcache.workload import ChatOptions, TraceRequest, generate_chats, read_trace
 
-USERS = 200
-"""Conversations of a run without a trace: some seconds of work."""
+USERS = 128
+"""Conversations of a run without a trace: a few seconds of work."""
 
 
 @dataclass(frozen=True, slots=True)

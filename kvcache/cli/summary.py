@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from events.types import CacheCreated
+from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
 from kvcache.cli.output import Output, count, duration, paint, printable, share, size
 from kvcache.cli.source import Source
@@ -145,7 +145,7 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
     if not outcome.with_pools:
         checked = "nothing to compare without pools"
     return [
-        ("blocks", f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} evicted"),
+        ("blocks", f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} removed"),
         ("", moved),
         ("bytes", checked),
     ]
@@ -197,17 +197,17 @@ def _replay(verification: Verification) -> str:
 
 
 def _show_last_events(verification: Verification, out: Output) -> None:
-    lines = [line for batch in verification.last_batches for line in event_lines(batch, key_bytes(verification))]
+    width = _key_bytes(verification)
+    # Every step appends tokens, which says little to people.
+    lines = [line for batch in verification.last_batches for line in event_lines(batch, width, TokensAppended)]
     if lines:
-        out.heading("last events")
+        out.heading("last events (without TokensAppended)")
         for line in lines[-LAST_EVENTS:]:
             out.line(line)
         out.line()
 
 
-def key_bytes(verification: Verification) -> int:
+def _key_bytes(verification: Verification) -> int:
     """Of the cache that was replayed; 0 while it is not known."""
-    created: CacheCreated | None = None if verification.replayed is None else verification.replayed.state.created
+    created = None if verification.replayed is None else verification.replayed.state.created
     return 0 if created is None else created.key_bytes
-
-

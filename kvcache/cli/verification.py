@@ -13,7 +13,7 @@ from kvcache.cli.progress import Update, progress
 from kvcache.cli.stopping import StopSignals
 from kvcache.replay import Replayed, fold
 
-LAST_BATCHES = 12
+LAST_BATCHES = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,21 @@ class TestFullQueue:
         assert (end.kind, end.last_seq) == ("clean", 9)
         assert (log.batches_written, log.dropped_batches) == (6, 4)
 
+    def test_nothing_slips_in_behind_a_lost_batch(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """After a batch that was too large for the room left, small ones are refused too, until the gap is told."""
+        with LogWriter(tmp_path, max_queued_bytes=10_000, overflow="drop") as log:
+            with hold_disk(log):
+                assert [log.append(large_batch(seq, size)) for seq, size in ((0, 2000), (1, 9000))] == [
+                    True,
+                    False,
+                ]
+                assert log.append(batch(2)) is False
+            log.flush()
+            assert log.append(batch(3)) is False
+            assert log.take_gap() == Gap(1, 3, "the log could not keep up")
+            assert log.append(batch(4))
+        assert [item.seq for item in read_log(tmp_path)[0]] == [0, 4]
+
     def test_batch_with_the_gap_is_taken_whatever_its_size(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """The whole state after a gap may be larger than the queue, and one that grew since is said again."""
         with LogWriter(tmp_path, max_queued_bytes=3000, overflow="drop") as log:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
@@ -263,7 +262,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         for paths in self.model.removed:
             names, removed = removed[: len(paths)], removed[len(paths) :]
             by_name = {name_of(path): path for path in paths}
-            assert Counter(names) == Counter(by_name)
+            assert sorted(names) == sorted(by_name)
             order = [by_name[name] for name in names]
             assert not any(later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :])
         assert not removed

@@ -112,6 +112,15 @@ def test_writes_to_a_pipe(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system call that takes only a piece is followed by others for the rest."""
+    path = tmp_path / "events.jsonl"
+    whole_write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: whole_write(fd, data[:7]))
+    write(path, BATCH, options="?tokens=1")
+    assert read(path) == [BATCH]
+
+
 FULL_DISK = """
 import resource, sys
 from sinks import SinkContext, open_sink

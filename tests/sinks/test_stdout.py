@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from sinks import SinkContext, SinkError, SinkURLError, open_sink
 from sinks.render import render_batch
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES
 
+ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = SinkContext(KEY_BYTES, 4)
 BATCH = EventBatch(3, 4, SAMPLES)
 
@@ -43,10 +46,19 @@ def test_prints_json_with_tokens(capfd: pytest.CaptureFixture[str]) -> None:
     assert from_json(printed("stdout:?format=jsonl&tokens=1", capfd)) == BATCH
 
 
-def test_keeps_its_place_among_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    """What was printed before the sink opened comes first."""
-    sys.stdout.write("before\n")
-    assert printed("stdout:", capfd).startswith("before\n")
+def test_keeps_its_place_among_prints() -> None:
+    """What was printed before the sink opened comes first, also where Python buffers it."""
+    script = (
+        "from tests.sinks.test_stdout import BATCH, CONTEXT, open_sink\n"
+        "print('before')\n"
+        "sink = open_sink('stdout:', CONTEXT); sink.open(); sink.write(BATCH); sink.close()\n"
+        "print('after')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert (lines[0], len(lines), lines[-1]) == ("before", len(SAMPLES) + 2, "after")
 
 
 def test_leaves_stdout_open(capfd: pytest.CaptureFixture[str]) -> None:

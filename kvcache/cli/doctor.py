@@ -1,0 +1,144 @@
+"""``kvcache doctor``: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcache._version import __version__
+from kvcache.cli.output import Output, paint, printable, size
+from sinks import known_schemes
+
+_OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")
+_OF_EXTRAS = {
+    "torch": ("torch", "pools, transfers, and `kvcache run` with bytes"),
+    "pyyaml": ("cli", "settings in YAML"),
+    "rich": ("cli", "tables and progress bars"),
+    "xxhash": ("hash", "block_hash=xxh3_64"),
+}
+_FEW_FILES = 1024
+_COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at."""
+
+    what: str
+    verdict: str
+    """ok, note (works, but something does not) or problem."""
+    text: str
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "doctor",
+        parents=parents,
+        help="what this machine offers, and what is missing",
+        description="Look at Python, packages, devices and limits. Exits with 1 if something has to be repaired.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Look at everything."""
+    findings = [*_software(), *_own_packages(), *_packages(), *_devices(), *_limits()]
+    if args.json:
+        out.json({"findings": [finding._asdict() for finding in findings]})
+    else:
+        out.heading("kvcache doctor")
+        width = max(map(len, _COLORS))
+        out.facts([(found.what, f"{paint(found.verdict.ljust(width), _COLORS[found.verdict])}  {found.text}") for found in findings])
+    return int(any(finding.verdict == "problem" for finding in findings))
+
+
+def _software() -> Iterator[Finding]:
+    home = Path(__file__).resolve().parents[2]
+    yield Finding("kvcache", "ok", f"{__version__} in {printable(str(home))}")
+    python = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield Finding("python", "ok" if sys.version_info >= (3, 11) else "problem", python)
+
+
+def _own_packages() -> Iterator[Finding]:
+    """`import kvcache` has refused foreign ones already; here is what may get in the way later."""
+    owners = packages_distributions()
+    for name in ("events", "sinks"):
+        others = sorted(set(owners.get(name, ())) - {"kvcache"})
+        if others:
+            text = f"ours is used, but {', '.join(others)} has installed one of the same name: pip uninstall {others[0]}"
+            yield Finding(f"package {name}", "note", text)
+        else:
+            yield Finding(f"package {name}", "ok", "ours")
+    yield Finding("sinks", "ok", ", ".join(f"{scheme}:" for scheme in known_schemes()))
+
+
+def _packages() -> Iterator[Finding]:
+    for name in _OF_CORE:
+        found = _version(name)
+        yield Finding(name, "ok" if found else "problem", found or "missing: pip install kvcache")
+    for name, (extra, use) in _OF_EXTRAS.items():
+        found = _version(name)
+        missing = f"missing, needed for {use}: pip install 'kvcache[{extra}]'"
+        yield Finding(name, "ok" if found else "note", found or missing)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> Iterator[Finding]:
+    if _version("torch") is None:
+        return
+    try:
+        torch = import_module("torch")
+    except Exception as error:  # noqa: BLE001  a broken installation fails in many ways
+        yield Finding("device", "problem", f"torch cannot be imported: {printable(str(error))}")
+        return
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch is built for CUDA {built} but sees no GPU" if built else "this torch is built without CUDA"
+        yield Finding("device", "note", f"cpu; {reason}")
+        return
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        text = f"{device.name}, compute capability {device.major}.{device.minor}, {size(free)} of {size(total)} free"
+        yield Finding(f"device cuda:{index}", "ok", f"{text}, CUDA {torch.version.cuda}")
+
+
+def _limits() -> Iterator[Finding]:
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = files != resource.RLIM_INFINITY and files < _FEW_FILES
+    advice = "; raise it with ulimit -n" if few else ""
+    yield Finding("open files", "note" if few else "ok", f"{_limit(files)}{advice}")
+    if hasattr(resource, "RLIMIT_MEMLOCK"):
+        locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        shown = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
+        yield Finding("lockable memory", "ok", f"{shown} by ulimit -l")
+    yield Finding("free memory", "ok", size(_free_memory()))
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
+
+
+def _free_memory() -> int:
+    """Bytes that programs can still get; where the system does not say, the bytes that it has."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,189 @@
+"""``kvcache events``: the events of a log, one line each, all or those that concern something."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import typing
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from events.codec import to_dict
+from events.log import LogReader
+from events.packed import NAME_BYTES
+from events.types import (
+    AnyEvent,
+    BlocksStored,
+    CacheCreated,
+    EventBatch,
+    SequenceAdded,
+    StateExported,
+)
+from kvcache.cli.arguments import natural
+from kvcache.cli.event_lines import event_line
+from kvcache.cli.output import Output
+from kvcache.cli.replay import describe_end
+from kvcache.errors import UsageError
+
+TYPES = sorted(kind.__name__ for kind in typing.get_args(AnyEvent))
+_BY_LOWER = {name.lower(): name for name in TYPES}
+_NAME = re.compile(r"[0-9a-f]{4,64}")
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "events",
+        parents=parents,
+        help="the events of a log, all or a choice",
+        description="Print the events of a log. With several conditions, events that meet all of them.",
+        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument(
+        "--type",
+        action="append",
+        dest="types",
+        metavar="TYPE",
+        type=lambda text: _BY_LOWER.get(text.lower(), text),
+        choices=TYPES,
+        help="only events of this type; may be given several times",
+    )
+    parser.add_argument(
+        "--request", metavar="ID", help="only what happened to this request, its copies and refusals included"
+    )
+    parser.add_argument(
+        "--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4"
+    )
+    parser.add_argument("--since", type=natural, default=0, metavar="SEQ", help="from this batch on (0)")
+    parser.add_argument("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
+    parser.add_argument("--no-tokens", action="store_true", help="leave token ids out of the JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per event and line: seq, index, ts, type, fields"
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Stream the log through the conditions."""
+    conditions = _conditions(args)
+    reader = LogReader(args.log, follow=args.follow)
+    printer = _Printer(as_json=args.json, tokens=not args.no_tokens)
+    for batch in reader:
+        printer.learn(batch)
+        for index, event in enumerate(batch.events):
+            # All of them see every event: one that comes later may refer to it.
+            wanted = [condition(event) for condition in conditions]
+            if batch.seq >= args.since and all(wanted):
+                printer.print(batch, index, event)
+        if args.follow:
+            sys.stdout.flush()
+    if reader.end.kind == "torn":
+        out.note(f"the log is {describe_end(reader.end)}")
+    return 0
+
+
+class _Printer:
+    """Writes events in the form that was asked for."""
+
+    def __init__(self, *, as_json: bool, tokens: bool) -> None:
+        self._as_json = as_json
+        self._tokens = tokens
+        self._key_bytes = 0
+
+    def learn(self, batch: EventBatch) -> None:
+        """Note what is needed to read the keys; each epoch may have other ones."""
+        for event in batch.events:
+            if isinstance(event, CacheCreated):
+                self._key_bytes = event.key_bytes
+
+    def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
+        """Write one event."""
+        if self._as_json:
+            address = {"seq": batch.seq, "index": index, "ts": batch.ts}
+            fields = to_dict(event, self._key_bytes, self._tokens)
+            print(msgspec.json.encode(address | fields).decode())
+        else:
+            print(event_line(batch, index, event, self._key_bytes))
+
+
+Condition = Callable[[AnyEvent], bool]
+
+
+def _conditions(args: argparse.Namespace) -> list[Condition]:
+    conditions: list[Condition] = []
+    if args.types:
+        types = frozenset(args.types)
+        conditions.append(lambda event: type(event).__name__ in types)
+    if args.request is not None:
+        conditions.append(OfRequest(args.request))
+    if args.block is not None:
+        name = args.block.lower().removeprefix("0x")
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"--block {args.block}: a block's name is written in hex digits, at least 4 of them")
+        conditions.append(NamingBlock(name))
+    return conditions
+
+
+class OfRequest:
+    """Events of the requests with one id: it may be a number or a text, and come again after its end."""
+
+    def __init__(self, request_id: str) -> None:
+        self._id = request_id
+        self._handles: set[int] = set()
+        self._transfers: set[int] = set()
+
+    def __call__(self, event: AnyEvent) -> bool:
+        if isinstance(event, SequenceAdded):
+            if str(event.request_id) == self._id:
+                self._handles.add(event.handle)
+        elif isinstance(event, StateExported):
+            # After a gap, this may be the first that is heard of a request.
+            ours = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]
+            self._handles.update(ours)
+            return bool(ours)
+        return self._concerns(event)
+
+    def _concerns(self, event: AnyEvent) -> bool:
+        if getattr(event, "handle", None) in self._handles:
+            self._transfers.add(getattr(event, "transfer", 0))
+            return True
+        if (handles := getattr(event, "handles", None)) is not None:
+            return not self._handles.isdisjoint(array("I", handles))
+        if (transfers := getattr(event, "transfers", None)) is not None:
+            # 0 stands for "nothing was copied" and is no transfer's number.
+            return not (self._transfers - {0}).isdisjoint(array("q", transfers))
+        return str(getattr(event, "request_id", None)) == self._id
+
+
+class NamingBlock:
+    """Events that carry the name of a block, or its key, whose first digits it is."""
+
+    def __init__(self, digits: str) -> None:
+        self._digits = digits
+        self._key_bytes = 0
+
+    def __call__(self, event: AnyEvent) -> bool:
+        if isinstance(event, CacheCreated):
+            self._key_bytes = event.key_bytes
+        if isinstance(event, BlocksStored):
+            return self._within(event.keys, self._key_bytes) or self._within(event.parent, NAME_BYTES)
+        if isinstance(event, StateExported):
+            return any(self._within(group.keys, self._key_bytes) for group in event.groups)
+        return self._within(getattr(event, "names", b""), NAME_BYTES)
+
+    def _within(self, column: bytes, width: int) -> bool:
+        """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
+        digits = self._digits[: 2 * width]
+        text, step = column.hex(), 2 * width
+        place = text.find(digits)
+        while place >= 0:
+            if place % step == 0:
+                return True
+            place = text.find(digits, place + 1)
+        return False

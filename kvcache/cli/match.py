@@ -1,0 +1,200 @@
+"""``kvcache match``: what a prompt would reuse in the state that a log records, block by block."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from events.log import LogReader
+from events.types import EventBatch, Namespace, SequenceAdded
+from kvcache.cli.arguments import integer, natural
+from kvcache.cli.output import Output, count, printable, share
+from kvcache.cli.progress import progress
+from kvcache.cli.replay import LEVELS
+from kvcache.errors import UsageError
+from kvcache.lookup import lookup, namespace_of
+from kvcache.replay import BeyondEnd, Replayed, fold
+from kvcache.results import Match, MatchedBlock
+from kvcache.state import CacheState
+from kvcache.tokens import pack_tokens
+
+Prompt = tuple[Namespace, bytes]
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "match",
+        parents=parents,
+        help="what a prompt would reuse, block by block",
+        description="Look a prompt up in the cache as it was after batch SEQ. Changes nothing.",
+        epilog="A prompt's last token is never reused, since the model has to compute something.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument(
+        "--request", metavar="ID", help="the prompt of this request: its last admission up to SEQ, else its next one"
+    )
+    prompt.add_argument(
+        "--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin"
+    )
+    parser.add_argument("--at", type=natural, metavar="SEQ", help="the state after this batch (the last one)")
+    parser.add_argument("--lora-id", type=integer, metavar="N", help="with --tokens: the adapter's number")
+    parser.add_argument("--lora-name", metavar="NAME", help="with --tokens: the adapter's name")
+    parser.add_argument("--cache-salt", metavar="SALT", help="with --tokens: the salt of the prompt's namespace")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Fold, look up, print."""
+    namespaced = (args.lora_id, args.lora_name, args.cache_salt) != (None, None, None)
+    if args.request is not None and namespaced:
+        raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
+    # Read first: a wrong file should be known before a long log is read.
+    given = _read_prompt(args) if args.tokens is not None else None
+    search = _Search(args.log, args.request)
+    with progress("replaying", None, shown=not out.quiet) as update:
+        replayed = fold(search.watched(), args.at, progress=update)
+    if args.at is not None and replayed.last_seq < args.at:
+        raise BeyondEnd(args.at, replayed.last_seq)
+    if replayed.state.created is None:
+        raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
+    namespace, symbols = given if given is not None else search.prompt(args.request)
+    found = _lookup(replayed.state, namespace, symbols)
+    if args.json:
+        out.json(to_json(replayed, found))
+    else:
+        title = f"request {printable(args.request)}" if args.request is not None else printable(args.tokens)
+        _show(title, replayed, found, out)
+    return 0
+
+
+def _read_prompt(args: argparse.Namespace) -> Prompt:
+    text = sys.stdin.read() if args.tokens == "-" else _read_text(args.tokens)
+    try:
+        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except (ValueError, RecursionError):
+        tokens = None
+    if not isinstance(tokens, list):
+        # SECURITY: the parser's own message would quote the prompt.
+        raise UsageError(f"{args.tokens} does not hold token ids: write a JSON list of numbers, or numbers between spaces")
+    if not tokens:
+        raise UsageError(f"{args.tokens} holds no token ids")
+    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), pack_tokens(tokens)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return "no numbers"
+
+
+class _Search:
+    """Looks for a request's admission while its log is folded, and behind that point if there was none."""
+
+    def __init__(self, log: Path, request_id: str | None) -> None:
+        self._batches = iter(LogReader(log))
+        self._id = request_id
+        self._found: SequenceAdded | None = None
+
+    def watched(self) -> Iterator[EventBatch]:
+        """The batches, looked through on their way."""
+        for batch in self._batches:
+            self._look(batch)
+            yield batch
+
+    def _look(self, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, SequenceAdded) and str(event.request_id) == self._id:
+                self._found = event
+
+    def prompt(self, request_id: str) -> Prompt:
+        """The prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
+        for batch in self._batches if self._found is None else ():
+            self._look(batch)
+            if self._found is not None:
+                break
+        if self._found is None:
+            raise UsageError(f"the log has no admission of request {request_id!r}")
+        if not self._found.tokens:
+            raise UsageError(
+                f"the log records no tokens, so the prompt of request {request_id!r} is not in it: give it with --tokens"
+            )
+        return self._found.namespace, self._found.tokens
+
+
+def _lookup(state: CacheState, namespace: Namespace, symbols: bytes) -> Match:
+    assert state.created is not None
+    config = json.loads(state.created.config)
+    if not config.get("enable_block_reuse", True):
+        return Match(len(symbols) // 4, (), None)
+    return lookup(state, namespace, symbols, partial=config.get("enable_partial_reuse", True))
+
+
+def _tokens_by_level(found: Match) -> list[int]:
+    tokens = [0, 0]
+    for block in found.blocks:
+        tokens[block.level] += block.num_tokens
+    return tokens
+
+
+def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
+    """What would be reused."""
+    primary, secondary = _tokens_by_level(found)
+    return {
+        "seq": replayed.last_seq,
+        "prompt_tokens": found.num_tokens,
+        "reused_tokens": found.reused_tokens,
+        "reused_tokens_primary": primary,
+        "reused_tokens_secondary": secondary,
+        "reused_tokens_partial": found.partial.num_tokens if found.partial is not None else 0,
+        "blocks": [_block_json(block) for block in found.blocks],
+        "partial": None if found.partial is None else _block_json(found.partial),
+    }
+
+
+def _block_json(block: MatchedBlock) -> dict[str, Any]:
+    return {
+        "index": block.index,
+        "level": LEVELS[block.level],
+        "slot": block.slot,
+        "name": block.name,
+        "tokens": block.num_tokens,
+        "landed": block.landed,
+    }
+
+
+def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
+    primary, secondary = _tokens_by_level(found)
+    partial = found.partial.num_tokens if found.partial is not None else 0
+    part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
+    out.heading(f"{title}: {count(found.num_tokens, 'prompt token')}, looked up after batch {replayed.last_seq:,}")
+    levels = f"{primary:,} from primary, {secondary:,} from secondary, {partial:,} in a partial block"
+    computed = found.num_tokens - found.reused_tokens
+    out.facts(
+        [
+            ("would reuse", f"{count(found.reused_tokens, 'token')}: {share(part)}"),
+            ("", levels),
+            ("would compute", count(computed, "token")),
+        ]
+    )
+    blocks = [*found.blocks, *([found.partial] if found.partial is not None else [])]
+    if blocks:
+        out.line()
+        size = replayed.state.tokens_per_block
+        out.table(("block", "tokens", "level", "slot", "name", ""), list(_rows(blocks, size)), right=("block", "slot"))
+
+
+def _rows(blocks: Iterable[MatchedBlock], size: int) -> Iterator[tuple[str, ...]]:
+    for block in blocks:
+        start = block.index * size
+        remarks = [] if block.num_tokens == size else [f"its first {count(block.num_tokens, 'token')}"]
+        remarks += [] if block.landed else ["still being copied"]
+        tokens = f"{start}–{start + block.num_tokens - 1}"
+        yield str(block.index), tokens, LEVELS[block.level], str(block.slot), block.name, ", ".join(remarks)

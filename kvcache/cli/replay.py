@@ -1,0 +1,156 @@
+"""``kvcache replay``: the state that a log records, at its end or at any batch before."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from events.log import LogEnd
+from events.types import Gap
+from kvcache.check import check
+from kvcache.cli.arguments import natural
+from kvcache.cli.output import Output, count, paint, printable
+from kvcache.cli.progress import progress
+from kvcache.errors import InternalError
+from kvcache.group_state import GroupState
+from kvcache.replay import Replayed, replay
+
+LEVELS = ("primary", "secondary")
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "replay",
+        parents=parents,
+        help="the state that a log records, at any point",
+        description="Fold a log into the state of the cache at its end, or after batch SEQ.",
+        epilog="A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument("--at", type=natural, metavar="SEQ", help="stop after this batch (the last one)")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare every checkpoint on the way, and check the state's invariants"
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Fold, and say what came out."""
+    with progress("replaying", None, shown=not out.quiet) as update:
+        replayed = replay(args.log, args.at, verify=args.verify, progress=update)
+    if args.verify:
+        check(replayed.state)
+    if args.json:
+        out.json(to_json(replayed, verified=args.verify))
+    else:
+        _show(args.log, replayed, out, verified=args.verify)
+    if replayed.checkpoints_failed:
+        raise CheckpointsDisagree(replayed.checkpoints_failed)
+    return 0
+
+
+class CheckpointsDisagree(InternalError):
+    """Replaying a log gave other states than those its writer had."""
+
+    def __init__(self, batches: list[int]) -> None:
+        super().__init__(batches)
+        self.batches = batches
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.batches[:5])) + (", ..." if len(self.batches) > 5 else "")
+        return f"{count(len(self.batches), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
+
+
+def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
+    """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
+    state, end = replayed.state, replayed.end
+    return {
+        "last_seq": replayed.last_seq,
+        "epoch": state.epoch,
+        "batches": replayed.batches,
+        "events": replayed.events,
+        "groups": [_group_json(group) for group in state.groups],
+        "sequences": len(state.sequences),
+        "transfers": len(state.transfers),
+        "tokens_recorded": state.tokens_recorded,
+        "fingerprint": replayed.fingerprint.hex(),
+        "verified": verified,
+        "checkpoints_verified": replayed.checkpoints_verified,
+        "checkpoints_failed": replayed.checkpoints_failed,
+        "gaps": [{"first_seq": gap.first_seq, "last_seq": gap.last_seq, "reason": gap.reason} for gap in replayed.gaps],
+        "end": None if end is None else {"kind": end.kind, "path": str(end.path), "offset": end.offset, "next_seq": end.next_seq},
+    }
+
+
+def _group_json(group: GroupState) -> dict[str, Any]:
+    columns = ("blocks", "held", "unreferenced", "blank")
+    levels = {
+        name: dict(zip(columns, _numbers(group, level), strict=True)) for level, name in enumerate(LEVELS)
+    }
+    leaves, runs, namespaces = _tree(group)
+    return {**levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces}
+
+
+def _numbers(group: GroupState, index: int) -> tuple[int, int, int, int]:
+    level = group.levels[index]
+    blank = len(level.free)
+    return level.size, level.size - blank - level.unreferenced, level.unreferenced, blank
+
+
+def _tree(group: GroupState) -> tuple[int, int, int]:
+    """Cached prefixes that are the beginning of no longer one, runs, namespaces."""
+    runs = group.tree.runs.values()
+    return sum(not run.children for run in runs), len(runs), len(group.tree.roots)
+
+
+def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None:
+    state = replayed.state
+    out.heading(f"{printable(str(log))}: the cache after batch {replayed.last_seq:,}, epoch {state.epoch}")
+    rows = [
+        [name, *(f"{number:,}" for number in _numbers(group, level))]
+        for group in state.groups
+        for level, name in enumerate(LEVELS)
+    ]
+    columns = ["level", "blocks", "held", "cached, free to evict", "blank"]
+    out.table(columns, rows, right=columns[1:])
+    out.line()
+    facts = [("sequences", f"{len(state.sequences):,} running")]
+    for group in state.groups:
+        leaves, runs, namespaces = _tree(group)
+        facts.append(("prefixes", f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}"))
+    facts += [
+        ("replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"),
+        ("checkpoints", _checkpoints(replayed, verified=verified)),
+        *[("gap", _gap(gap)) for gap in replayed.gaps],
+        ("end of the log", "not reached" if replayed.end is None else describe_end(replayed.end)),
+        ("fingerprint", replayed.fingerprint.hex()),
+    ]
+    out.facts(facts)
+
+
+def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
+    if not verified:
+        return "not compared (--verify does)"
+    if replayed.checkpoints_failed:
+        return paint(f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red")
+    return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
+
+
+def _gap(gap: Gap) -> str:
+    return paint(f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}", "yellow")
+
+
+def describe_end(end: LogEnd) -> str:
+    """How a log ends, in words."""
+    last = -1 if end.last_seq is None else end.last_seq
+    if end.kind == "torn":
+        where = f"{printable(str(end.path))}, byte {end.offset:,}"
+        return f"torn: the writer stopped inside a batch ({where}); everything before it is whole"
+    if end.next_seq > last + 1:
+        return f"closed, but batches {last + 1:,} to {end.next_seq - 1:,} were lost before"
+    if end.kind == "clean":
+        return "closed in good order"
+    return "open: a writer is at work, or was killed between two batches"

@@ -1,0 +1,97 @@
+"""What the tests of the command share: calling it in this process and in its own, and logs to read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import structlog
+
+from kvcache.cli import main
+from tests.conftest import ROOT
+
+TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
+
+
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Kvcache = Callable[..., Done]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def quiet_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No setting of the machine reaches a test, and no test's logging set-up reaches the next one."""
+    for name in list(os.environ):
+        if name.startswith("KVCACHE_"):
+            monkeypatch.delenv(name)
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def kvcache(capsys: pytest.CaptureFixture[str]) -> Kvcache:
+    """Call the command in this process."""
+
+    def call(*args: Any) -> Done:
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the command as a process of its own, in an empty directory, with TMPDIR there."""
+    processes: list[subprocess.Popen[str]] = []
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+
+    def begin(*args: Any, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvcache.cli", *map(str, args)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def run_log(directory: Path, *options: Any) -> Path:
+    """Write a log by a small run."""
+    args = ["run", TRACE, "--no-pools", "--tokens-per-block", 16, "-q", "--log", directory, *options]
+    assert main([str(arg) for arg in args]) == 0
+    return directory
+
+
+@pytest.fixture(scope="session")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of a run that moved blocks to secondary and back. Not to be changed."""
+    directory = tmp_path_factory.mktemp("logs") / "log"
+    return run_log(directory, "--primary-blocks", 80, "--secondary-blocks", 160, "--concurrency", 2)
+
+
+def segments(directory: Path) -> list[Path]:
+    """The log's files."""
+    return sorted(directory.glob("*.kvlog"))

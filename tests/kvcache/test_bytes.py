@@ -1,0 +1,276 @@
+"""Bytes follow events: whatever the manager decides, blocks hold the K/V of their prefix once their copies landed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from cuda_ops.copier import Copier
+from cuda_ops.simulated import FailingCopier, LateCopier
+from events.types import BlocksCopied, BlocksMoved, MoveReason, SequenceAdded
+from kvcache.errors import CapacityError, TransfersPending
+from kvcache.results import Request
+from tests import strategies
+from tests.fake_engine import FakeEngine
+
+Wrap = Callable[[Copier], Copier]
+
+
+def at_once(copier: Copier) -> Copier:
+    return copier
+
+
+def late(copier: Copier) -> Copier:
+    return LateCopier(copier, 3)
+
+
+def failing(seed: int) -> Wrap:
+    which = {number for number in range(1000) if random.Random(seed * 1000 + number).random() < 0.25}
+    return lambda copier: FailingCopier(copier, which)
+
+
+def late_and_failing(seed: int) -> Wrap:
+    return lambda copier: LateCopier(failing(seed)(copier), 2)
+
+
+class Driver:
+    """Random commands for an engine; `trusted`: no copy fails, so everything must be right at any time."""
+
+    def __init__(self, seed: int, wrap: Wrap, *, trusted: bool) -> None:
+        self.random = r = random.Random(seed)
+        self.trusted = trusted
+        self.engine = FakeEngine(
+            wrap=wrap,
+            tokens_per_block=r.choice([1, 2, 4]),
+            primary_blocks=r.choice([4, 6, 8, 12]),
+            secondary_blocks=r.choice([1, 2, 4, 8]),
+            kv_layout=r.choice(["NHD", "HND"]),
+        )
+        self.next_id = 0
+
+    def prompt(self) -> list[int]:
+        return [self.random.randrange(2) for _ in range(self.random.randrange(1, 14))]
+
+    def step(self) -> None:
+        r, engine = self.random, self.engine
+        action = r.choice(["admit", "admit", "admit", "forward", "decode", "decode", "decode", "end", "end", "poll", "clear"])
+        try:
+            if action == "admit":
+                requests = [
+                    Request(self.next_id + number, self.prompt(), cache_salt=r.choice([None, None, "a"]))
+                    for number in range(r.choice([1, 1, 2, 3]))
+                ]
+                self.next_id += len(requests)
+                engine.admit(*requests)
+            elif action == "forward" and engine.running:
+                request_id = r.choice(engine.running)
+                sequence = engine.manager._sequence(request_id)
+                engine.forward(request_id, r.randrange(sequence.computed, sequence.num_tokens + 1))
+            elif action == "decode" and engine.running:
+                ids = r.sample(engine.running, r.randrange(1, len(engine.running) + 1))
+                engine.decode(ids, [r.randrange(2) for _ in ids])
+            elif action == "end" and engine.running:
+                engine.end(r.choice(engine.running), store=r.random() < 0.8)
+            elif action == "poll":
+                engine.poll()
+                if isinstance(engine.copier, LateCopier):
+                    engine.copier.tick()
+            elif action == "clear" and r.random() < 0.2:
+                engine.manager.clear()
+        except CapacityError:
+            if engine.running:
+                engine.end(r.choice(engine.running))
+
+    def run(self, steps: int) -> None:
+        for number in range(steps):
+            self.step()
+            if self.trusted:
+                self.engine.verify()
+                self.engine.verify_running()
+            elif number % 7 == 0:
+                self.engine.settle()
+                self.engine.verify()
+                self.engine.verify_running()
+        self.engine.settle()
+        self.engine.verify()
+        self.engine.verify_running()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_follow_events(seed: int) -> None:
+    """After any commands, with copies at once or late, each cached block and each sequence has its own K/V."""
+    Driver(seed, (at_once, late)[seed % 2], trusted=True).run(60)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_failed_copies_are_never_served(seed: int) -> None:
+    """After any commands with a quarter of the copies failing, what is cached or said to be computed is right."""
+    Driver(seed, (failing, late_and_failing)[seed % 2](seed), trusted=False).run(60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(100, 1100))
+def test_bytes_follow_events_for_long(seed: int) -> None:
+    """The same for many more commands, in every mode."""
+    Driver(seed, (at_once, late)[seed % 2], trusted=True).run(300)
+    Driver(seed, (failing, late_and_failing)[seed % 2](seed), trusted=False).run(300)
+
+
+def test_driver_reaches_every_kind_of_copy() -> None:
+    """The random commands above lead to offloads, onboards, copies from both levels, and copies that fail."""
+    seen, failed = set(), 0
+    for seed in range(20):
+        driver = Driver(seed, late_and_failing(seed), trusted=False)
+        driver.engine.manager.bus.subscribe(
+            lambda event: seen.add(event.why if isinstance(event, BlocksMoved) else event.source_level),
+            BlocksMoved,
+            BlocksCopied,
+        )
+        driver.run(60)
+        failed += len(driver.engine.failed)
+    assert seen == {*MoveReason, 0, 1}
+    assert failed
+
+
+# -- single cases
+
+
+def test_duplicate_blocks_are_swapped_with_their_bytes() -> None:
+    """Two requests compute one prefix side by side; the second is pointed at the first one's blocks, which are right."""
+    engine = FakeEngine()
+    prompt = [0, 1, 0, 1, 1]
+    engine.admit(Request("a", prompt), Request("b", prompt))
+    engine.forward("a", 4)
+    engine.write("b", 4)
+    result = engine.manager.store_context_blocks("b", 4)
+    assert [index for index, _, _ in result.swapped] == [0, 1]
+    tables = engine.manager.block_tables(["a", "b"])
+    assert tables[0, :2].tolist() == tables[1, :2].tolist()
+    assert tables[0, 2] != tables[1, 2]
+    engine.verify()
+    engine.verify_running()
+
+
+def fill(engine: FakeEngine, request_id: str, prompt: list[int]) -> None:
+    """Run a request to its end, all computed."""
+    engine.admit(Request(request_id, prompt))
+    engine.forward(request_id)
+    engine.end(request_id)
+
+
+@pytest.mark.parametrize("secondary", [0, 4])
+def test_source_evicted_by_the_call_that_copies_from_it(secondary: int) -> None:
+    """The only evictable block is the source of a partial copy: it is evicted, and still copied before it is lost."""
+    engine = FakeEngine(wrap=late, tokens_per_block=4, primary_blocks=2, secondary_blocks=secondary)
+    fill(engine, "a", [0, 1, 0, 1, 1])
+    events: list[object] = []
+    engine.manager.bus.subscribe(events.append)
+    (admitted,) = engine.admit(Request("b", [0, 1, 0, 0, 1, 1]))
+    assert admitted.reused_partial == 3
+    (copied,) = [event for event in events if isinstance(event, BlocksCopied)]
+    assert copied.source_level == 0
+    engine.verify_running()
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+    assert engine.manager.count_reusable([0, 1, 0, 1, 1]) == (1 if secondary else 0)
+
+
+def test_two_requests_share_a_source_that_is_evicted() -> None:
+    """Both copy the start of one block although its slot becomes the first one's own."""
+    engine = FakeEngine(wrap=late, tokens_per_block=4, primary_blocks=2, secondary_blocks=0)
+    fill(engine, "a", [0, 1, 0, 1, 1])
+    engine.admit(Request("b", [0, 1, 1, 1]), Request("c", [0, 1, 0, 0]))
+    engine.verify_running()
+    engine.forward("b")
+    engine.forward("c")
+    engine.verify_running()
+
+
+def offloaded_prefix(wrap: Wrap = at_once) -> FakeEngine:
+    """A prefix of two blocks in secondary, nothing in primary."""
+    engine = FakeEngine(wrap=wrap, primary_blocks=6, secondary_blocks=6)
+    fill(engine, "a", [0, 1, 0, 1, 1])
+    fill(engine, "filler", [1] * 12)
+    assert [block.level for block in engine.manager.match([0, 1, 0, 1, 1]).blocks] == [1, 1]
+    engine.manager.clear = lambda: None  # type: ignore[method-assign]
+    engine.settle()
+    return engine
+
+
+def test_requests_of_a_batch_share_an_onboarded_prefix() -> None:
+    """A prefix in secondary that two requests of a batch begin with is brought back once, into both block tables."""
+    engine = offloaded_prefix(late)
+    events: list[object] = []
+    engine.manager.bus.subscribe(events.append)
+    admitted = engine.admit(Request("b", [0, 1, 0, 1, 0]), Request("c", [0, 1, 0, 1, 1]), Request("d", [0, 1, 1]))
+    assert [each.reused_secondary for each in admitted] == [4, 4, 2]
+    assert sum(event.why == MoveReason.ONBOARD for event in events if isinstance(event, BlocksMoved)) >= 1
+    onboarded = [
+        len(event.to_slots) // 4
+        for event in events
+        if isinstance(event, BlocksMoved) and event.why == MoveReason.ONBOARD
+    ]
+    assert sum(onboarded) == 2
+    engine.start_transfers()
+    tables = engine.manager.block_tables(["b", "c", "d"])
+    assert tables[0, :2].tolist() == tables[1, :2].tolist()
+    assert tables[0, 0] == tables[2, 0]
+    engine.verify_running()
+    engine.settle()
+    engine.verify()
+
+
+def test_computing_what_lies_in_secondary_needs_no_copy() -> None:
+    """A block that is computed while it lies in secondary moves to the computing sequence's slot, with its new bytes."""
+    engine = FakeEngine(primary_blocks=6, secondary_blocks=6)
+    engine.admit(Request("b", [0, 1, 1]))
+    fill(engine, "a", [0, 1, 1])
+    fill(engine, "filler", [1] * 8)
+    assert engine.manager.match([0, 1, 1]).blocks[0].level == 1
+    engine.settle()
+    events: list[object] = []
+    engine.manager.bus.subscribe(events.append)
+    engine.forward("b")
+    assert [event.why for event in events if isinstance(event, BlocksMoved)] == [MoveReason.RECOMPUTED]
+    assert engine.manager.match([0, 1, 1]).blocks[0].level == 0
+    assert engine.manager.start_transfers() is None
+    engine.verify()
+    engine.verify_running()
+
+
+def test_block_tables_wait_for_their_copies() -> None:
+    """Between an admission that copies and `start_transfers`, no block table is handed out."""
+    engine = offloaded_prefix()
+    (admitted,) = engine.admit(Request("b", [0, 1, 0, 1, 0]))
+    with pytest.raises(TransfersPending):
+        engine.manager.block_table("b")
+    with pytest.raises(TransfersPending):
+        _ = admitted.block_tables
+    with pytest.raises(TransfersPending):
+        engine.manager.block_tables(["b"])
+    engine.start_transfers()
+    assert len(engine.manager.block_table("b")) == 3
+
+
+def test_blocks_land_when_their_bytes_have() -> None:
+    """A block on its way is matched at once, and said to have landed only after the copy's end was seen."""
+    engine = offloaded_prefix(late)
+    engine.admit(Request("b", [0, 1, 0, 1, 0]))
+    assert not any(block.landed for block in engine.manager.match([0, 1, 0, 1, 1]).blocks)
+    engine.settle()
+    assert all(block.landed for block in engine.manager.match([0, 1, 0, 1, 1]).blocks)
+
+
+def test_closing_lands_what_is_in_flight() -> None:
+    """Closing starts and awaits all copies, so the last state has none on their way."""
+    engine = offloaded_prefix(late)
+    engine.admit(Request("b", [0, 1, 0, 1, 0]))
+    engine.manager.close()
+    assert not engine.manager.state.transfers
+    assert strategies.cached_blocks(engine.manager.state)
+    assert SequenceAdded  # the sequence is still there: closing ends no request
+    assert engine.manager.num_sequences == 1
