@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +87,9 @@ class Engine:
         self.remove_sequence = clock.timed(manager.remove_sequence)
         self.flush = clock.timed(manager.flush)
         self.running: dict[int, Iterator[int]] = {}
-        self.left: dict[int, int] = {}
+        self.ends: defaultdict[int, list[int]] = defaultdict(list)
+        """Step to the requests that get their last token in it."""
+        self.step = 0
         self.hit_tokens = 0
         self.waits = 0
 
@@ -102,7 +104,7 @@ class Engine:
         self.hit_tokens += admission.reused_tokens
         self.store_context_blocks(number, len(prompt))
         self.running[number] = iter(output)
-        self.left[number] = len(output)
+        self.ends[self.step + len(output) - 1].append(number)
         return True
 
     def decode(self) -> None:
@@ -110,12 +112,10 @@ class Engine:
         numbers = list(self.running)
         tokens = [next(output) for output in self.running.values()]
         self.add_tokens(numbers, tokens)
-        left = self.left
-        for number in numbers:
-            left[number] -= 1
-            if not left[number]:
-                del self.running[number], left[number]
-                self.remove_sequence(number)
+        for number in self.ends.pop(self.step, ()):
+            del self.running[number]
+            self.remove_sequence(number)
+        self.step += 1
 
 
 def _tokens(number: int, request: TraceRequest) -> tuple[Any, list[int]]:
@@ -123,11 +123,10 @@ def _tokens(number: int, request: TraceRequest) -> tuple[Any, list[int]]:
     return prompt_tokens(request.hash_ids, request.input_length), output
 
 
-def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -> tuple[Engine, int]:
-    """Run the workload; returns the engine and the number of steps."""
+def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -> Engine:
+    """Run the workload."""
     engine = Engine(manager, clock)
     waiting = 0
-    steps = 0
     while waiting < len(requests) or engine.running:
         while waiting < len(requests) and len(engine.running) < IN_FLIGHT:
             if not engine.admit(waiting, requests[waiting]):
@@ -135,8 +134,7 @@ def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -
             waiting += 1
         engine.decode()
         engine.flush()
-        steps += 1
-    return engine, steps
+    return engine
 
 
 def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict[str, Any]:
@@ -154,9 +152,9 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         gc.collect()
         gc.freeze()
         clock = Clock(by_call=by_call)
-        log = LogWriter(f"{directory}/log", overflow="block") if mode.startswith("log") else None
+        log = LogWriter(f"{directory}/log", overflow="block", fsync="never") if mode.startswith("log") else None
         manager = KVCacheManager(config, log=log)
-        engine, steps = drive(manager, requests, clock)
+        engine = drive(manager, requests, clock)
         clock.timed(manager.close)()
         cpu = clock.cpu
         stats = manager.stats()
@@ -165,10 +163,10 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
             "requests": len(requests),
             "cpu_seconds": cpu,
             "cpu_seconds_per_1000": cpu * 1000 / len(requests),
-            "us_per_step": cpu * 1e6 / steps,
+            "us_per_step": cpu * 1e6 / engine.step,
             "blocks_per_second": stats.blocks_allocated / cpu,
             "hit_tokens": engine.hit_tokens,
-            "steps": steps,
+            "steps": engine.step,
             "waits": engine.waits,
             "events": stats.events,
             "log_bytes": log.bytes_written if log is not None else 0,

@@ -14,6 +14,9 @@ from events.types import Event
 Subscriber = Callable[[Any], None]
 
 
+_NOBODY: tuple[Subscriber, ...] = ()
+
+
 class EventBus:
     """Collects the events of a step and passes each on to its subscribers."""
 
@@ -35,9 +38,8 @@ class EventBus:
     def publish(self, event: Event) -> None:
         """Pass an applied event on."""
         self.pending.append(event)
-        if self._by_type:
-            for subscriber in self._by_type.get(type(event), ()):
-                subscriber(event)
+        for subscriber in self._by_type.get(type(event), _NOBODY):
+            subscriber(event)
         for subscriber in self._subscribers:
             subscriber(event)
 

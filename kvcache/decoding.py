@@ -27,10 +27,11 @@ class DecodeBatch:
         """Packed uint32."""
         self._period = tokens_per_block
         self._steps = 0
-        self._steps_left = min((limit - sequence.num_tokens for sequence in sequences), default=0)
+        lengths = [sequence.num_tokens for sequence in sequences]
+        self._steps_left = limit - max(lengths, default=limit)
         self._due: dict[int, list[Sequence]] = {}
-        for sequence in sequences:
-            self._due.setdefault(-sequence.num_tokens % tokens_per_block, []).append(sequence)
+        for length, sequence in zip(lengths, sequences, strict=True):
+            self._due.setdefault(-length % tokens_per_block, []).append(sequence)
 
     @property
     def at_limit(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.prefix_tree import Node, PrefixTree, Root, Run
-from kvcache.slots import Level
+from kvcache.slots import Level, last_reversed
 
 
 class GroupState:
@@ -167,7 +167,7 @@ class GroupState:
             gone = slots if take == count else slots[done : done + take]
             if run.children:
                 raise InvariantViolated("a block with cached descendants cannot be removed")
-            if run.slots[: -take - 1 : -1] != gone:
+            if last_reversed(run.slots, take) != gone:
                 raise InvariantViolated("removed blocks are not the end of a run")
             self.levels[level].own(gone, -1)
             if run.refs:
@@ -223,11 +223,11 @@ class GroupState:
         """Move the end of an unreferenced primary leaf to secondary; deepest block first."""
         run = self.owner(PRIMARY, slots[0])
         take = len(slots)
-        invariant(run.slots[: -take - 1 : -1] == slots, "offloaded blocks are not the end of a run")
+        invariant(last_reversed(run.slots, take) == slots, "offloaded blocks are not the end of a run")
         invariant(not run.refs and not run.kin, "an offloaded block is in use")
         if take < len(run.slots):
             self.split(run, len(run.slots) - take)
-        self.relocate(run, SECONDARY, to_slots[::-1], transfer)
+        self.relocate(run, SECONDARY, last_reversed(to_slots, len(to_slots)), transfer)
         self.levels[PRIMARY].give_back(slots)
         parent = run.parent
         if isinstance(parent, Run):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from events.types import Namespace, RequestId
 from kvcache.errors import InvalidTokens, UsageError
-from kvcache.lookup import namespace_of
+from kvcache.lookup import checked_integer, checked_text, namespace_of
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Request
 from kvcache.tokens import pack_tokens
@@ -29,11 +29,13 @@ class Incoming:
 
 def incoming(request: Request) -> Incoming:
     """Validate a request; raises `UsageError` or `InvalidTokens`."""
-    request_id = request.request_id
-    if isinstance(request_id, bool) or not isinstance(request_id, str | int):
+    request_id: RequestId = request.request_id
+    if isinstance(request_id, str):
+        request_id = checked_text(request_id, "a request id")
+    elif isinstance(request_id, int) and not isinstance(request_id, bool):
+        request_id = checked_integer(request_id, "an integer request id")
+    else:
         raise UsageError(f"a request id must be a string or an integer, not {type(request_id).__name__}")
-    if isinstance(request_id, int) and not -(2**63) <= request_id < 2**64:
-        raise UsageError("an integer request id must fit 64 bits")
     namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt)
     symbols = pack_tokens(request.tokens)
     if not symbols:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import index
+
 from events.hashing import salt_digest
 from events.packed import NAME_BYTES
 from events.types import Namespace
-from kvcache.errors import Unsupported
+from kvcache.errors import Unsupported, UsageError
 from kvcache.matching import PathMatch, match
 from kvcache.prefix_tree import SYMBOL_BYTES, Run
 from kvcache.results import Match, MatchedBlock
@@ -13,8 +15,32 @@ from kvcache.state import CacheState
 
 
 def namespace_of(lora_id: int | None, lora_name: str | None, cache_salt: str | None) -> Namespace:
-    """The namespace of a request; the salt is known by its digest from here on."""
-    return Namespace(lora_id, lora_name, None if cache_salt is None else salt_digest(cache_salt))
+    """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
+    number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
+    name = None if lora_name is None else checked_text(lora_name, "a lora_name")
+    salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
+    return Namespace(number, name, salt)
+
+
+def checked_integer(value: object, what: str) -> int:
+    """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise UsageError(f"{what} must be an integer, not {type(value).__name__}")
+    number = index(value)
+    if not -(2**63) <= number < 2**64:
+        raise UsageError(f"{what} must fit 64 bits")
+    return number
+
+
+def checked_text(value: object, what: str) -> str:
+    """A plain str that the log can hold, as UTF-8."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what} must be a string, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} has characters that are no Unicode text (lone surrogates)") from None
+    return str.__str__(value)
 
 
 def lookup(state: CacheState, namespace: Namespace, symbols: bytes, *, partial: bool = True) -> Match:

@@ -36,7 +36,7 @@ from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
-from kvcache.lookup import lookup, namespace_of
+from kvcache.lookup import checked_integer, lookup, namespace_of
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
@@ -236,6 +236,7 @@ class KVCacheManager:
         """
         self._guard.enter()
         sequence = self._sequence(request_id)
+        num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "

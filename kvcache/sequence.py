@@ -88,7 +88,7 @@ class Sequence:
         """Leading tokens whose K/V is written: while it decodes, all but the one sampled last."""
         rows = self.rows
         if rows is not None and rows.num_rows:
-            return self.num_tokens - 1
+            return len(self._tokens) + rows.num_rows - self._row - 1
         return self._computed
 
     @computed.setter
@@ -109,6 +109,5 @@ class Sequence:
     def leave_rows(self) -> None:
         """Collect what the rows hold and take no more from them."""
         if self.rows is not None:
-            self._computed = self.computed
-            self._tokens = self.tokens
+            self._computed = len(self.tokens) - 1
             self.rows = None

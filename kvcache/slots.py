@@ -21,6 +21,13 @@ _FEW = 16
 Entry = tuple[int, int, int, int, int]
 
 
+def last_reversed(slots: array[int], count: int) -> array[int]:
+    """The last `count` slots, last first."""
+    if count > _FEW:
+        return array("i", np.frombuffer(slots, np.int32)[: -count - 1 : -1].tobytes())
+    return slots[: -count - 1 : -1]
+
+
 class Level:
     """Slots of one window at one level."""
 
@@ -46,14 +53,14 @@ class Level:
 
     def peek(self, count: int) -> array[int]:
         """The next `count` blank slots, in the order in which they would be taken."""
-        slots = self.free[: -count - 1 : -1]
+        slots = last_reversed(self.free, count)
         invariant(len(slots) == count, "not enough blank slots")
         return slots
 
     def take(self, slots: array[int]) -> None:
         """Take slots off the free list: the next ones or, rarely, chosen ones."""
         count = len(slots)
-        if self.free[: -count - 1 : -1] == slots:
+        if last_reversed(self.free, count) == slots:
             del self.free[-count:]
             return
         for slot in slots:

@@ -36,7 +36,7 @@ from kvcache.group_state import GroupState
 from kvcache.matching import PartialMatch, PathMatch, covered, covered_child, match
 from kvcache.prefix_tree import SYMBOL_BYTES, Run, common_bytes, runs_below
 from kvcache.sequence import Sequence
-from kvcache.slots import eviction_order
+from kvcache.slots import eviction_order, last_reversed
 from kvcache.state import CacheState
 
 DEFAULT_PRIORITY = 35
@@ -220,7 +220,7 @@ class WindowBlockManager:
         return len(secondary.free)
 
     def _offload(self, run: Run, count: int, handle: int | None) -> None:
-        slots = run.slots[: -count - 1 : -1]
+        slots = last_reversed(run.slots, count)
         to_slots = self.group.levels[SECONDARY].peek(count)
         self._emit(
             BlocksMoved(
@@ -237,7 +237,7 @@ class WindowBlockManager:
         )
 
     def _remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
-        slots = run.slots[: -count - 1 : -1].tobytes()
+        slots = last_reversed(run.slots, count).tobytes()
         names = self._names_of_tail(run, count)
         self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
 
@@ -338,33 +338,36 @@ class WindowBlockManager:
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`."""
-        tail, size = sequence.tails[self.index], self.tokens_per_block
+        index, size = self.index, self.tokens_per_block
         symbols = sequence.tokens[first * size : stop].tobytes()
-        if tail.children:
-            head = symbols[: size * SYMBOL_BYTES]
-            if covered(tail, head):
-                return  # a block that begins with these tokens serves as well
-            shorter = covered_child(tail, head)
-            if shorter is not None:
-                self._remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
-            tail = sequence.tails[self.index]
-        last = self.blocks_for(stop)
+        if sequence.tails[index].children and not self._make_way(sequence, symbols[: size * SYMBOL_BYTES]):
+            return
+        tail = sequence.tails[index]
+        last = -(-stop // size)
         parent = tail.key_of_last(self._key_bytes)
-        hashing = self._state.hashing
-        keys = hashing.chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
         self._emit(
             BlocksStored(
                 sequence.handle,
-                self.index,
+                index,
                 first,
-                parent[:NAME_BYTES] if tail.end else b"",
-                keys,
-                sequence.tables[self.index][first:last].tobytes(),
+                parent[:NAME_BYTES] if first else b"",
+                self._state.hashing.chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
+                sequence.tables[index][first:last].tobytes(),
                 PRIMARY,
                 DEFAULT_PRIORITY,
                 stop - (last - 1) * size,
             )
         )
+
+    def _make_way(self, sequence: Sequence, head: bytes) -> bool:
+        """Whether a new block is to be stored beside its siblings; a shorter one that it covers is removed."""
+        tail = sequence.tails[self.index]
+        if covered(tail, head):
+            return False  # a block that begins with these tokens serves as well
+        shorter = covered_child(tail, head)
+        if shorter is not None:
+            self._remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
+        return True
 
     def freed_by(self, sequence: Sequence) -> bytes:
         """The slots that become blank when the sequence goes, deepest first."""
