@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 SLOT_BYTES = 4
+TOKEN_BYTES = 4
 NAME_BYTES = 8
 """Public names of blocks are the first 8 bytes of their keys."""
 

@@ -15,7 +15,11 @@ from sinks.render import render_batch
 
 BLOCK = 4
 CONFIG = KVCacheConfig(
-    max_sequence_length=64, tokens_per_block=BLOCK, primary_blocks=3, secondary_blocks=8, block_hash="v2_sha256_64"
+    max_sequence_length=64,
+    tokens_per_block=BLOCK,
+    primary_blocks=3,
+    secondary_blocks=8,
+    block_hash="v2_sha256_64",
 )
 PROMPTS = {
     "first": [11, 12, 13, 14, 15, 16, 17, 18, 19],

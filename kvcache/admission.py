@@ -97,7 +97,7 @@ def admit(
     sequences = [_add(state, window, emit, each) for each in plans]
     sources = [each.source for each in plans if each.source is not None]
     window.free_up(
-        claims.needed, sequences[0].handle, [source.run for source in sources if source.level == SECONDARY]
+        claims.needed, sequences[0].handle, [source.slot for source in sources if source.level == SECONDARY]
     )
     unread = {source.slot for source in sources if source.level == PRIMARY}
     for each, sequence in zip(plans, sequences, strict=True):

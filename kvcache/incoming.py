@@ -29,13 +29,14 @@ class Incoming:
 
 def incoming(request: Request) -> Incoming:
     """Validate a request; raises `UsageError` or `InvalidTokens`."""
-    request_id: RequestId = request.request_id
-    if isinstance(request_id, str):
-        request_id = checked_text(request_id, "a request id")
-    elif isinstance(request_id, int) and not isinstance(request_id, bool):
-        request_id = checked_integer(request_id, "an integer request id")
+    given: object = request.request_id
+    request_id: RequestId
+    if isinstance(given, str):
+        request_id = checked_text(given, "a request id")
+    elif isinstance(given, int) and not isinstance(given, bool):
+        request_id = checked_integer(given, "an integer request id")
     else:
-        raise UsageError(f"a request id must be a string or an integer, not {type(request_id).__name__}")
+        raise UsageError(f"a request id must be a string or an integer, not {type(given).__name__}")
     namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt)
     symbols = pack_tokens(request.tokens)
     if not symbols:

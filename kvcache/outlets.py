@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.replay import replay
 from kvcache.state import CacheState
-from sinks import Sink, SinkContext, SinkRunner, SinkStats, open_sink
+from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 
 LogTarget = LogWriter | str | PathLike[str] | None
 
@@ -75,10 +76,13 @@ class Outlets:
         return tuple(runner.stats() for runner in self._runners)
 
     def close(self) -> None:
-        """Drain and close everything, each sink within its own time; the log's failure is raised last."""
+        """Drain and close everything, all sinks at a time; the log's failure is raised last."""
+        closing = [threading.Thread(target=runner.close) for runner in self._runners]
+        for thread in closing:
+            thread.start()
         try:
-            for runner in self._runners:
-                runner.close()
+            for thread in closing:
+                thread.join()
         finally:
             if self.log is not None:
                 self.log.close()
@@ -103,5 +107,6 @@ def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:
     if isinstance(sink, SinkRunner):
         return sink
     if isinstance(sink, str):
-        return SinkRunner(open_sink(sink, context), sink)
+        # A URL may hold a password; its printed form does not.
+        return SinkRunner(open_sink(sink, context), str(SinkURL.parse(sink)))
     return SinkRunner(sink, type(sink).__name__)

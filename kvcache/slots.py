@@ -8,7 +8,7 @@ new entry, and an entry that no longer describes its run is dropped when it come
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
@@ -89,8 +89,8 @@ class Level:
             else:
                 heappush(leaves, _entry(run))
 
-    def victim(self, runs: dict[int, Run], spares: Iterable[Run] = ()) -> Run | None:
-        """The run whose last block goes next; `spares` are passed over."""
+    def victim(self, runs: dict[int, Run], spares: Collection[int] = ()) -> Run | None:
+        """The run whose last block goes next; the slots in `spares` are passed over."""
         leaves = self.leaves
         spared = []
         found = None
@@ -107,7 +107,7 @@ class Level:
                 or run.level != self.index
             ):
                 heappop(leaves)
-            elif spares and run in spares:
+            elif spares and run.slots[-1] in spares:
                 spared.append(heappop(leaves))
             else:
                 found = run

@@ -13,11 +13,12 @@ from typing import Any
 
 from events import types as ev
 from events.hashing import ALGORITHMS, HashAlgorithm
+from events.sequence_tokens import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason, Namespace, RemoveReason, RequestId
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node
-from kvcache.sequence import Sequence, TokenRows
+from kvcache.sequence import Sequence
 
 
 class Transfer:
@@ -49,8 +50,7 @@ class CacheState:
         self.tokens_per_block = 1
         self.sequences: dict[int, Sequence] = {}
         self.handles: dict[RequestId, int] = {}
-        self._rows: TokenRows | None = None
-        """The tokens of the sequences that were decoded last."""
+        self.running = RunningTokens(self.sequences)
         self.transfers: dict[int, Transfer] = {}
         self.next_handle = 1
         self.next_transfer = 1
@@ -98,7 +98,7 @@ class CacheState:
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
-        self._rows = None
+        self.running.forget()
         self.changed_blocks = 0
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
@@ -108,7 +108,7 @@ class CacheState:
     def _install(self, event: ev.StateExported) -> None:
         from kvcache.exported_state import install  # exported_state describes this class
 
-        self._rows = None
+        self.running.forget()
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
@@ -151,39 +151,17 @@ class CacheState:
             group.tree.roots[event.namespace].users += 1
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
-        if event.counts or not self.tokens_recorded:
-            self._append_many(array("I", event.handles), array("I", event.counts), event.tokens)
-            return
-        rows = self._rows
-        if rows is None or rows.handles != event.handles:
-            rows = self._begin_rows(event.handles)
-        rows.append(event.tokens)
-
-    def _begin_rows(self, handles: bytes) -> TokenRows:
-        """Other sequences than before are decoded together from now on."""
-        unpacked = array("I", handles)
-        rows = self._rows = TokenRows(handles, len(unpacked))
-        for column, handle in enumerate(unpacked):
-            self.sequences[handle].join_rows(rows, column)
-        return rows
-
-    def _append_many(self, handles: array[int], counts: array[int], tokens: bytes) -> None:
-        self._rows = None
-        start = 0
-        for handle, count in zip(handles, counts, strict=True):
-            sequence = self.sequences[handle]
-            size = count * SYMBOL_BYTES
-            sequence.leave_rows()
-            sequence.tokens.frombytes(tokens[start : start + size] if self.tokens_recorded else bytes(size))
-            sequence.computed = len(sequence.tokens) - 1
-            start += size
+        self.running.append(event)
+        if event.counts:
+            for handle in array("I", event.handles):
+                sequence = self.sequences[handle]
+                sequence.computed = sequence.num_tokens - 1
 
     def _compute(self, event: ev.ContextComputed) -> None:
         self._set_computed(self.sequences[event.handle], event.num_tokens)
 
     def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        if sequence.rows is self._rows:
-            self._rows = None  # the sequence leaves them
+        self.running.leave(sequence)
         sequence.computed = num_tokens
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:

@@ -10,7 +10,7 @@ secondary while secondary has room or holds something lower in the same order; o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -58,7 +58,6 @@ class BlockNames:
 class CopySource:
     """A block whose first `num_tokens` tokens are to be copied."""
 
-    run: Run
     level: int
     slot: int
     num_tokens: int
@@ -66,7 +65,7 @@ class CopySource:
     @classmethod
     def of(cls, found: PartialMatch) -> CopySource:
         """Where the partial match lies now."""
-        return cls(found.run, found.run.level, found.slot, found.num_tokens)
+        return cls(found.run.level, found.slot, found.num_tokens)
 
 
 class WindowBlockManager:
@@ -192,8 +191,8 @@ class WindowBlockManager:
 
     # -- eviction
 
-    def free_up(self, needed: int, handle: int | None, spares: Iterable[Run] = ()) -> None:
-        """Evict until `needed` primary slots are blank; the runs in `spares` stay in secondary."""
+    def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
+        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
         primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
         while (short := needed - len(primary.free)) > 0:
             run = primary.victim(runs)
@@ -207,7 +206,7 @@ class WindowBlockManager:
                     self._remove_below(run, RemoveReason.UNREACHABLE, handle)
                 self._remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
-    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Iterable[Run]) -> int:
+    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
         """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
         secondary = self.group.levels[SECONDARY]
         if not secondary.size or run.priority < self._offload_min_priority:
@@ -216,7 +215,8 @@ class WindowBlockManager:
             lower = secondary.victim(self.group.tree.runs, spares)
             if lower is None or eviction_order(lower) > eviction_order(run):
                 return 0
-            self._remove_tail(lower, min(take, len(lower.slots)), RemoveReason.CAPACITY, handle)
+            behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
+            self._remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
         return len(secondary.free)
 
     def _offload(self, run: Run, count: int, handle: int | None) -> None:

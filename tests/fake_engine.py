@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
-from kvcache.config import KVCacheConfig
+from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from kvcache.prefix_tree import Run, runs_below
@@ -40,15 +41,10 @@ def expected(tokens: Sequence[int], salt: object = None) -> list[float]:
 class FakeEngine:
     """Drives a manager with real pools on the host."""
 
-    def __init__(
-        self, settings: KVCacheConfig | None = None, wrap: Callable[[Copier], Copier] = lambda copier: copier, **more: object
-    ) -> None:
-        values = {"dtype": "float32", "num_kv_heads": 1, "head_dim": 1, **more}
-        self.config = settings or strategies.config(**values)
-        self.manager = KVCacheManager(self.config)
-        self.pools = Pools(self.manager.layout, "cpu")
+    def __init__(self, wrap: Callable[[Copier], Copier] = lambda copier: copier, **settings: Any) -> None:
+        self.config = strategies.config(dtype="float32", num_kv_heads=1, head_dim=1, **settings)
+        self.pools = Pools(Layout.of(self.config), "cpu")
         self.copier = wrap(self.pools.copier())
-        self.manager.close()
         self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
         self.size = self.config.tokens_per_block
         self.running: list[RequestId] = []
@@ -86,10 +82,10 @@ class FakeEngine:
         """What the engine finds in its blocks."""
         return self.read_slots(0, self.manager.block_table(request_id))[:stop]
 
-    def read_slots(self, level: int, slots: Sequence[int]) -> list[float]:
+    def read_slots(self, level: int, slots: npt.ArrayLike) -> list[float]:
         """The tokens' K/V; wrong where K and V differ, which are written alike."""
         blocks = self.memory[level][np.asarray(slots, np.int32)]
-        return np.where(blocks[:, 0] == blocks[:, 1], blocks[:, 0], WRONG).ravel().tolist()  # type: ignore[no-any-return]
+        return np.where(blocks[:, 0] == blocks[:, 1], blocks[:, 0], WRONG).ravel().tolist()
 
     def decode(self, request_ids: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """One step: write what was sampled last (and whatever of the prompt was left), then append."""
@@ -143,9 +139,11 @@ class FakeEngine:
         assert found[: len(right)] == right, "a cached block holds the K/V of something else"
 
     def verify_running(self) -> None:
-        """Every running sequence finds the K/V of all that it is told is computed; only true once failures are known."""
+        """Every running sequence finds the K/V of all that counts as computed; only true once failures are known."""
         self.start_transfers()
         for request_id in self.running:
             sequence = self.manager._sequence(request_id)
             right = expected(sequence.tokens, sequence.namespace)[: sequence.computed]
-            assert self.read(request_id, sequence.computed) == right, "a sequence reads the K/V of something else"
+            assert self.read(request_id, sequence.computed) == right, (
+                "a sequence reads the K/V of something else"
+            )

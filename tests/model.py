@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from events.types import PRIMARY, SECONDARY
@@ -20,6 +20,10 @@ PRIORITY = 35
 Path = tuple[Any, ...]
 Request = tuple[Hashable, Hashable, Sequence[int]]
 """Id, namespace, tokens."""
+
+
+def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class Refused(Exception):
@@ -51,9 +55,21 @@ class Model:
     """The cache. `removed` and `offloaded` list what left primary or the cache, in order."""
 
     def __init__(
-        self, size: int, blocks: tuple[int, int], *, reuse: bool = True, partial: bool = True, offload_from: int = 30
+        self,
+        size: int,
+        blocks: tuple[int, int],
+        *,
+        reuse: bool = True,
+        partial: bool = True,
+        offload_from: int = 30,
     ) -> None:
-        self.size, self.blocks, self.reuse, self.partial, self.offload_from = size, blocks, reuse, partial, offload_from
+        self.size, self.blocks, self.reuse, self.partial, self.offload_from = (
+            size,
+            blocks,
+            reuse,
+            partial,
+            offload_from,
+        )
         self.cached: dict[Path, Block] = {}
         self.running: dict[Hashable, Running] = {}
         self.stamp = self.ids = 0
@@ -88,7 +104,7 @@ class Model:
             return path, 0, set()
         while len(rest) >= self.size and (*path, rest[: self.size]) in self.cached:
             path, rest = (*path, rest[: self.size]), rest[self.size :]
-        common = {child: len(commonprefix([child[-1], rest])) for child in self.children(path)}
+        common = {child: common_tokens(child[-1], rest) for child in self.children(path)}
         best = max(common.values(), default=0) if self.partial else 0
         return path, best, {child for child in common if best and common[child] == best}
 
@@ -129,7 +145,9 @@ class Model:
                 self.cached[path].level, self.cached[path].id = SECONDARY, self.new_id()
                 self.offloaded.append(path)
             else:
-                self.remove(below for below in list(self.cached) if below != path and below[: len(path)] == path)
+                self.remove(
+                    below for below in list(self.cached) if below != path and below[: len(path)] == path
+                )
                 self.remove([path])
 
     def make_room(self, path: Path, exempt: Collection[Path]) -> bool:
@@ -183,7 +201,9 @@ class Model:
         sequence.computed = max(sequence.computed, num_tokens)
         return self.store(sequence)
 
-    def append(self, ids: Sequence[Hashable], tokens: Sequence[int], counts: Sequence[int]) -> dict[Hashable, list[int]]:
+    def append(
+        self, ids: Sequence[Hashable], tokens: Sequence[int], counts: Sequence[int]
+    ) -> dict[Hashable, list[int]]:
         """Returns the swapped blocks of each sequence that has any."""
         growth = []
         for index, (request_id, count) in enumerate(zip(ids, counts, strict=True)):
@@ -200,7 +220,9 @@ class Model:
             sequence.tokens += rest[:count]
             sequence.computed = len(sequence.tokens) - 1
             del rest[:count]
-        swapped = {each: self.store(self.running[each]) for each, more in zip(ids, growth, strict=True) if more}
+        swapped = {
+            each: self.store(self.running[each]) for each, more in zip(ids, growth, strict=True) if more
+        }
         return {each: swaps for each, swaps in swapped.items() if swaps}
 
     def end(self, request_id: Hashable, *, store: bool) -> None:
@@ -213,7 +235,9 @@ class Model:
         for blocks in range(1, sequence.stored + 1):
             path = self.path(sequence, blocks)
             # The last one may be partial, and tokens may follow that are not computed.
-            block = self.cached.get(path) or self.cached[*path[:-1], path[-1][: sequence.computed % self.size]]
+            block = (
+                self.cached.get(path) or self.cached[*path[:-1], path[-1][: sequence.computed % self.size]]
+            )
             block.refs -= 1
             block.stamp = 0 if block.refs else self.stamp
 
@@ -258,5 +282,5 @@ class Model:
 
     def supersede(self, path: Path) -> None:
         """A block makes shorter ones with the same beginning useless."""
-        siblings = self.children(path[:-1])
-        self.remove(child for child in siblings if len(child[-1]) < len(path[-1]) and path[-1][: len(child[-1])] == child[-1])
+        shorter = [child for child in self.children(path[:-1]) if len(child[-1]) < len(path[-1])]
+        self.remove(child for child in shorter if path[-1][: len(child[-1])] == child[-1])

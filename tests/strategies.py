@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -25,7 +25,12 @@ from kvcache.state import CacheState
 
 Namespace = tuple[int | None, str | None, str | None]
 """LoRA id, LoRA name, cache salt."""
-NAMESPACES: tuple[Namespace, ...] = ((None, None, None), (1, None, None), (None, "style", None), (None, None, "tenant"))
+NAMESPACES: tuple[Namespace, ...] = (
+    (None, None, None),
+    (1, None, None),
+    (None, "style", None),
+    (None, None, "tenant"),
+)
 IDS: tuple[str | int, ...] = (0, 1, 2, 3, "0", "1", "2")
 """0 and "0" are two requests."""
 LIMIT = 24
@@ -97,7 +102,7 @@ def request(request_id: str | int, namespace: Namespace, tokens: list[int]) -> R
 # -- names, worked out anew from their definition
 
 
-@lru_cache(maxsize=None)
+@cache
 def key_of(path: tuple[Any, ...]) -> bytes:
     """The SHA-256 key of the block at the end of a path of the model."""
     if len(path) == 1:

@@ -39,7 +39,10 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         parents=parents,
         help="a completion script for bash or zsh",
         description="Print a completion script.",
-        epilog='bash: eval "$(kvcache completion bash)" in ~/.bashrc\nzsh:  eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit',
+        epilog=(
+            'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n'
+            'zsh:  eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit'
+        ),
     )
     parser.set_defaults(run=run)
     parser.add_argument("shell", choices=tuple(_SCRIPTS), help="which shell")
@@ -114,7 +117,7 @@ complete -o default -F _kvcache kvcache"""
 
 def _bash_case(command: Command) -> str:
     values = [
-        f"        {'|'.join(option.names)}) values=\"{' '.join(option.choices) or 'FILE'}\" ;;"
+        f'        {"|".join(option.names)}) values="{" ".join(option.choices) or "FILE"}" ;;'
         for option in command.options
         if option.takes_value
     ]
@@ -135,9 +138,7 @@ def _names(command: Command) -> str:
 def _zsh(commands: list[Command]) -> str:
     root, *rest = commands
     names = " ".join(_quoted(f"{command.name}:{command.help}") for command in rest)
-    cases = "\n".join(
-        f"    {command.name})\n      _arguments {_zsh_specs(command)} ;;" for command in rest
-    )
+    cases = "\n".join(f"    {command.name})\n      _arguments {_zsh_specs(command)} ;;" for command in rest)
     return f"""\
 #compdef kvcache
 _kvcache() {{

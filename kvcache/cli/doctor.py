@@ -57,14 +57,20 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         out.heading("kvcache doctor")
         width = max(map(len, _COLORS))
-        out.facts([(found.what, f"{paint(found.verdict.ljust(width), _COLORS[found.verdict])}  {found.text}") for found in findings])
+        out.facts(
+            [
+                (found.what, f"{paint(found.verdict.ljust(width), _COLORS[found.verdict])}  {found.text}")
+                for found in findings
+            ]
+        )
     return int(any(finding.verdict == "problem" for finding in findings))
 
 
 def _software() -> Iterator[Finding]:
     home = Path(__file__).resolve().parents[2]
     yield Finding("kvcache", "ok", f"{__version__} in {printable(str(home))}")
-    python = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    machine = f"{platform.system()} {platform.machine()}"
+    python = f"{platform.python_implementation()} {platform.python_version()} on {machine}"
     yield Finding("python", "ok" if sys.version_info >= (3, 11) else "problem", python)
 
 
@@ -74,7 +80,8 @@ def _own_packages() -> Iterator[Finding]:
     for name in ("events", "sinks"):
         others = sorted(set(owners.get(name, ())) - {"kvcache"})
         if others:
-            text = f"ours is used, but {', '.join(others)} has installed one of the same name: pip uninstall {others[0]}"
+            advice = f"pip uninstall {others[0]}"
+            text = f"ours is used, but {', '.join(others)} has installed one of the same name: {advice}"
             yield Finding(f"package {name}", "note", text)
         else:
             yield Finding(f"package {name}", "ok", "ours")
@@ -108,7 +115,11 @@ def _devices() -> Iterator[Finding]:
         return
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        reason = f"torch is built for CUDA {built} but sees no GPU" if built else "this torch is built without CUDA"
+        reason = (
+            f"torch is built for CUDA {built} but sees no GPU"
+            if built
+            else "this torch is built without CUDA"
+        )
         yield Finding("device", "note", f"cpu; {reason}")
         return
     for index in range(torch.cuda.device_count()):

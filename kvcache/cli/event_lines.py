@@ -34,5 +34,5 @@ def event_line(batch: EventBatch, index: int, event: AnyEvent, key_bytes: int) -
     """The event's address, dimmed, its type in the color of what it means, and its details."""
     address = f"{f'{batch.seq}.{index}':>9}"
     kind = type(event).__name__
-    line = render_event(event, key_bytes)
-    return f"{paint(address, 'dim')}  {paint(kind, _COLORS[kind]) if kind in _COLORS else kind}{line.removeprefix(kind)}"
+    details = render_event(event, key_bytes).removeprefix(kind)
+    return f"{paint(address, 'dim')}  {paint(kind, _COLORS.get(kind))}{details}"

@@ -125,7 +125,9 @@ def _conditions(args: argparse.Namespace) -> list[Condition]:
     if args.block is not None:
         name = args.block.lower().removeprefix("0x")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"--block {args.block}: a block's name is written in hex digits, at least 4 of them")
+            raise UsageError(
+                f"--block {args.block}: a block's name is written in hex digits, at least 4 of them"
+            )
         conditions.append(NamingBlock(name))
     return conditions
 
@@ -139,6 +141,7 @@ class OfRequest:
         self._transfers: set[int] = set()
 
     def __call__(self, event: AnyEvent) -> bool:
+        """Whether the event concerns one of them."""
         if isinstance(event, SequenceAdded):
             if str(event.request_id) == self._id:
                 self._handles.add(event.handle)
@@ -169,6 +172,7 @@ class NamingBlock:
         self._key_bytes = 0
 
     def __call__(self, event: AnyEvent) -> bool:
+        """Whether the event names the block."""
         if isinstance(event, CacheCreated):
             self._key_bytes = event.key_bytes
         if isinstance(event, BlocksStored):
@@ -179,6 +183,8 @@ class NamingBlock:
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
+        if not column:
+            return False
         digits = self._digits[: 2 * width]
         text, step = column.hex(), 2 * width
         place = text.find(digits)

@@ -82,7 +82,7 @@ def _lines(error: Exception) -> list[str]:
         return [origin + problem for problem in error.problems]
     if isinstance(error, OSError) and error.strerror:
         return [f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror]
-    return [" ".join(str(error).split("\n"))]
+    return [str(error)]
 
 
 def _forget_stdout() -> None:

@@ -38,7 +38,9 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
-        "--request", metavar="ID", help="the prompt of this request: its last admission up to SEQ, else its next one"
+        "--request",
+        metavar="ID",
+        help="the prompt of this request: its last admission up to SEQ, else its next one",
     )
     prompt.add_argument(
         "--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin"
@@ -46,7 +48,9 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     parser.add_argument("--at", type=natural, metavar="SEQ", help="the state after this batch (the last one)")
     parser.add_argument("--lora-id", type=integer, metavar="N", help="with --tokens: the adapter's number")
     parser.add_argument("--lora-name", metavar="NAME", help="with --tokens: the adapter's name")
-    parser.add_argument("--cache-salt", metavar="SALT", help="with --tokens: the salt of the prompt's namespace")
+    parser.add_argument(
+        "--cache-salt", metavar="SALT", help="with --tokens: the salt of the prompt's namespace"
+    )
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
@@ -82,7 +86,9 @@ def _read_prompt(args: argparse.Namespace) -> Prompt:
         tokens = None
     if not isinstance(tokens, list):
         # SECURITY: the parser's own message would quote the prompt.
-        raise UsageError(f"{args.tokens} does not hold token ids: write a JSON list of numbers, or numbers between spaces")
+        raise UsageError(
+            f"{args.tokens} does not hold token ids: write a JSON list of numbers, or numbers between spaces"
+        )
     if not tokens:
         raise UsageError(f"{args.tokens} holds no token ids")
     return namespace_of(args.lora_id, args.lora_name, args.cache_salt), pack_tokens(tokens)
@@ -124,7 +130,8 @@ class _Search:
             raise UsageError(f"the log has no admission of request {request_id!r}")
         if not self._found.tokens:
             raise UsageError(
-                f"the log records no tokens, so the prompt of request {request_id!r} is not in it: give it with --tokens"
+                f"the log records no tokens, so the prompt of request {request_id!r} is not in it: "
+                "give it with --tokens"
             )
         return self._found.namespace, self._found.tokens
 
@@ -174,7 +181,9 @@ def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
     primary, secondary = _tokens_by_level(found)
     partial = found.partial.num_tokens if found.partial is not None else 0
     part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
-    out.heading(f"{title}: {count(found.num_tokens, 'prompt token')}, looked up after batch {replayed.last_seq:,}")
+    out.heading(
+        f"{title}: {count(found.num_tokens, 'prompt token')}, looked up after batch {replayed.last_seq:,}"
+    )
     levels = f"{primary:,} from primary, {secondary:,} from secondary, {partial:,} in a partial block"
     computed = found.num_tokens - found.reused_tokens
     out.facts(
@@ -188,7 +197,11 @@ def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
     if blocks:
         out.line()
         size = replayed.state.tokens_per_block
-        out.table(("block", "tokens", "level", "slot", "name", ""), list(_rows(blocks, size)), right=("block", "slot"))
+        out.table(
+            ("block", "tokens", "level", "slot", "name", ""),
+            list(_rows(blocks, size)),
+            right=("block", "slot"),
+        )
 
 
 def _rows(blocks: Iterable[MatchedBlock], size: int) -> Iterator[tuple[str, ...]]:

@@ -58,9 +58,9 @@ class Output:
             _print_rich(console, columns, rows, right)
 
 
-def paint(text: str, color: str) -> str:
+def paint(text: str, color: str | None) -> str:
     """The text in a color, where stdout is a terminal that people look at."""
-    if not text.strip() or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+    if color is None or not text.strip() or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
 

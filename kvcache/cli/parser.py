@@ -46,7 +46,11 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         "-v", "--verbose", action="store_true", default=default, help="say more, and show tracebacks"
     )
     group.add_argument(
-        "-q", "--quiet", action="store_true", default=default, help="no progress and no notes, only the result"
+        "-q",
+        "--quiet",
+        action="store_true",
+        default=default,
+        help="no progress and no notes, only the result",
     )
     group.add_argument(
         "--log-json", action="store_true", default=default, help="diagnostics as JSON lines on stderr"

@@ -42,8 +42,15 @@ def _bar(title: str, total: int | None) -> Iterator[Update]:
         return
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # No thread of its own: it would take time from what is being measured.
-    options = {"transient": True, "auto_refresh": False, "redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=Console(stderr=True), **options) as bar:
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    with bar:
         task = bar.add_task(title, total=total)
 
         def draw(done: int) -> None:

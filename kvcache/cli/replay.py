@@ -32,7 +32,9 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument("--at", type=natural, metavar="SEQ", help="stop after this batch (the last one)")
     parser.add_argument(
-        "--verify", action="store_true", help="compare every checkpoint on the way, and check the state's invariants"
+        "--verify",
+        action="store_true",
+        help="compare every checkpoint on the way, and check the state's invariants",
     )
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
@@ -61,7 +63,9 @@ class CheckpointsDisagree(InternalError):
 
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.batches[:5])) + (", ..." if len(self.batches) > 5 else "")
-        return f"{count(len(self.batches), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
+        return (
+            f"{count(len(self.batches), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
+        )
 
 
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
@@ -80,8 +84,13 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "verified": verified,
         "checkpoints_verified": replayed.checkpoints_verified,
         "checkpoints_failed": replayed.checkpoints_failed,
-        "gaps": [{"first_seq": gap.first_seq, "last_seq": gap.last_seq, "reason": gap.reason} for gap in replayed.gaps],
-        "end": None if end is None else {"kind": end.kind, "path": str(end.path), "offset": end.offset, "next_seq": end.next_seq},
+        "gaps": [
+            {"first_seq": gap.first_seq, "last_seq": gap.last_seq, "reason": gap.reason}
+            for gap in replayed.gaps
+        ],
+        "end": None
+        if end is None
+        else {"kind": end.kind, "path": str(end.path), "offset": end.offset, "next_seq": end.next_seq},
     }
 
 
@@ -135,12 +144,16 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
     if not verified:
         return "not compared (--verify does)"
     if replayed.checkpoints_failed:
-        return paint(f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red")
+        return paint(
+            f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red"
+        )
     return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
 
 
 def _gap(gap: Gap) -> str:
-    return paint(f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}", "yellow")
+    return paint(
+        f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}", "yellow"
+    )
 
 
 def describe_end(end: LogEnd) -> str:

@@ -56,7 +56,9 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         epilog=_EPILOG,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help="requests as JSON lines (Mooncake form)")
+    parser.add_argument(
+        "trace", nargs="?", type=Path, metavar="TRACE", help="requests as JSON lines (Mooncake form)"
+    )
     settings.add_options(parser)
     _add_load_options(parser)
     _add_cache_options(parser)
@@ -69,9 +71,14 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--concurrency", type=positive, default=32, metavar="N", help="most requests running at once (32)"
     )
-    group.add_argument("--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)")
     group.add_argument(
-        "--speed", default="max", metavar="real|N|max", help="keep the trace's times, N times as fast, or ignore them (max)"
+        "--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)"
+    )
+    group.add_argument(
+        "--speed",
+        default="max",
+        metavar="real|N|max",
+        help="keep the trace's times, N times as fast, or ignore them (max)",
     )
 
 
@@ -80,13 +87,20 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
     group.add_argument("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
     group.add_argument("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
-    group.add_argument("--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch")
+    group.add_argument(
+        "--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch"
+    )
 
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("events")
     group.add_argument(
-        "--sink", action="append", default=[], dest="sinks", metavar="URL", help="publish events, as in stdout: or file:e.jsonl"
+        "--sink",
+        action="append",
+        default=[],
+        dest="sinks",
+        metavar="URL",
+        help="publish events, as in stdout: or file:e.jsonl",
     )
     group.add_argument("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
     group.add_argument(
@@ -94,7 +108,11 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--keep", action="store_true", help="keep the log even if its directory is temporary")
     group.add_argument(
-        "--hold", type=seconds, default=0.0, metavar="SECONDS", help="keep the sinks open for so long after the end"
+        "--hold",
+        type=seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="keep the sinks open for so long after the end",
     )
     group.add_argument("--json", action="store_true", help="the summary as JSON; stdout holds nothing else")
 
@@ -102,7 +120,9 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
     if args.json and any(url.startswith("stdout:") for url in args.sinks):
-        raise UsageError("--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl")
+        raise UsageError(
+            "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
+        )
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
     with StopSignals() as stop, _Directory(args, out) as directory:
@@ -123,7 +143,9 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
         raise UsageError(f"none of the requests fits: {result.refusals[0].reason}")
     if result.refused:
         first = result.refusals[0]
-        out.note(f"{result.refused:,} of the requests did not fit, such as number {first.request_id}: {first.reason}")
+        out.note(
+            f"{result.refused:,} of the requests did not fit, such as number {first.request_id}: {first.reason}"
+        )
     return stop.exit_code
 
 
@@ -194,7 +216,11 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
         if getattr(args, name) is not None:
             sets[name] = getattr(args, name)
     # What decides about the other defaults is read and checked first.
-    first = {"tokens_per_block": 64, "max_sequence_length": source.sizes.longest, "log": {"overflow": "block"}}
+    first = {
+        "tokens_per_block": 64,
+        "max_sequence_length": source.sizes.longest,
+        "log": {"overflow": "block"},
+    }
     known = settings.given(args.config, sets)
     config = settings.load(args.config, sets, first | {"primary_blocks": 1})
     blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)

@@ -70,6 +70,14 @@ def given(path: Path | None, sets: Values) -> Values:
 
 def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
     """The settings, with `defaults` for what is given nowhere. Raises ConfigError."""
-    known = given(path, sets)
-    missing = {name: value for name, value in defaults.items() if name not in known}
+    missing = _without(defaults, given(path, sets))
     return KVCacheConfig.load(path, **_merged(missing, sets))
+
+
+def _without(defaults: Values, known: Values) -> Values:
+    """The defaults of what is not known."""
+    missing = {name: value for name, value in defaults.items() if name not in known}
+    for name in defaults.keys() & known.keys():
+        if isinstance(defaults[name], dict) and isinstance(known[name], dict):
+            missing[name] = _without(defaults[name], known[name])
+    return missing

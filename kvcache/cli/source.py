@@ -71,7 +71,9 @@ class _Trace(Collection[TraceRequest]):
 def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
     """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
     if path.exists() and not path.is_file():
-        raise UsageError(f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe")
+        raise UsageError(
+            f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe"
+        )
     sizes = Sizes.of(read_trace(path, limit), stop)
     if not sizes.requests:
         raise UsageError(f"{path} holds no requests")

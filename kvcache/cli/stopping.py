@@ -1,7 +1,8 @@
 """Ending by a signal without being torn apart: the handler notes it, the work looks at the note between two steps.
 
 A `threading.Event` will not do: a handler runs on the main thread, possibly while that thread is inside the event
-and holds its lock, which `set` would then wait for.
+and holds its lock, which `set` would then wait for. And while that thread waits, no handler runs at all if the system
+delivers the signal to another thread; therefore Python writes to a pipe at once, and waiting is reading from that.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import select
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -26,10 +28,12 @@ class StopSignals(threading.Event):
         """The signal that came first."""
         self.received = 0
         """How many have come."""
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
 
     def __enter__(self) -> Self:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(self._writer, False)
+        self._fd_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -38,14 +42,13 @@ class StopSignals(threading.Event):
     ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._fd_before)
         os.close(self._reader)
         os.close(self._writer)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or signal.Signals(number)
         self.received += 1
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writer, b"!")
 
     def is_set(self) -> bool:
         """Whether a signal has come."""
@@ -53,9 +56,15 @@ class StopSignals(threading.Event):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for a signal for `timeout` seconds; returns whether one has come."""
-        if not self.received:
-            # Python goes on waiting after a signal; what the handler has written ends it.
-            select.select([self._reader], [], [], timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.received:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            select.select([self._reader], [], [], left)
+            with contextlib.suppress(BlockingIOError):
+                # Signals that are not ours wake us, too.
+                os.read(self._reader, 4096)
         return self.is_set()
 
     @property

@@ -106,7 +106,10 @@ def describe_start(
     out.facts(
         [
             ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
-            ("cache", f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens ({where})"),
+            (
+                "cache",
+                f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens ({where})",
+            ),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
         ]
     )
@@ -119,9 +122,13 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
         _show_last_events(outcome.verification, out)
     heading = "summary"
     if outcome.signal is not None:
-        heading = f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
+        heading = (
+            f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
+        )
     out.heading(heading)
-    out.facts(_requests(outcome) + _blocks(outcome) + _times(outcome) + _sinks(outcome) + _record(outcome, log))
+    out.facts(
+        _requests(outcome) + _blocks(outcome) + _times(outcome) + _sinks(outcome) + _record(outcome, log)
+    )
 
 
 def _requests(outcome: Outcome) -> list[tuple[str, str]]:
@@ -133,7 +140,10 @@ def _requests(outcome: Outcome) -> list[tuple[str, str]]:
     refused = f", {result.refused:,} refused" if result.refused else ""
     return [
         ("requests", f"{result.requests:,} served in {count(result.steps, 'step')}{refused}"),
-        ("prompt tokens", f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(result.hit_rate)}"),
+        (
+            "prompt tokens",
+            f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(result.hit_rate)}",
+        ),
         ("", by_level),
     ]
 
@@ -145,7 +155,10 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
     if not outcome.with_pools:
         checked = "nothing to compare without pools"
     return [
-        ("blocks", f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} removed"),
+        (
+            "blocks",
+            f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} removed",
+        ),
         ("", moved),
         ("bytes", checked),
     ]
@@ -165,7 +178,7 @@ def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _sink(sink: SinkStats) -> str:
-    text = f"{printable(sink.name)}: {count(sink.batches, 'batch', 'batches')}, {count(sink.events, 'event')}"
+    text = f"{printable(sink.name)}: {_batches(sink.batches)}, {count(sink.events, 'event')}"
     text += f", {sink.dropped_batches:,} dropped, lag {sink.lag_batches:,}"
     if sink.state != "closed":
         text += paint(f", {sink.state}", "red")
@@ -174,10 +187,15 @@ def _sink(sink: SinkStats) -> str:
     return text
 
 
+def _batches(number: int) -> str:
+    return count(number, "batch", "batches")
+
+
 def _record(outcome: Outcome, log: Path | None) -> list[tuple[str, str]]:
     stats, verification = outcome.stats, outcome.verification
-    lost = f", {count(outcome.dropped_batches, 'batch', 'batches')} lost" if outcome.dropped_batches else ""
-    written = f"{count(stats.events, 'event')} in {count(stats.batches, 'batch', 'batches')}, {size(outcome.log_bytes)}{lost}"
+    written = f"{count(stats.events, 'event')} in {_batches(stats.batches)}, {size(outcome.log_bytes)}"
+    if outcome.dropped_batches:
+        written += paint(f", {_batches(outcome.dropped_batches)} lost", "red")
     rows = [("log", written)]
     if log is not None:
         rows.append(("", f"kept in {printable(str(log))}"))
@@ -199,7 +217,9 @@ def _replay(verification: Verification) -> str:
 def _show_last_events(verification: Verification, out: Output) -> None:
     width = _key_bytes(verification)
     # Every step appends tokens, which says little to people.
-    lines = [line for batch in verification.last_batches for line in event_lines(batch, width, TokensAppended)]
+    lines = [
+        line for batch in verification.last_batches for line in event_lines(batch, width, TokensAppended)
+    ]
     if lines:
         out.heading("last events (without TokensAppended)")
         for line in lines[-LAST_EVENTS:]:

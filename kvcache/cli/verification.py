@@ -40,7 +40,7 @@ class Verification:
         return self.replayed is not None and not self.differences
 
 
-class _Interrupted(Exception):  # noqa: N818  the end of a loop, not an error
+class _Interrupted(Exception):
     pass
 
 

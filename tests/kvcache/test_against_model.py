@@ -10,12 +10,19 @@ import random
 import shutil
 import tempfile
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, note, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import HealthCheck, note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from events.log import LogReader
 from events.types import (
@@ -24,10 +31,8 @@ from events.types import (
     AdmissionRefused,
     BlocksMoved,
     BlocksRemoved,
-    Checkpoint,
     Event,
     MoveReason,
-    TransferLanded,
 )
 from kvcache.check import check
 from kvcache.config import KVCacheConfig
@@ -38,7 +43,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
 from kvcache.state import CacheState
 from tests import strategies
-from tests.model import Model, Refused, Request
+from tests.model import Model, Refused
 from tests.strategies import Namespace, cached_blocks, name_of, request, split_names
 
 RequestId = str | int
@@ -105,11 +110,17 @@ class ManagerBesideModel(RuleBasedStateMachine):
             index, needed, available = refused.args
             with pytest.raises(OutOfBlocks) as raised:
                 self.both("add_sequences", requests)
-            assert (raised.value.index, raised.value.needed, raised.value.available) == (index, (needed,), (available,))
+            assert (raised.value.index, raised.value.needed, raised.value.available) == (
+                index,
+                (needed,),
+                (available,),
+            )
             return
         admitted = self.both("add_sequences", requests)
         assert [(a.reused_primary, a.reused_secondary, a.reused_partial) for a in admitted] == expected
-        assert [len(a.block_tables[0]) for a in admitted] == [-(-len(tokens) // self.size) for _, _, tokens in batch]
+        assert [len(a.block_tables[0]) for a in admitted] == [
+            -(-len(tokens) // self.size) for _, _, tokens in batch
+        ]
 
     def source_of(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[Any, ...] | None:
         """Which block the manager would copy from; compares its whole match on the way."""
@@ -136,7 +147,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert result.stored_blocks == self.model.running[request_id].stored
         self.check_swaps(request_id, result.swapped, swapped)
 
-    def check_swaps(self, request_id: Hashable, swaps: list[tuple[int, int, int]], expected: list[int]) -> None:
+    def check_swaps(
+        self, request_id: Hashable, swaps: list[tuple[int, int, int]], expected: list[int]
+    ) -> None:
         assert [index for index, _, _ in swaps] == expected
         table = self.manager.block_table(request_id)  # type: ignore[arg-type]
         assert all(table[index] == new != old for index, old, new in swaps)
@@ -147,7 +160,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
         """One token each, for the same sequences several times in a row."""
         ids = data.draw(st.lists(st.sampled_from(list(self.model.running)), min_size=1, unique=True))
         for _ in range(steps):
-            self.append(ids, data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))), None)
+            self.append(
+                ids, data.draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids))), None
+            )
             self.states_agree()
 
     @precondition(lambda self: self.model.running)
@@ -158,25 +173,31 @@ class ManagerBesideModel(RuleBasedStateMachine):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=sum(counts), max_size=sum(counts)))
         self.append(ids, tokens, counts)
 
-    def append(self, ids: list[RequestId], tokens: list[int], counts: list[int] | None) -> None:
+    def append(self, ids: list[Hashable], tokens: list[int], counts: list[int] | None) -> None:
         arguments = (ids, tokens) if counts is None else (ids, tokens, counts)
         growth = counts or [1] * len(ids)
-        if any(len(self.model.running[each].tokens) + more > self.limit for each, more in zip(ids, growth, strict=True)):
+        if any(
+            len(self.model.running[each].tokens) + more > self.limit
+            for each, more in zip(ids, growth, strict=True)
+        ):
             with pytest.raises(PromptTooLong):
                 self.both("add_tokens", *arguments)
             return
         try:
             expected = self.model.append(ids, tokens, growth)
         except Refused as refused:
-            with pytest.raises(OutOfBlocks) as raised:
-                self.both("add_tokens", *arguments)
-            assert raised.value.index == refused.args[0]
+            self.refused_from(refused.args[0], arguments)
             return
         changed = self.both("add_tokens", *arguments)
         assert set(changed) == set(expected)
         for request_id, result in changed.items():
             assert result.stored_blocks == self.model.running[request_id].stored
             self.check_swaps(request_id, result.swapped, expected[request_id])
+
+    def refused_from(self, index: int, arguments: tuple[Any, ...]) -> None:
+        with pytest.raises(OutOfBlocks) as raised:
+            self.both("add_tokens", *arguments)
+        assert raised.value.index == index
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), store=st.sampled_from([True, True, True, False]))
@@ -241,7 +262,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
         }
         assert cached_blocks(self.manager.state) == blocks
         levels = self.manager.state.groups[0].levels
-        assert [len(level.free) for level in levels] == [self.model.blank(PRIMARY), self.model.blank(SECONDARY)]
+        assert [len(level.free) for level in levels] == [
+            self.model.blank(PRIMARY),
+            self.model.blank(SECONDARY),
+        ]
         assert self.manager.num_free_blocks == self.model.available()
         assert self.manager.num_sequences == len(self.model.running)
         for request_id, expected in self.model.running.items():
@@ -264,7 +288,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
             by_name = {name_of(path): path for path in paths}
             assert sorted(names) == sorted(by_name)
             order = [by_name[name] for name in names]
-            assert not any(later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :])
+            assert not any(
+                later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :]
+            )
         assert not removed
         self.model.offloaded.clear()
         self.model.removed.clear()
@@ -303,15 +329,23 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert replay(directory, at).fingerprint == self.fingerprints[at]
 
 
-class TestManagerBesideModel(ManagerBesideModel.TestCase):  # type: ignore[name-defined, misc]
-    """Random commands."""
+def explore(examples: int, steps: int) -> None:
+    chosen = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(ManagerBesideModel, settings=chosen)
 
-    settings = settings(max_examples=40, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+
+def test_manager_does_what_the_model_does() -> None:
+    """After any commands both hold the same, say the same, and gave up the same blocks in the same order."""
+    explore(100, 40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-class TestManagerBesideModelForLong(ManagerBesideModel.TestCase):  # type: ignore[name-defined, misc]
+def test_manager_does_what_the_model_does_for_long() -> None:
     """The same for minutes."""
-
-    settings = settings(max_examples=3000, stateful_step_count=60, suppress_health_check=list(HealthCheck))
+    explore(5000, 60)

@@ -9,7 +9,7 @@ import pytest
 
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
-from events.types import BlocksCopied, BlocksMoved, MoveReason, SequenceAdded
+from events.types import BlocksCopied, BlocksMoved, MoveReason
 from kvcache.errors import CapacityError, TransfersPending
 from kvcache.results import Request
 from tests import strategies
@@ -55,7 +55,21 @@ class Driver:
 
     def step(self) -> None:
         r, engine = self.random, self.engine
-        action = r.choice(["admit", "admit", "admit", "forward", "decode", "decode", "decode", "end", "end", "poll", "clear"])
+        action = r.choice(
+            [
+                "admit",
+                "admit",
+                "admit",
+                "forward",
+                "decode",
+                "decode",
+                "decode",
+                "end",
+                "end",
+                "poll",
+                "clear",
+            ]
+        )
         try:
             if action == "admit":
                 requests = [
@@ -139,7 +153,7 @@ def test_driver_reaches_every_kind_of_copy() -> None:
 
 
 def test_duplicate_blocks_are_swapped_with_their_bytes() -> None:
-    """Two requests compute one prefix side by side; the second is pointed at the first one's blocks, which are right."""
+    """Two requests compute one prefix side by side; the second is pointed at the first one's right blocks."""
     engine = FakeEngine()
     prompt = [0, 1, 0, 1, 1]
     engine.admit(Request("a", prompt), Request("b", prompt))
@@ -196,7 +210,6 @@ def offloaded_prefix(wrap: Wrap = at_once) -> FakeEngine:
     fill(engine, "a", [0, 1, 0, 1, 1])
     fill(engine, "filler", [1] * 12)
     assert [block.level for block in engine.manager.match([0, 1, 0, 1, 1]).blocks] == [1, 1]
-    engine.manager.clear = lambda: None  # type: ignore[method-assign]
     engine.settle()
     return engine
 
@@ -206,7 +219,9 @@ def test_requests_of_a_batch_share_an_onboarded_prefix() -> None:
     engine = offloaded_prefix(late)
     events: list[object] = []
     engine.manager.bus.subscribe(events.append)
-    admitted = engine.admit(Request("b", [0, 1, 0, 1, 0]), Request("c", [0, 1, 0, 1, 1]), Request("d", [0, 1, 1]))
+    admitted = engine.admit(
+        Request("b", [0, 1, 0, 1, 0]), Request("c", [0, 1, 0, 1, 1]), Request("d", [0, 1, 1])
+    )
     assert [each.reused_secondary for each in admitted] == [4, 4, 2]
     assert sum(event.why == MoveReason.ONBOARD for event in events if isinstance(event, BlocksMoved)) >= 1
     onboarded = [
@@ -225,7 +240,7 @@ def test_requests_of_a_batch_share_an_onboarded_prefix() -> None:
 
 
 def test_computing_what_lies_in_secondary_needs_no_copy() -> None:
-    """A block that is computed while it lies in secondary moves to the computing sequence's slot, with its new bytes."""
+    """A block computed while it lies in secondary moves to the computing sequence's slot, with its new bytes."""
     engine = FakeEngine(primary_blocks=6, secondary_blocks=6)
     engine.admit(Request("b", [0, 1, 1]))
     fill(engine, "a", [0, 1, 1])
@@ -272,5 +287,4 @@ def test_closing_lands_what_is_in_flight() -> None:
     engine.manager.close()
     assert not engine.manager.state.transfers
     assert strategies.cached_blocks(engine.manager.state)
-    assert SequenceAdded  # the sequence is still there: closing ends no request
     assert engine.manager.num_sequences == 1

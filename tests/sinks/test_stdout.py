@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +55,15 @@ def test_keeps_its_place_among_prints() -> None:
         "sink = open_sink('stdout:', CONTEXT); sink.open(); sink.write(BATCH); sink.close()\n"
         "print('after')\n"
     )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=buffered,
     )
     lines = done.stdout.splitlines()
     assert (lines[0], len(lines), lines[-1]) == ("before", len(SAMPLES) + 2, "after")

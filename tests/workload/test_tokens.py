@@ -39,11 +39,18 @@ def test_different_numbers_share_tokens_only_by_chance() -> None:
 
 def test_prompt_tokens_are_spread_over_the_vocabulary() -> None:
     """Tokens are int32 from 0 to the vocabulary's end, each half of it used as often as the other."""
-    tokens = prompt_tokens(range(100), 51_200)
+    tokens = prompt_tokens(range(100), 51_200).reshape(100, 512)[:, 1:]
     assert tokens.dtype == np.int32
     assert 0 <= tokens.min() < 100
     assert PROMPT_VOCABULARY - 100 < tokens.max() < PROMPT_VOCABULARY
-    assert abs(np.count_nonzero(tokens < PROMPT_VOCABULARY // 2) - 25_600) < 1000
+    assert abs(np.count_nonzero(tokens < PROMPT_VOCABULARY // 2) - 25_550) < 1000
+
+
+def test_no_two_blocks_begin_alike() -> None:
+    """The first token of a block is its own, so that a partial match is never a chance hit."""
+    firsts = prompt_tokens([*range(5000), 2**40, 2**63 - 1], 5002 * 512)[::512]
+    assert len(set(firsts.tolist())) == 5002
+    assert int(firsts.min()) >= 2 * PROMPT_VOCABULARY
 
 
 def test_outputs_have_an_alphabet_of_their_own() -> None:

@@ -1,0 +1,337 @@
+"""What routers may see: a fold of events into stores and removals of blocks.
+
+A router learns of full blocks only, of a block only when its bytes are where it says, of a parent before its
+children, of a removal from the leaves up, and of no block twice while it is resident in a level. Offload and
+onboard appear as a removal from one level at once and, when the copy has landed, a store in the other.
+
+The fold keeps for each slot what a router needs to be told about its block, so that the whole visible state can be
+told again at any time (`Feed.snapshot`). It runs once, before any queue that may lose something: a fold that missed
+a batch can never be right again until it meets a `StateExported`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from events import types as ev
+from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.sequence_tokens import RunningTokens, SequenceTokens
+from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive full blocks of one prefix became resident in a level."""
+
+    group: int
+    level: int
+    names: bytes
+    """8 bytes per block, big-endian."""
+    parent: bytes
+    """The name before the first block; empty at the start of a prompt."""
+    tokens: bytes
+    """int32 LE; `tokens_per_block` for each name."""
+    tokens_per_block: int
+    namespace: Namespace
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """Blocks left a level; leaves first."""
+
+    group: int
+    level: int
+    names: bytes
+
+
+class Cleared(msgspec.Struct, frozen=True, gc=False):
+    """Nothing is resident any more."""
+
+
+Change = Stored | Removed | Cleared
+
+
+class FeedSequence(SequenceTokens):
+    """A running sequence, as far as the feed needs it."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, tokens: array[int], namespace: Namespace) -> None:
+        super().__init__(tokens)
+        self.namespace = namespace
+
+
+class Feed:
+    """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
+
+    def __init__(self) -> None:
+        self.groups: tuple[GroupCreated, ...] = ()
+        self.lost = False
+        """Batches are missing: nothing is said until the whole state comes (`StateExported`)."""
+        self.last_seq: int | None = None
+        self.tokens_per_block = 1
+        self._key_bytes = 0
+        self._columns: list[tuple[Columns, Columns]] = []
+        self._sequences: dict[int, FeedSequence] = {}
+        self._running = RunningTokens(self._sequences)
+        self._transfers: dict[int, tuple[int, int, array[int]]] = {}
+        """Copy to (group, level, slots from the shallowest block on)."""
+        self._waiting: list[tuple[int, int, array[int], bytes]] = []
+        """Blocks whose parent is not visible yet: (group, level, slots, names)."""
+        self._visible: list[set[bytes] | None] = []
+        """Per group the names that routers know; None where nothing ever moves, so that no parent can be missing."""
+        self._changes: list[Change] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.CacheCreated: self._create,
+            ev.StateExported: self._install,
+            ev.SequenceAdded: self._add_sequence,
+            ev.TokensAppended: self._running.append,
+            ev.BlocksStored: self._store,
+            ev.BlocksMoved: self._move,
+            ev.BlocksRemoved: self._remove,
+            ev.SequenceRemoved: self._remove_sequence,
+            ev.TransferLanded: self._land,
+            ev.TransferFailed: self._fail,
+            ev.CacheCleared: self._clear,
+        }
+
+    def fold(self, batch: ev.EventBatch) -> list[Change]:
+        """What the batch changes for routers, in order."""
+        expected = None if self.last_seq is None else self.last_seq + 1
+        if expected is not None and batch.seq != expected:
+            self.lost = True
+        handlers = self._handlers
+        for event in batch.events:
+            kind = type(event)
+            if kind is ev.Gap:
+                self._meet_gap(event)
+            elif not self.lost or kind is ev.CacheCreated or kind is ev.StateExported:
+                handler = handlers.get(kind)
+                if handler is not None:
+                    handler(event)
+        self.last_seq = batch.seq
+        changes, self._changes = self._changes, []
+        return changes
+
+    def snapshot(self) -> Iterator[Change]:
+        """Everything visible as stores, parents first."""
+        for group, levels in enumerate(self._columns):
+            yield from self._snapshot_group(group, levels)
+
+    def resident(self, group: int, level: int) -> set[bytes]:
+        """The names that routers know in this level."""
+        return self._columns[group][level].announced_names()
+
+    # -- the stream
+
+    def _meet_gap(self, gap: ev.Gap) -> None:
+        """A log's own loss does not concern a feed that has seen those batches."""
+        if self.last_seq is None or gap.last_seq > self.last_seq:
+            self.lost = True
+
+    def _create(self, event: ev.CacheCreated) -> None:
+        self.lost = False
+        self.groups = event.groups
+        self.tokens_per_block, self._key_bytes = event.tokens_per_block, event.key_bytes
+        self._forget()
+        self._changes.append(Cleared())
+
+    def _forget(self) -> None:
+        size = self.tokens_per_block
+        self._columns = [
+            (Columns(group.num_blocks[PRIMARY], size), Columns(group.num_blocks[SECONDARY], size))
+            for group in self.groups
+        ]
+        self._visible = [set() if group.num_blocks[SECONDARY] else None for group in self.groups]
+        self._sequences.clear()
+        self._running.forget()
+        self._transfers.clear()
+        self._waiting.clear()
+
+    def _clear(self, event: ev.CacheCleared) -> None:
+        for levels in self._columns:
+            for columns in levels:
+                columns.clear()
+        for visible in self._visible:
+            if visible is not None:
+                visible.clear()
+        self._waiting.clear()
+        self._changes.append(Cleared())
+
+    def _add_sequence(self, event: ev.SequenceAdded) -> None:
+        self._sequences[event.handle] = FeedSequence(array("i", event.tokens), event.namespace)
+
+    def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
+        del self._sequences[event.handle]
+
+    # -- blocks
+
+    def _store(self, event: ev.BlocksStored) -> None:
+        size = self.tokens_per_block
+        slots = array("i", event.slots)
+        if event.last_tokens < size:
+            slots.pop()  # routers see full blocks only
+        count = len(slots)
+        if not count:
+            return
+        names = names_of_keys(event.keys, self._key_bytes)[: count * NAME_BYTES]
+        sequence = self._sequences[event.handle]
+        first = event.first_block * size
+        tokens = sequence.tokens[first : first + count * size].tobytes()
+        stored = Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
+        columns = self._columns[event.group][event.level]
+        if self._is_visible(event.group, event.parent):
+            columns.write(slots, stored, ANNOUNCED)
+            self._announce(stored)
+        else:
+            columns.write(slots, stored, WAITING)
+            self._waiting.append((event.group, event.level, slots, names))
+
+    def _is_visible(self, group: int, parent: bytes) -> bool:
+        visible = self._visible[group]
+        return visible is None or not parent or parent in visible
+
+    def _announce(self, stored: Stored) -> None:
+        self._changes.append(stored)
+        visible = self._visible[stored.group]
+        if visible is not None:
+            visible.update(_split(stored.names))
+            if self._waiting:
+                self._retry()
+
+    def _retry(self) -> None:
+        """Announce what was waiting for a parent that is visible now."""
+        waiting, self._waiting = self._waiting, []
+        for group, level, slots, names in waiting:
+            columns = self._columns[group][level]
+            kept = columns.count_kept(slots, names, WAITING)
+            if kept:
+                self._announce_chain(group, level, slots[:kept], WAITING)
+
+    def _announce_chain(self, group: int, level: int, slots: array[int], state: int) -> None:
+        """Announce consecutive blocks, or let them wait for their parent."""
+        columns = self._columns[group][level]
+        stored = columns.read(slots, group, level)
+        if self._is_visible(group, stored.parent):
+            columns.set_state(slots, ANNOUNCED)
+            self._announce(stored)
+        else:
+            if state != WAITING:
+                columns.set_state(slots, WAITING)
+            self._waiting.append((group, level, slots, stored.names))
+
+    def _withdraw(self, group: int, level: int, slots: array[int]) -> None:
+        """The blocks are not in these slots any more, shallowest last."""
+        names = self._columns[group][level].take_out(slots)
+        if names:
+            self._changes.append(Removed(group, level, names))
+            visible = self._visible[group]
+            if visible is not None:
+                visible.difference_update(_split(names))
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        self._withdraw(event.group, event.level, array("i", event.slots))
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        source, target = (
+            self._columns[event.group][event.from_level],
+            self._columns[event.group][event.to_level],
+        )
+        from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
+        leaves_first = event.why == MoveReason.OFFLOAD
+        if leaves_first:
+            from_slots.reverse()
+            to_slots.reverse()
+        target.copy_from(source, from_slots, to_slots, event.transfer)
+        from_slots.reverse()
+        self._withdraw(event.group, event.from_level, from_slots)
+        if event.transfer:
+            self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
+        else:
+            self._arrive(event.group, event.to_level, to_slots, 0)
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer in array("q", event.transfers):
+            landed = self._transfers.pop(transfer, None)  # copies into a sequence's own block are not ours
+            if landed is not None:
+                self._arrive(*landed, transfer)
+
+    def _arrive(self, group: int, level: int, slots: array[int], transfer: int) -> None:
+        for chain in self._columns[group][level].chains(slots, transfer):
+            self._announce_chain(group, level, chain, IN_FLIGHT)
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        for transfer in array("q", event.transfers):
+            self._transfers.pop(transfer, None)
+
+    # -- the whole state
+
+    def _install(self, event: ev.StateExported) -> None:
+        """Begin with an exported state, unless this fold has it already."""
+        if not self.lost:
+            return
+        self.lost = False
+        self._forget()
+        for sequence in event.sequences:
+            self._sequences[sequence.handle] = FeedSequence(array("i", sequence.tokens), sequence.namespace)
+        for group, exported in enumerate(event.groups):
+            self._install_group(group, exported)
+        for item in event.transfers:
+            slots = array("i", item.slots)
+            if item.level == SECONDARY:
+                slots.reverse()  # offloads name the deepest block first
+            self._transfers[item.transfer] = (item.group, item.level, slots)
+        self._changes = [Cleared(), *self.snapshot()]
+        for group, visible in enumerate(self._visible):
+            if visible is not None:
+                visible.update(*(columns.announced_names() for columns in self._columns[group]))
+
+    def _install_group(self, group: int, exported: ev.GroupExported) -> None:
+        numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9)
+        slots = array("i", exported.slots)
+        size, tokens_at, block = self.tokens_per_block, 0, 0
+        last_names: list[bytes] = []
+        namespaces: list[Namespace] = []
+        for parent, count, last_tokens, level, _, _, _, _, transfer in numbers.tolist():
+            full = count - (last_tokens < size)
+            keys = exported.keys[block * self._key_bytes : (block + count) * self._key_bytes]
+            names = names_of_keys(keys, self._key_bytes)
+            namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
+            above = last_names[parent] if parent >= 0 else b""
+            last_names.append(names[-NAME_BYTES:])
+            tokens = exported.symbols[tokens_at : tokens_at + full * size * TOKEN_BYTES]
+            stored = Stored(group, level, names[: full * NAME_BYTES], above, tokens, size, namespaces[-1])
+            state = IN_FLIGHT if transfer else ANNOUNCED
+            self._columns[group][level].write(slots[block : block + full], stored, state, transfer)
+            tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
+            block += count
+
+    def _snapshot_group(self, group: int, levels: tuple[Columns, Columns]) -> Iterator[Change]:
+        """Chains from the roots on: a block goes on with its only child in the same level."""
+        places = {name: (level, slot) for level in levels for name, slot in level.announced()}
+        children: dict[bytes, list[bytes]] = {}
+        for name, (columns, slot) in places.items():
+            children.setdefault(columns.parent_of(slot), []).append(name)
+        heads = children.get(b"", [])[::-1]
+        while heads:
+            columns, slot = places[heads[-1]]
+            name = heads.pop()
+            chain = array("i", [slot])
+            below = children.get(name, [])
+            while len(below) == 1 and places[below[0]][0] is columns:
+                name = below[0]
+                chain.append(places[name][1])
+                below = children.get(name, [])
+            yield columns.read(chain, group, PRIMARY if columns is levels[PRIMARY] else SECONDARY)
+            heads.extend(reversed(below))
+
+
+def _split(names: bytes) -> list[bytes]:
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
+__all__ = ["ABSENT", "Change", "Cleared", "Feed", "Removed", "Stored"]

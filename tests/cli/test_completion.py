@@ -1,0 +1,69 @@
+"""`kvcache completion`: scripts that know exactly what the parser knows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from kvcache.cli.completion import _commands
+from kvcache.cli.parser import build_parser
+from tests.cli.conftest import Kvcache
+
+BASH = shutil.which("bash") or ""
+ZSH = shutil.which("zsh") or ""
+
+
+@pytest.mark.skipif(not BASH, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["kvcache", "re"], {"replay"}),
+        (["kvcache", ""], {"run", "replay", "events", "match", "config", "doctor", "completion"}),
+        (["kvcache", "--ver"], {"--version", "--verbose"}),
+        (
+            ["kvcache", "replay", "--"],
+            {"--help", "--at", "--verify", "--json", "--verbose", "--quiet", "--log-json"},
+        ),
+        (["kvcache", "-q", "replay", "--v"], {"--verify", "--verbose"}),
+        (["kvcache", "events", "log", "--type", "Transfer"], {"TransferLanded", "TransferFailed"}),
+        (["kvcache", "completion", ""], {"bash", "zsh"}),
+        (["kvcache", "run", "--log", ""], set()),
+        (["kvcache", "run", ""], set()),
+    ],
+)
+def test_bash_completes(kvcache: Kvcache, words: list[str], expected: set[str]) -> None:
+    """Bash offers the commands, their options, and the values of an option; where a file fits, bash's own."""
+    script = kvcache("completion", "bash").out
+    array = " ".join(f"'{word}'" for word in words)
+    call = f'{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _kvcache; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_nothing_is_missing(kvcache: Kvcache, shell: str) -> None:
+    """Both scripts have every command and every option of it."""
+    script = kvcache("completion", shell).out
+    commands = _commands(build_parser())
+    assert [command.name for command in commands][:2] == ["", "run"]
+    for command in commands[1:]:
+        assert f"    {command.name})" in script
+        for option in command.options:
+            assert all(name in script for name in option.names)
+
+
+def test_zsh_quotes(kvcache: Kvcache) -> None:
+    """In the zsh script no text can end its quotes or brackets: both are balanced on every line."""
+    for line in kvcache("completion", "zsh").out.splitlines():
+        assert line.replace("'\\''", "").count("'") % 2 == 0
+        assert line.count("[") == line.count("]")
+
+
+@pytest.mark.skipif(not ZSH, reason="needs zsh")
+def test_zsh_accepts(kvcache: Kvcache) -> None:
+    """Zsh can read its script."""
+    done = subprocess.run([ZSH, "-n"], input=kvcache("completion", "zsh").out, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,81 @@
+"""`kvcache config`: what holds, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcache.config import KVCacheConfig
+from tests.cli.conftest import Kvcache
+
+ENOUGH = ("--set", "max_sequence_length=64", "--set", "primary_blocks=4")
+
+
+def test_origins(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each setting is shown with its value and where that was given last."""
+    file = tmp_path / "c.yaml"
+    file.write_text("max_sequence_length: 128\nmax_tokens: 512\nhead_dim: 16\nlog: {fsync: never}\n")
+    monkeypatch.setenv("KVCACHE_HEAD_DIM", "32")
+    monkeypatch.setenv("KVCACHE_LOG__OVERFLOW", "block")
+    done = kvcache(
+        "config", "--config", file, "--set", "max_sequence_length=64", "--set", "max_attention_window=32,64"
+    )
+    rows = {row[0]: row[1:] for row in (line.split() for line in done.out.splitlines())}
+    assert done.code == 0
+    assert rows["max_sequence_length"] == ["64", "--set"]
+    assert rows["max_attention_window"] == ["32,64", "--set"]
+    assert rows["max_tokens"] == ["512", "file"]
+    assert rows["head_dim"] == ["32", "KVCACHE_HEAD_DIM"]
+    assert rows["log.fsync"] == ["never", "file"]
+    assert rows["log.overflow"] == ["block", "KVCACHE_LOG__OVERFLOW"]
+    assert rows["log.record_tokens"] == ["true", "default"]
+    assert rows["primary_blocks"] == ["none", "default"]
+
+
+def test_json(kvcache: Kvcache, tmp_path: Path) -> None:
+    """The JSON form is a configuration that can be used again."""
+    done = kvcache("config", *ENOUGH, "--set", "log.segment_bytes=8192", "--json")
+    config = KVCacheConfig(**json.loads(done.out))
+    assert (config.max_sequence_length, config.primary_blocks, config.log.segment_bytes) == (64, 4, 8192)
+
+
+def test_schema(kvcache: Kvcache) -> None:
+    """The schema names every setting and refuses unknown ones."""
+    schema = json.loads(kvcache("config", "--schema").out)
+    assert set(schema["properties"]) == set(KVCacheConfig.model_fields)
+    assert schema["additionalProperties"] is False
+
+
+def test_none_takes_a_value_back(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`none` unsets what may be missing, and is a value where it is one."""
+    monkeypatch.setenv("KVCACHE_SECONDARY_BLOCKS", "9")
+    found = json.loads(
+        kvcache("config", *ENOUGH, "--set", "secondary_blocks=None", "--set", "block_hash=none", "--json").out
+    )
+    assert (found["secondary_blocks"], found["block_hash"]) == (None, "none")
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("log.nope=1", "log.nope: no such field"),
+        ("head_dimm=1", "head_dimm: no such field; did you mean head_dim?"),
+        ("log=1", "log: given '1'; accepted: a mapping"),
+        ("=1", "write FIELD=VALUE"),
+        ("tokens_per_block=3", "tokens_per_block: given '3'; accepted: a power of two, at least 1"),
+    ],
+)
+def test_wrong_settings(kvcache: Kvcache, setting: str, says: str) -> None:
+    """A setting that cannot be used is refused with what is accepted."""
+    done = kvcache("config", *ENOUGH, "--set", setting)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+def test_setting_inside_a_value(kvcache: Kvcache) -> None:
+    """A setting cannot be a value and a group of settings."""
+    done = kvcache("config", "--set", "head_dim=1", "--set", "head_dim.x=2")
+    assert done.code == 2
+    assert "head_dim has no settings inside" in done.err

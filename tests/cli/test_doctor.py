@@ -1,0 +1,80 @@
+"""`kvcache doctor`: what is looked at, and what is said about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+
+import pytest
+
+from kvcache import __version__
+from kvcache.cli import doctor
+from tests.cli.conftest import Kvcache
+
+
+def findings(done: Any) -> dict[str, tuple[str, str]]:
+    return {each["what"]: (each["verdict"], each["text"]) for each in json.loads(done.out)["findings"]}
+
+
+def test_this_machine(kvcache: Kvcache) -> None:
+    """Versions, packages, a device and limits are reported; here nothing is wrong."""
+    done = kvcache("doctor", "--json")
+    found = findings(done)
+    assert done.code == 0
+    assert found["kvcache"][1].startswith(__version__)
+    for what in ("python", "numpy", "torch", "rich", "open files", "lockable memory", "free memory", "sinks"):
+        assert what in found
+    assert any(what.startswith("device") for what in found)
+    assert found["package events"] == found["package sinks"] == ("ok", "ours")
+    people = kvcache("doctor")
+    assert people.code == 0
+    for what in found:
+        assert what in people.out
+
+
+def test_missing_packages(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extra that is missing is a note with what to install; a core package is a problem."""
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("torch", "xxhash", "msgspec"):
+            raise PackageNotFoundError(name)
+        return known(name)
+
+    monkeypatch.setattr(doctor, "version", version)
+    done = kvcache("doctor", "--json")
+    found = findings(done)
+    assert done.code == 1
+    assert found["torch"][0] == found["xxhash"][0] == "note"
+    assert "pip install 'kvcache[torch]'" in found["torch"][1]
+    assert "pip install 'kvcache[hash]'" in found["xxhash"][1]
+    assert found["msgspec"] == ("problem", "missing: pip install kvcache")
+    assert not any(what.startswith("device") for what in found)
+
+
+def test_foreign_events(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another distribution that installs a package `events` is named."""
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"events": ["kvcache", "Events"]})
+    verdict, text = findings(kvcache("doctor", "--json"))["package events"]
+    assert verdict == "note"
+    assert "pip uninstall Events" in text
+
+
+def test_few_files(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A low limit of open files is noted with what raises it."""
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 256))
+    assert findings(kvcache("doctor", "--json"))["open files"] == ("note", "256; raise it with ulimit -n")
+
+
+def test_broken_torch(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that cannot be imported is a problem, not a crash."""
+
+    def fail(name: str) -> None:
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(doctor, "import_module", fail)
+    done = kvcache("doctor", "--json")
+    assert done.code == 1
+    assert "libcudart" in findings(done)["device"][1]

@@ -1,0 +1,186 @@
+"""`kvcache events`: which events are shown, and how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.codec import to_dict
+from events.log import LogReader, LogWriter
+from events.packed import unpack_u32
+from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, SequenceRemoved
+from sinks.render import render_batch
+from tests.cli.conftest import Kvcache, Start, run_log
+
+REQUEST = 8
+
+
+def all_events(log: Path) -> Iterator[tuple[int, int, AnyEvent]]:
+    for batch in LogReader(log):
+        for index, event in enumerate(batch.events):
+            yield batch.seq, index, event
+
+
+def addresses(done: Any) -> list[tuple[int, int]]:
+    assert done.code == 0
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    return [(line["seq"], line["index"]) for line in lines]
+
+
+class TestForms:
+    """Lines for people and for programs."""
+
+    def test_lines(self, kvcache: Kvcache, log: Path) -> None:
+        """People get one line per event, without colors in a pipe, and without any token id."""
+        done = kvcache("events", log)
+        assert done.out.splitlines() == [line for batch in LogReader(log) for line in render_batch(batch, 32)]
+
+    def test_json(self, kvcache: Kvcache, log: Path) -> None:
+        """Programs get one object per event and line, with its address and all of its fields."""
+        lines = [json.loads(line) for line in kvcache("events", log, "--json").out.splitlines()]
+        expected = [
+            {"seq": seq, "index": index, **to_dict(event, 32)} for seq, index, event in all_events(log)
+        ]
+        for line in lines:
+            assert isinstance(line.pop("ts"), int)
+        assert lines == expected
+
+    def test_no_tokens(self, kvcache: Kvcache, log: Path) -> None:
+        """--no-tokens takes the token ids out of the JSON, and the counts stay."""
+        done = kvcache("events", log, "--json", "--no-tokens", "--type", "SequenceAdded")
+        for line in map(json.loads, done.out.splitlines()):
+            assert line["tokens"] == []
+            assert line["num_tokens"] > 0
+
+
+class TestConditions:
+    """Which events."""
+
+    def test_types(self, kvcache: Kvcache, log: Path) -> None:
+        """--type may be given several times, in any case of letters."""
+        done = kvcache("events", log, "--json", "--type", "SequenceAdded", "--type", "sequenceremoved")
+        assert addresses(done) == [
+            (seq, index)
+            for seq, index, event in all_events(log)
+            if isinstance(event, SequenceAdded | SequenceRemoved)
+        ]
+
+    def test_unknown_type(self, kvcache: Kvcache, log: Path) -> None:
+        """A type that there is not is refused with those that there are."""
+        done = kvcache("events", log, "--type", "BlockStored")
+        assert done.code == 2
+        assert "invalid choice: 'BlockStored'" in done.err
+        for name in ("BlocksStored", "TransferLanded", "AdmissionRefused"):
+            assert name in done.err
+
+    def test_since(self, kvcache: Kvcache, log: Path) -> None:
+        """--since begins at a batch."""
+        assert addresses(kvcache("events", log, "--json", "--since", 100)) == [
+            (seq, index) for seq, index, _ in all_events(log) if seq >= 100
+        ]
+
+    def test_request(self, kvcache: Kvcache, log: Path) -> None:
+        """--request finds everything that carries the request's handle, and the landing of its copies."""
+        [handle] = [
+            event.handle
+            for _, _, event in all_events(log)
+            if isinstance(event, SequenceAdded) and event.request_id == REQUEST
+        ]
+        found = addresses(kvcache("events", log, "--json", "--request", REQUEST))
+        transfers: set[int] = set()
+        expected = []
+        for seq, index, event in all_events(log):
+            fields = to_dict(event, 32)
+            ours = fields.get("handle") == handle or handle in fields.get("handles", [])
+            if ours and fields.get("transfer"):
+                transfers.add(fields["transfer"])
+            if ours or transfers & set(fields.get("transfers", [])):
+                expected.append((seq, index))
+        assert transfers
+        assert found == expected
+
+    def test_request_since(self, kvcache: Kvcache, log: Path) -> None:
+        """A request is known by its handle although its admission lies before --since."""
+        everything = addresses(kvcache("events", log, "--json", "--request", REQUEST))
+        since = everything[len(everything) // 2][0]
+        late = addresses(kvcache("events", log, "--json", "--request", REQUEST, "--since", since))
+        assert late == [address for address in everything if address[0] >= since]
+
+    def test_id_that_comes_again(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """An id used in two epochs belongs to both requests."""
+        log = run_log(tmp_path / "log", "--limit", 2)
+        run_log(log, "--limit", 2, "--continue")
+        done = kvcache("events", log, "--json", "--request", 1, "--type", "SequenceAdded")
+        handles = [json.loads(line)["handle"] for line in done.out.splitlines()]
+        assert len(handles) == len(set(handles)) == 2
+
+    def test_packed_handles(self, kvcache: Kvcache, log: Path) -> None:
+        """Steps of several sequences are found for each of them."""
+        done = kvcache("events", log, "--json", "--request", REQUEST, "--type", "TokensAppended")
+        assert any(len(json.loads(line)["handles"]) == 2 for line in done.out.splitlines())
+
+    def test_unknown_request(self, kvcache: Kvcache, log: Path) -> None:
+        """A request that never came has no events, which is no error."""
+        assert kvcache("events", log, "--request", "nobody") == (0, "", "")
+
+    def test_block(self, kvcache: Kvcache, log: Path) -> None:
+        """--block finds every event that carries the block's name or key, by its first digits."""
+        stored = next(event for _, _, event in all_events(log) if isinstance(event, BlocksStored))
+        name = stored.keys[32:40].hex()
+        expected = []
+        for seq, index, event in all_events(log):
+            fields = to_dict(event, 32)
+            names = [*fields.get("names", []), *fields.get("parent", []), *fields.get("keys", [])]
+            if any(each.startswith(name) for each in names):
+                expected.append((seq, index))
+        assert len(expected) > 1
+        for given in (name, name[:8], name.upper(), f"0x{name}"):
+            assert addresses(kvcache("events", log, "--json", "--block", given)) == expected
+        inside = stored.keys[32:40].hex()[1:]
+        assert kvcache("events", log, "--block", inside) == (0, "", "")
+
+    @pytest.mark.parametrize("name", ["xyz", "abc", "12 34"])
+    def test_block_that_is_no_name(self, kvcache: Kvcache, log: Path, name: str) -> None:
+        """What is no hexadecimal name is refused."""
+        done = kvcache("events", log, "--block", name)
+        assert done.code == 2
+        assert "hex digits" in done.err
+
+    def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
+        """Several conditions must all hold."""
+        done = kvcache("events", log, "--request", REQUEST, "--type", "SequenceRemoved")
+        assert done.out.count("\n") == 1
+
+
+def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
+    """In a log whose blocks have no names, none is found."""
+    log = run_log(tmp_path / "log", "--limit", 2, "--set", "block_hash=none")
+    assert kvcache("events", log, "--block", "abcd") == (0, "", "")
+
+
+def test_follow(start: Start, log: Path, tmp_path: Path) -> None:
+    """--follow shows what a writer appends while it waits, at once."""
+    batches = list(LogReader(log))
+    with LogWriter(tmp_path / "log") as writer:
+        writer.append(batches[0])
+        writer.flush()
+        process = start("events", tmp_path / "log", "--follow", "--type", "SequenceAdded")
+        assert process.stdout is not None
+        for batch in batches[1:]:
+            writer.append(EventBatch(batch.seq, batch.ts, batch.events))
+        writer.flush()
+        for batch in batches:
+            for event in batch.events:
+                if isinstance(event, SequenceAdded):
+                    assert f" request={event.request_id} " in process.stdout.readline()
+
+
+def test_handles_are_numbers(log: Path) -> None:
+    """The log used here has steps of two sequences, which the tests above rely on."""
+    assert any(
+        len(unpack_u32(event.handles)) == 2 for _, _, event in all_events(log) if hasattr(event, "handles")
+    )

@@ -1,0 +1,155 @@
+"""What all commands have in common: exit codes, error lines, pipes, and what they do not load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache import __version__
+from tests.cli.conftest import TRACE, Kvcache, Start
+from tests.conftest import ROOT, RunPython
+
+READERS = {
+    "replay": ["replay", "LOG", "--verify"],
+    "events": ["events", "LOG"],
+    "match": ["match", "LOG", "--request", "3"],
+    "config": ["config", "--set", "max_sequence_length=64", "--set", "primary_blocks=4"],
+    "completion": ["completion", "bash"],
+    "run": ["run", str(TRACE), "--no-pools", "--limit", "2"],
+}
+
+
+class TestErrors:
+    """One line on stderr, and a code that says whose fault it is."""
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            ([], "the following arguments are required: COMMAND"),
+            (["frobnicate"], "invalid choice: 'frobnicate'"),
+            (["replay"], "the following arguments are required: LOG"),
+            (["replay", "/nowhere/log"], "/nowhere/log is not a log directory"),
+            (["events", "/nowhere/log"], "/nowhere/log is not a log directory"),
+            (["match", "/nowhere/log", "--request", "1"], "/nowhere/log is not a log directory"),
+            (["replay", "x", "--at", "-1"], "'-1' is not an integer of at least 0"),
+            (["replay", "x", "--at", "1.5"], "'1.5' is not an integer of at least 0"),
+            (["run", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file or directory"),
+            (["config", "--config", "/nowhere/c.toml"], "/nowhere/c.toml: cannot be read"),
+            (["config", "--set", "head_dim"], "write FIELD=VALUE"),
+            (["completion", "fish"], "invalid choice: 'fish'"),
+        ],
+    )
+    def test_wrong_requests_exit_with_2(self, kvcache: Kvcache, args: list[str], says: str) -> None:
+        """Wrong usage and missing files are one line that says what is wrong, and exit with 2."""
+        done = kvcache(*args)
+        assert done.code == 2
+        assert done.out == ""
+        assert done.err.startswith("kvcache: error: ")
+        assert says in done.err
+        assert done.err.count("\n") == 1
+
+    def test_each_problem_of_the_settings_has_its_line(self, kvcache: Kvcache) -> None:
+        """Several wrong settings are several lines, each complete."""
+        done = kvcache("config", "--set", "head_dim=x", "--set", "dtype=int3")
+        lines = done.err.splitlines()
+        assert done.code == 2
+        assert [line.split(":")[2].strip() for line in lines] == ["max_sequence_length", "head_dim", "dtype"]
+
+    def test_verbose_shows_where_an_error_comes_from(self, kvcache: Kvcache) -> None:
+        """Without -v there is no traceback, with it there is, before the same line; it may stand on either side."""
+        assert "Traceback" not in kvcache("replay", "/nowhere").err
+        for args in (["-v", "replay", "/nowhere"], ["replay", "/nowhere", "-v"]):
+            done = kvcache(*args)
+            assert done.code == 2
+            assert "Traceback" in done.err
+            assert done.err.splitlines()[-1].startswith("kvcache: error: /nowhere")
+
+    def test_error_lines_cannot_drive_a_terminal(self, kvcache: Kvcache) -> None:
+        """Control characters in a name are spelled out."""
+        done = kvcache("replay", "/no\x1b[2Jwhere\n")
+        assert "\x1b" not in done.err
+        assert "\\x1b[2Jwhere\\n" in done.err
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_full_disk_is_an_error(self, start: Start) -> None:
+        """Output that cannot be written is reported once, as a line."""
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "kvcache.cli", "completion", "bash"]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        assert (done.returncode, done.stderr) == (2, "kvcache: error: No space left on device\n")
+
+
+def test_version(kvcache: Kvcache) -> None:
+    """--version names the command and its version."""
+    assert kvcache("--version") == (0, f"kvcache {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["run", "replay", "events", "match", "config", "doctor", "completion"])
+def test_every_command_has_help(kvcache: Kvcache, command: str) -> None:
+    """Each command explains itself, and is listed with a line in the general help."""
+    assert f"usage: kvcache {command}" in kvcache(command, "--help").out
+    assert f"\n    {command} " in kvcache("--help").out
+
+
+def test_module_can_be_run(start: Start) -> None:
+    """`python -m kvcache.cli` is the command where no script is installed."""
+    process = start("--version")
+    assert process.communicate() == (f"kvcache {__version__}\n", "")
+
+
+def test_closed_reader_ends_the_command_silently(log: Path) -> None:
+    """In `kvcache events | head` nothing complains when head has seen enough."""
+    script = f"{sys.executable} -m kvcache.cli events --json {log}; echo code $? >&2"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith('{"seq":0,')
+        process.stdout.close()
+        assert process.stderr.read() == "code 141\n"
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_torch_is_not_loaded(run_python: RunPython, log: Path, command: str) -> None:
+    """Commands that read, and runs without pools, work without torch and do not ask for it."""
+    args = [str(log) if arg == "LOG" else arg for arg in READERS[command]]
+    done = run_python(
+        "import sys; from kvcache.cli import main\n"
+        f"code = main({args})\n"
+        "print(code, [name for name in ('torch', 'cuda_ops.cpu') if name in sys.modules])"
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"
+
+
+class TestDiagnostics:
+    """What the libraries report on stderr."""
+
+    BROKEN = ("run", TRACE, "--no-pools", "--sink", "file:/dev/full", "-q")
+
+    def test_json_lines(self, start: Start) -> None:
+        """With --log-json a sink that fails is reported as a JSON line without any local variables."""
+        _, err = start(*self.BROKEN, "--log-json").communicate()
+        assert '"event": "sink_lost_batches"' in err
+        assert '"level": "warning"' in err
+        assert "locals" not in err
+
+    def test_silent_by_default(self, start: Start) -> None:
+        """Without being asked, stderr stays empty; the summary tells about the sink."""
+        out, err = start(*self.BROKEN).communicate()
+        assert err == ""
+        assert "No space left on device" in out
+
+
+def test_terminal_without_unicode(log: Path) -> None:
+    """Where letters cannot be shown they are spelled out, instead of failing."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "kvcache.cli", "match", str(log), "--request", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "\\u2013" in done.stdout

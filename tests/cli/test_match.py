@@ -1,0 +1,207 @@
+"""`kvcache match`: what a prompt would reuse in a recorded state."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from events.log import LogReader
+from events.packed import unpack_i32
+from events.types import SequenceAdded
+from kvcache import KVCacheConfig, KVCacheManager
+from tests.cli.conftest import Kvcache, run_log
+
+
+def admissions(log: Path) -> dict[int, tuple[int, SequenceAdded]]:
+    return {
+        int(event.request_id): (batch.seq, event)
+        for batch in LogReader(log)
+        for event in batch.events
+        if isinstance(event, SequenceAdded)
+    }
+
+
+def found(done: Any) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.fixture
+def salted(tmp_path: Path) -> Path:
+    """A log with one prompt of 10 tokens, cached in a namespace of its own; blocks have 4 tokens."""
+    config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8)
+    with KVCacheManager(config, log=tmp_path / "salted") as manager:
+        manager.add_sequence("r", range_of(10), lora_id=7, lora_name="law", cache_salt="pepper")
+        manager.store_context_blocks("r", 10)
+        manager.remove_sequence("r")
+        manager.flush()
+    return tmp_path / "salted"
+
+
+def range_of(count: int) -> list[int]:
+    return list(range(100, 100 + count))
+
+
+class TestRequest:
+    """Prompts that the log holds."""
+
+    def test_before_its_admission(self, kvcache: Kvcache, log: Path) -> None:
+        """In the state just before its admission, a prompt matches what it then reused, level by level."""
+        added = admissions(log)
+        batches = [seq for seq, _ in added.values()]
+        checked = 0
+        for request_id, (seq, event) in added.items():
+            if batches.count(seq) > 1:
+                continue  # admitted together: one may have evicted what the other would have found
+            done = found(kvcache("match", log, "--request", request_id, "--at", seq - 1, "--json"))
+            assert done["prompt_tokens"] == event.num_tokens
+            assert done["reused_tokens_primary"] == event.reused_primary[0]
+            assert done["reused_tokens_secondary"] == event.reused_secondary[0]
+            assert done["reused_tokens_partial"] == event.reused_partial
+            checked += done["reused_tokens"] > 0
+        assert checked > 5
+
+    def test_at_the_end(self, kvcache: Kvcache, log: Path) -> None:
+        """Without --at the last state counts; the last admission's prompt is cached there but for its last token."""
+        request_id, (_, event) = max(admissions(log).items(), key=lambda item: item[1][0])
+        done = found(kvcache("match", log, "--request", request_id, "--json"))
+        assert done["reused_tokens"] == event.num_tokens - 1
+
+    def test_blocks(self, kvcache: Kvcache, log: Path) -> None:
+        """Every matching block is listed with its place and name, in order."""
+        done = found(kvcache("match", log, "--request", 12, "--json"))
+        blocks = done["blocks"]
+        assert [block["index"] for block in blocks] == list(range(len(blocks)))
+        assert (
+            sum(block["tokens"] for block in blocks) + done["reused_tokens_partial"] == done["reused_tokens"]
+        )
+        assert all(
+            len(block["name"]) == 16 and block["level"] in ("primary", "secondary") for block in blocks
+        )
+
+    def test_people(self, kvcache: Kvcache, log: Path) -> None:
+        """People get a summary and a table with a row per block."""
+        done = kvcache("match", log, "--request", 12)
+        numbers = found(kvcache("match", log, "--request", 12, "--json"))
+        assert done.out.startswith(
+            f"request 12: {numbers['prompt_tokens']:,} prompt tokens, looked up after batch "
+        )
+        assert f"would reuse    {numbers['reused_tokens']:,} tokens" in done.out
+        rows = done.out.split("name\n")[1].splitlines()
+        assert len(rows) == len(numbers["blocks"]) + (numbers["partial"] is not None)
+        assert rows[1].split()[:3] == ["1", "16–31", numbers["blocks"][1]["level"]]
+
+    def test_unknown(self, kvcache: Kvcache, log: Path) -> None:
+        """A request that never came is a wrong request."""
+        done = kvcache("match", log, "--request", "nobody")
+        assert done.code == 2
+        assert "the log has no admission of request 'nobody'" in done.err
+
+    def test_beyond_the_end(self, kvcache: Kvcache, log: Path) -> None:
+        """So is a batch that the log does not reach."""
+        assert kvcache("match", log, "--request", 1, "--at", 10**6).code == 2
+
+    def test_log_without_tokens(self, kvcache: Kvcache, tmp_path: Path, log: Path) -> None:
+        """A log without tokens says that it has no prompts, and matches given ones on full blocks."""
+        bare = run_log(
+            tmp_path / "bare", "--set", "log.record_tokens=false",
+            "--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3,
+        )  # fmt: skip
+        done = kvcache("match", bare, "--request", 12)
+        assert done.code == 2
+        assert "the log records no tokens" in done.err
+        assert "--tokens" in done.err
+        prompt = unpack_i32(admissions(log)[12][1].tokens)
+        file = tmp_path / "prompt.json"
+        file.write_text(json.dumps(prompt.tolist()))
+        by_key = found(kvcache("match", bare, "--tokens", file, "--json"))
+        by_token = found(kvcache("match", log, "--tokens", file, "--json"))
+        assert by_key["blocks"] == by_token["blocks"]
+        assert len(by_key["blocks"]) > 10
+
+    def test_namespace_is_the_requests_own(self, kvcache: Kvcache, salted: Path) -> None:
+        """A request is looked up in its namespace; giving another one is refused."""
+        assert found(kvcache("match", salted, "--request", "r", "--json"))["reused_tokens"] == 9
+        refused = kvcache("match", salted, "--request", "r", "--lora-id", 1)
+        assert refused.code == 2
+        assert "go with --tokens" in refused.err
+
+
+class TestTokens:
+    """Prompts from a file."""
+
+    @pytest.mark.parametrize("text", ["[100, 101, 102, 103, 104]", "100 101\n102\t103 104\n"])
+    def test_forms(self, kvcache: Kvcache, salted: Path, tmp_path: Path, text: str) -> None:
+        """A JSON list and plain numbers are the same prompt; its namespace decides what it finds."""
+        (tmp_path / "p").write_text(text)
+        ours = ("--lora-id", 7, "--lora-name", "law", "--cache-salt", "pepper")
+        args = ("match", salted, "--tokens", tmp_path / "p", "--json")
+        assert found(kvcache(*args, *ours))["reused_tokens"] == 4
+        assert found(kvcache(*args))["reused_tokens"] == 0
+        assert found(kvcache(*args, *ours[:4]))["reused_tokens"] == 0
+
+    def test_stdin(self, kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`-` reads the prompt from stdin."""
+        monkeypatch.setattr("sys.stdin", io.StringIO(" ".join(map(str, range_of(6)))))
+        assert found(kvcache("match", salted, "--tokens", "-", "--json"))["prompt_tokens"] == 6
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("4711 x", "does not hold token ids"),
+            ("[4711, ", "does not hold token ids"),
+            ('{"a": 4711}', "does not hold token ids"),
+            ("", "holds no token ids"),
+            ("[]", "holds no token ids"),
+            ("[4711, -1]", "tokens at position 1: a token id must not be negative"),
+            ("[4711, 1.5]", "tokens at position 1: a token id must be an integer"),
+            (f"4711 {2**31}", "tokens at position 1: a token id must be below 2**31"),
+        ],
+    )
+    def test_wrong_prompts(
+        self, kvcache: Kvcache, salted: Path, tmp_path: Path, text: str, says: str
+    ) -> None:
+        """What is no prompt is refused without repeating any of it."""
+        (tmp_path / "p").write_text(text)
+        done = kvcache("match", salted, "--tokens", tmp_path / "p")
+        assert done.code == 2
+        assert says in done.err
+        assert "4711" not in done.err.replace(str(tmp_path), "")
+
+    def test_binary_file(self, kvcache: Kvcache, salted: Path, tmp_path: Path) -> None:
+        """A file that is no text is refused."""
+        (tmp_path / "p").write_bytes(np.arange(100, dtype=np.int32).tobytes() + b"\xff")
+        assert "does not hold token ids" in kvcache("match", salted, "--tokens", tmp_path / "p").err
+
+    def test_missing_file(self, kvcache: Kvcache, salted: Path) -> None:
+        """A file that is not there is named."""
+        done = kvcache("match", salted, "--tokens", "/nowhere/p")
+        assert (done.code, done.err) == (2, "kvcache: error: /nowhere/p: No such file or directory\n")
+
+    def test_one_prompt_is_needed(self, kvcache: Kvcache, salted: Path) -> None:
+        """Neither both ways of giving a prompt, nor none."""
+        assert kvcache("match", salted).code == 2
+        assert kvcache("match", salted, "--request", "r", "--tokens", "p").code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "reused"),
+    [({}, 10), ({"enable_partial_reuse": False}, 8), ({"enable_block_reuse": False}, 0)],
+)
+def test_settings_of_the_cache_count(
+    kvcache: Kvcache, tmp_path: Path, settings: dict[str, Any], reused: int
+) -> None:
+    """A cache that reuses nothing, or no parts of blocks, would not reuse them here either."""
+    config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8, **settings)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        manager.add_sequence("r", range_of(13))
+        manager.store_context_blocks("r", 13)
+        manager.flush()
+    (tmp_path / "p").write_text(json.dumps(range_of(11)))
+    done = kvcache("match", tmp_path / "log", "--tokens", tmp_path / "p", "--json")
+    assert found(done)["reused_tokens"] == reused

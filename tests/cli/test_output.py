@@ -1,0 +1,100 @@
+"""How output looks: plain in pipes, drawn on terminals, with and without rich."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcache.cli.output import count, duration, printable, share, size
+from tests.cli.conftest import TRACE, Kvcache
+from tests.conftest import ROOT
+
+
+def on_terminal(code: str, **environment: str) -> str:
+    """What the code prints when stdout and stderr are a terminal."""
+    master, slave = pty.openpty()
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TERM": "xterm-256color",
+        "COLUMNS": "120",
+        **environment,
+    }
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, env=settings)
+    os.close(slave)
+    shown = b""
+    try:
+        while data := os.read(master, 65536):
+            shown += data
+    except OSError:
+        pass  # how Linux says that nobody writes any more
+    os.close(master)
+    assert process.wait() == 0
+    return shown.decode()
+
+
+def calling(*args: object) -> str:
+    return f"from kvcache.cli import main; main({[str(arg) for arg in args]})"
+
+
+NO_RICH = "import sys; sys.modules['rich'] = sys.modules['rich.console'] = None\n"
+
+
+class TestTerminal:
+    """What a terminal gets."""
+
+    def test_rich_draws_tables(self, log: Path) -> None:
+        """With rich a table has a rule below its head."""
+        assert "─────" in on_terminal(calling("replay", log))
+
+    def test_without_rich(self, log: Path) -> None:
+        """Without rich the same numbers are there as aligned text."""
+        shown = on_terminal(NO_RICH + calling("replay", log))
+        assert "─" not in shown
+        assert "  level      blocks  held  cached, free to evict  blank\r\n" in shown
+
+    def test_colors_can_be_turned_off(self, log: Path) -> None:
+        """Events are colored on a terminal, unless NO_COLOR is set."""
+        code = calling("events", log, "--type", "BlocksMoved")
+        assert "\x1b[33mBlocksMoved\x1b[0m" in on_terminal(code)
+        assert "\x1b[33m" not in on_terminal(code, NO_COLOR="1")
+
+    @pytest.mark.parametrize("without", ["", NO_RICH])
+    def test_progress(self, without: str) -> None:
+        """A run shows how far it is, with rich and without, unless it is to be quiet."""
+        args = ("run", TRACE, "--no-pools", "--tokens-per-block", 16)
+        assert "playing" in on_terminal(without + calling(*args))
+        assert "playing" not in on_terminal(without + calling(*args, "-q"))
+
+
+def test_pipe_is_plain(kvcache: Kvcache, log: Path) -> None:
+    """In a pipe there are no colors, no rules, no progress, and nothing on stderr."""
+    done = kvcache("replay", log, "--verify")
+    assert "\x1b" not in done.out
+    assert "─" not in done.out
+    assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (count(1, "block"), "1 block"),
+        (count(2004, "batch", "batches"), "2,004 batches"),
+        (size(512), "512 B"),
+        (size(1536), "1.5 KiB"),
+        (size(3 << 30), "3.0 GiB"),
+        (duration(2.5), "2.50 s"),
+        (duration(0.0125), "12.5 ms"),
+        (duration(0.0000125), "12 µs"),
+        (share(0.804), "80.4 %"),
+        (printable("a\x1b[0m\nä"), "a\\x1b[0m\\nä"),
+    ],
+)
+def test_numbers_for_people(found: str, expected: str) -> None:
+    """Numbers have their unit and thousands are set apart."""
+    assert found == expected

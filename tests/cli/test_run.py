@@ -1,0 +1,361 @@
+"""`kvcache run`: what it plays, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import resource
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from kvcache.cli import main
+from kvcache.cli import run as run_module
+from kvcache.replay import replay
+from kvcache.workload import TraceRequest, write_trace
+from tests.cli.conftest import TRACE, Kvcache, Start, segments
+
+SMALL = (TRACE, "--no-pools", "--tokens-per-block", 16)
+KEYS = {
+    "requests", "prompt_tokens", "reused_tokens", "reused_tokens_primary", "reused_tokens_secondary", "hit_rate",
+    "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded", "blocks_onboarded", "events",
+    "batches", "log_bytes", "seconds", "requests_per_second", "fingerprint", "replay_fingerprint", "refused",
+    "checked_blocks", "step_us_p50", "step_us_p99", "sinks", "interrupted", "log",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary logs go."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    return directory
+
+
+def trace_of(path: Path, *requests: tuple[int, int]) -> Path:
+    """A trace of requests with (prompt, output) tokens that share nothing."""
+    write_trace(
+        path,
+        [
+            TraceRequest(index, prompt, output, tuple(range(index * 1000, index * 1000 + -(-prompt // 512))))
+            for index, (prompt, output) in enumerate(requests)
+        ],
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def summary() -> dict[str, Any]:
+    """The summary of `kvcache run` without anything."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["run", "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+class TestDefault:
+    """`kvcache run` without anything: real pools, generated chats."""
+
+    def test_everything_happens(self, summary: dict[str, Any]) -> None:
+        """The generated chats make the cache reuse from both levels, offload, onboard and evict."""
+        assert summary["requests"] > 400
+        reused = ("reused_tokens_primary", "reused_tokens_secondary", "reused_tokens_partial")
+        for key in (*reused, "blocks_offloaded", "blocks_onboarded", "blocks_removed"):
+            assert summary[key] > 50, key
+        assert 0.5 < summary["hit_rate"] < 1
+
+    def test_bytes_were_checked(self, summary: dict[str, Any]) -> None:
+        """Real pools are used, and reused blocks are compared."""
+        assert summary["checked_blocks"] > 1000
+
+    def test_replay_agrees(self, summary: dict[str, Any]) -> None:
+        """The live fingerprint at the end equals the replayed one."""
+        assert summary["fingerprint"] == summary["replay_fingerprint"]
+        assert len(bytes.fromhex(summary["fingerprint"])) == 32
+        assert summary["checkpoints_verified"] >= 1
+
+    def test_keys(self, summary: dict[str, Any]) -> None:
+        """The summary has all keys that programs rely on."""
+        assert set(summary) >= KEYS
+        assert summary["requests_per_second"] == pytest.approx(summary["requests"] / summary["seconds"])
+        assert summary["interrupted"] is False
+
+
+class TestOutput:
+    """What people see, and what programs get."""
+
+    def test_last_events_and_summary(self, kvcache: Kvcache) -> None:
+        """Without a trace the last events are shown, then the summary."""
+        done = kvcache("run", "--no-pools", "--limit", 20)
+        assert done.code == 0
+        assert "kvcache run: generated chats (seed 0)" in done.out
+        events = done.out.split("last events")[1].split("summary")[0].splitlines()[1:-1]
+        assert len(events) == 12
+        assert "Checkpoint" in events[-1]
+        assert "requests         20 served in " in done.out
+        assert "agrees: same fingerprint" in done.out
+        assert done.err == ""
+
+    def test_json_owns_stdout(self, kvcache: Kvcache) -> None:
+        """With --json stdout is one JSON object, and a sink must not write there."""
+        assert set(json.loads(kvcache("run", *SMALL, "--json").out)) >= KEYS
+        refused = kvcache("run", *SMALL, "--json", "--sink", "stdout:")
+        assert refused.code == 2
+        assert "--json needs stdout for itself" in refused.err
+
+    def test_quiet_leaves_the_summary(self, kvcache: Kvcache) -> None:
+        """-q prints the summary and nothing before it."""
+        assert kvcache("run", *SMALL, "-q").out.startswith("summary\n")
+
+    def test_equal_runs_are_equal(self, kvcache: Kvcache) -> None:
+        """Seed and options decide everything but the times; another seed makes another run."""
+        first, again, other = (
+            json.loads(kvcache("run", "--no-pools", "--limit", 30, "--seed", seed, "--json").out)[
+                "fingerprint"
+            ]
+            for seed in (1, 1, 2)
+        )
+        assert first == again != other
+
+    def test_pools_do_not_change_the_decisions(self, kvcache: Kvcache) -> None:
+        """With and without bytes a run ends in the same state."""
+        args = ("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 120, "--json")
+        with_pools, without = (json.loads(kvcache(*args, *more).out) for more in ([], ["--no-pools"]))
+        assert with_pools["fingerprint"] == without["fingerprint"]
+        assert with_pools["checked_blocks"] > 0 == without["checked_blocks"]
+
+
+class TestShape:
+    """How the cache follows from requests, options and settings."""
+
+    def config(self, kvcache: Kvcache, tmp_path: Path, *args: Any) -> dict[str, Any]:
+        assert kvcache("run", *args, "--no-pools", "--log", tmp_path / "log").code == 0
+        created = replay(tmp_path / "log").state.created
+        assert created is not None
+        return json.loads(created.config)
+
+    def test_follows_from_the_trace(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """The longest request sets the limit; primary holds as many average requests as may run, and the longest."""
+        trace = trace_of(tmp_path / "t.jsonl", (100, 28), (60, 4), (1000, 0))
+        config = self.config(kvcache, tmp_path, trace, "--concurrency", 2)
+        assert config["max_sequence_length"] == 1000
+        assert config["tokens_per_block"] == 64
+        # 1,192 tokens: 398 on average, 7 blocks each; the longest one takes 16.
+        assert (config["primary_blocks"], config["secondary_blocks"]) == (16, 16)
+        assert config["log"]["overflow"] == "block"
+
+    def test_many_at_a_time(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """With more requests at once there are more blocks."""
+        trace = trace_of(tmp_path / "t.jsonl", (100, 28), (60, 4), (1000, 0))
+        assert self.config(kvcache, tmp_path, trace, "--concurrency", 10)["primary_blocks"] == 70
+
+    def test_settings_win(self, kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A file is overruled by the environment, that by --set, and what is given anywhere is not derived."""
+        file = tmp_path / "c.toml"
+        file.write_text(
+            "head_dim = 4\nnum_layers = 4\nmax_tokens = 4096\nmax_sequence_length = 4000\n[log]\nfsync = 'never'\n"
+        )
+        monkeypatch.setenv("KVCACHE_NUM_LAYERS", "6")
+        monkeypatch.setenv("KVCACHE_TOKENS_PER_BLOCK", "16")
+        config = self.config(
+            kvcache,
+            tmp_path,
+            TRACE,
+            "--config",
+            file,
+            "--set",
+            "tokens_per_block=32",
+            "--set",
+            "host_cache_size=none",
+        )
+        assert (config["head_dim"], config["num_layers"], config["tokens_per_block"]) == (4, 6, 32)
+        assert (config["max_tokens"], config["primary_blocks"]) == (4096, None)
+        assert config["max_sequence_length"] == 4000
+        assert config["log"]["fsync"] == "never"
+        assert config["log"]["overflow"] == "block"
+
+    def test_log_may_be_told_to_drop(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """The log blocks unless a setting says otherwise."""
+        config = self.config(kvcache, tmp_path, TRACE, "--set", "log.overflow=drop")
+        assert config["log"]["overflow"] == "drop"
+
+    def test_limit(self, kvcache: Kvcache) -> None:
+        """--limit plays the first requests only, of which the sizes follow."""
+        assert json.loads(kvcache("run", *SMALL, "--limit", 3, "--json").out)["requests"] == 3
+
+
+class TestTraces:
+    """What is wrong with a trace."""
+
+    def test_empty(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A trace without requests is refused."""
+        (tmp_path / "t.jsonl").write_text("\n\n")
+        done = kvcache("run", tmp_path / "t.jsonl", "--no-pools")
+        assert (done.code, done.err) == (2, f"kvcache: error: {tmp_path}/t.jsonl holds no requests\n")
+
+    def test_bad_line(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A line that is no request is named with its number."""
+        (tmp_path / "t.jsonl").write_text(TRACE.read_text().splitlines()[0] + '\n{"timestamp": 1}\n')
+        done = kvcache("run", tmp_path / "t.jsonl", "--no-pools")
+        assert done.code == 2
+        assert done.err.startswith(f"kvcache: error: {tmp_path}/t.jsonl:2: ")
+
+    def test_directory(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """What is no file cannot be read twice."""
+        done = kvcache("run", tmp_path, "--no-pools")
+        assert done.code == 2
+        assert "is not a regular file" in done.err
+
+    def test_prompt_larger_than_the_cache(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A request that never fits is refused and named; the others are served."""
+        trace = trace_of(tmp_path / "t.jsonl", (100, 4), (2000, 4), (90, 4))
+        done = kvcache("run", trace, "--no-pools", "--primary-blocks", 4)
+        assert done.code == 0
+        assert "2 served in" in done.out
+        assert "1 refused" in done.out
+        assert "number 1: 2004 tokens need 32 blocks, primary has 4" in done.err
+
+    def test_nothing_fits(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """If no request fits at all, the run was a mistake."""
+        trace = trace_of(tmp_path / "t.jsonl", (2000, 4))
+        done = kvcache("run", trace, "--no-pools", "--primary-blocks", 4)
+        assert done.code == 2
+        assert "none of the requests fits: 2004 tokens need 32 blocks" in done.err
+
+
+class TestLog:
+    """Where the log goes."""
+
+    def test_temporary_log_is_removed(self, kvcache: Kvcache, temporary: Path) -> None:
+        """Without --log nothing is left."""
+        assert json.loads(kvcache("run", *SMALL, "--json").out)["log"] is None
+        assert list(temporary.iterdir()) == []
+
+    def test_keep(self, kvcache: Kvcache, temporary: Path) -> None:
+        """--keep leaves the temporary log, and says where."""
+        kept = json.loads(kvcache("run", *SMALL, "--keep", "--json").out)
+        assert replay(kept["log"]).fingerprint.hex() == kept["fingerprint"]
+        assert [str(path) for path in temporary.iterdir()] == [kept["log"]]
+
+    def test_existing_log_is_refused(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A log is never overwritten; --continue appends an epoch to it, in which the same ids may come again."""
+        log = tmp_path / "log"
+        first = json.loads(kvcache("run", *SMALL, "--log", log, "--json").out)
+        before = [path.read_bytes() for path in segments(log)]
+        refused = kvcache("run", *SMALL, "--log", log)
+        assert refused.code == 2
+        assert f"{log} holds a log already: choose another directory, or add --continue" in refused.err
+        assert [path.read_bytes() for path in segments(log)] == before
+        again = json.loads(kvcache("run", *SMALL, "--log", log, "--continue", "--json").out)
+        assert again["replay_fingerprint"] == again["fingerprint"]
+        replayed = replay(log, verify=True)
+        assert replayed.state.epoch == 1
+        assert replayed.batches == first["batches"] + again["batches"]
+        assert replayed.checkpoints_verified == 2
+
+    @pytest.mark.parametrize("more", [[], ["--continue"]])
+    def test_other_files_are_not_mixed_with_a_log(
+        self, kvcache: Kvcache, tmp_path: Path, more: list[str]
+    ) -> None:
+        """A directory with anything else in it is refused, also for continuing."""
+        (tmp_path / "thesis.tex").write_text("")
+        done = kvcache("run", *SMALL, "--log", tmp_path, *more)
+        assert done.code == 2
+        assert "is not a log directory" in done.err
+
+    def test_continue_needs_a_log(self, kvcache: Kvcache) -> None:
+        """--continue alone does not say what is to be continued."""
+        assert "--continue needs --log" in kvcache("run", *SMALL, "--continue").err
+
+    def test_failed_start_leaves_nothing(self, kvcache: Kvcache, tmp_path: Path, temporary: Path) -> None:
+        """If a sink cannot be opened, the log's directory can be used by the next attempt."""
+        done = kvcache("run", *SMALL, "--log", tmp_path / "log", "--sink", "file:/nowhere/e.jsonl")
+        assert done.code == 2
+        assert "No such file or directory" in done.err
+        assert kvcache("run", *SMALL, "--log", tmp_path / "log").code == 0
+        assert kvcache("run", *SMALL, "--sink", "gopher:x").code == 2
+        assert list(temporary.iterdir()) == []
+
+
+def test_log_that_cannot_be_written(start: Start, tmp_path: Path) -> None:
+    """A disk that takes no more ends the run with a line; what was written before can be read."""
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+    process = start("run", *SMALL, "--log", tmp_path / "log", preexec_fn=small_files)
+    _, err = process.communicate()
+    assert process.returncode == 1
+    assert (
+        err
+        == f"kvcache: error: {tmp_path}/log is not recorded any more: File too large; make room or open a new log\n"
+    )
+    assert replay(tmp_path / "log").batches > 0
+
+
+class TestSinks:
+    """Events on their way out."""
+
+    def test_file(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A sink gets every batch, and the summary says so."""
+        done = kvcache("run", *SMALL, "--sink", f"file://{tmp_path}/e.jsonl", "--json")
+        summary = json.loads(done.out)
+        lines = (tmp_path / "e.jsonl").read_text().splitlines()
+        [sink] = summary["sinks"]
+        assert len(lines) == sink["batches"] == summary["batches"]
+        assert (sink["dropped_batches"], sink["lag_batches"], sink["state"]) == (0, 0, "closed")
+
+    def test_unknown_scheme(self, kvcache: Kvcache) -> None:
+        """A URL of no sink is refused with the schemes that there are."""
+        done = kvcache("run", *SMALL, "--sink", "gopher:x")
+        assert done.code == 2
+        assert "known schemes: file, stdout" in done.err
+
+
+class TestDisagreement:
+    """A run that finds something wrong exits with 1 and keeps the log as evidence."""
+
+    def test_other_fingerprint(
+        self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, temporary: Path
+    ) -> None:
+        """If the replay ends in another state than the cache, both are named."""
+        monkeypatch.setattr(run_module, "fingerprint", lambda state: bytes(32))
+        done = kvcache("run", *SMALL)
+        assert done.code == 1
+        assert "the cache ended in 0000000000000000" in done.err
+        assert "agrees" not in done.out.replace("disagrees", "")
+        [kept] = temporary.iterdir()
+        assert f"the log is kept in {kept}" in done.err
+        assert replay(kept).batches > 0
+
+    def test_wrong_bytes(self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, temporary: Path) -> None:
+        """If copies get lost, the block is found whose bytes are wrong."""
+
+        class LosingCopier:
+            def submit(self, copies: Sequence[Copy]) -> Ticket:
+                return FinishedTicket()
+
+        from kvcache.pools import Pools
+
+        monkeypatch.setattr(Pools, "copier", lambda self: LosingCopier())
+        done = kvcache("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 120)
+        assert done.code == 1
+        assert "holds wrong bytes" in done.err
+        [kept] = temporary.iterdir()
+        assert f"the log is kept in {kept}" in done.err
+
+
+def test_missing_torch(run_python: Any) -> None:
+    """Where torch is not installed, the error says what to install and how to do without."""
+    done = run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        f"from kvcache.cli import main; print(main(['run', {str(TRACE)!r}]))"
+    )
+    assert done.stdout == "2\n"
+    assert "pools need torch: install kvcache[torch], or play without them (--no-pools)" in done.stderr

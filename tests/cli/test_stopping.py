@@ -1,0 +1,182 @@
+"""Runs that end before their trace does: by Ctrl-C, by SIGTERM, by SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.log import LogReader
+from kvcache.cli.stopping import StopSignals
+from kvcache.replay import replay
+from kvcache.workload import TraceRequest, write_trace
+from tests.cli.conftest import Kvcache, Start
+
+OUTPUTS = 2_000_000
+"""Steps of the endless request: nobody waits for its end."""
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """A trace whose first request ends soon and whose second does not."""
+    path = tmp_path / "endless.jsonl"
+    write_trace(path, [TraceRequest(0, 600, 2, (0, 1)), TraceRequest(0, 600, OUTPUTS, (0, 2))])
+    return path
+
+
+@pytest.fixture
+def paced(tmp_path: Path) -> Path:
+    """A trace whose second request comes after an hour."""
+    path = tmp_path / "paced.jsonl"
+    write_trace(path, [TraceRequest(0, 600, 2, (0, 1)), TraceRequest(3_600_000, 600, 2, (0, 2))])
+    return path
+
+
+def wait_for_batches(log: Path, count: int) -> None:
+    """Wait until so many batches are on disk."""
+    deadline = time.monotonic() + 60
+    while not any(log.glob("*.kvlog")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for batch in LogReader(log, follow=True, stop=lambda: time.monotonic() > deadline):
+        if batch.seq + 1 >= count:
+            return
+    raise AssertionError("the log did not grow")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+class TestSignals:
+    """Ctrl-C and SIGTERM end a run in good order."""
+
+    @pytest.mark.parametrize("number", CODES)
+    def test_between_steps(self, start: Start, endless: Path, tmp_path: Path, number: signal.Signals) -> None:
+        """The log ends with a checkpoint and a close, is verified, and the summary says what was served."""
+        log = tmp_path / "log"
+        process = start("run", endless, "--no-pools", "--log", log, "--json")
+        wait_for_batches(log, 50)
+        process.send_signal(number)
+        code, out, err = ended(process)
+        summary = json.loads(out)
+        assert (code, err) == (CODES[number], "")
+        assert (summary["interrupted"], summary["signal"], summary["requests"]) == (True, number.name, 1)
+        replayed = replay(log, verify=True)
+        assert replayed.end is not None
+        assert replayed.end.kind == "clean"
+        assert replayed.checkpoints_verified >= 1
+        assert replayed.state.sequences == {}
+        assert replayed.fingerprint.hex() == summary["fingerprint"] == summary["replay_fingerprint"]
+
+    def test_while_waiting_for_a_request(self, start: Start, paced: Path, tmp_path: Path) -> None:
+        """A paced run does not wait for the next request before it ends."""
+        log = tmp_path / "log"
+        process = start("run", paced, "--no-pools", "--speed", "real", "--log", log)
+        wait_for_batches(log, 3)
+        process.send_signal(signal.SIGINT)
+        code, out, err = ended(process)
+        assert (code, err) == (130, "")
+        assert "summary of a run that SIGINT ended early" in out
+        assert "agrees: same fingerprint" in out
+
+    def test_while_sinks_are_held_open(self, start: Start, paced: Path, tmp_path: Path) -> None:
+        """--hold ends at once, and the run is complete."""
+        process = start("run", paced, "--limit", 1, "--no-pools", "--hold", 3600)
+        assert process.stderr is not None
+        assert "the sinks stay open for 3600 s" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        code, out, err = ended(process)
+        assert (code, err) == (143, "")
+        assert "summary of a run that SIGTERM ended\n" in out
+        assert "1 served" in out
+        assert list((tmp_path / "tmp").iterdir()) == []
+
+    def test_during_the_final_replay(
+        self, kvcache: Kvcache, endless: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A signal while the log is being verified ends that, without a traceback, and says so."""
+        from kvcache.cli import verification
+
+        def interrupting(*args: Any, **options: Any) -> LogReader:
+            signal.raise_signal(signal.SIGINT)
+            return LogReader(*args, **options)
+
+        watched = verification._watched
+
+        def watched_from_now(batches: Any, last: Any, stop: Any, update: Any) -> Any:
+            for batch in watched(batches, last, stop, update):
+                yield batch
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(verification, "_watched", watched_from_now)
+        done = kvcache("run", endless, "--limit", 1, "--no-pools")
+        assert done.code == 130
+        assert "interrupted: the log was not verified" in done.out
+        assert done.err == ""
+
+    def test_reading_commands_end_silently(self, start: Start, log: Path) -> None:
+        """Ctrl-C ends `events --follow`, which never ends by itself, without a traceback."""
+        process = start("events", log, "--follow", "--type", "EpochStarted")
+        assert process.stdout is not None
+        assert "EpochStarted" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+        assert (code, err) == (130, "")
+
+
+def test_killed_run_leaves_a_log_that_replays(
+    start: Start, kvcache: Kvcache, endless: Path, tmp_path: Path
+) -> None:
+    """After SIGKILL the log tells its end, replays up to it, and can be continued."""
+    log = tmp_path / "log"
+    process = start("run", endless, "--no-pools", "--log", log)
+    wait_for_batches(log, 50)
+    process.kill()
+    process.wait()
+    done = kvcache("replay", log, "--verify", "--json")
+    found = json.loads(done.out)
+    assert done.code == 0
+    assert found["last_seq"] >= 49
+    assert found["sequences"] == 1
+    assert found["end"]["kind"] in ("open", "torn")
+    assert kvcache("run", endless, "--limit", 1, "--no-pools", "--log", log, "--continue").code == 0
+    assert replay(log, verify=True).state.epoch == 1
+
+
+class TestStopSignals:
+    """The flag itself."""
+
+    def test_waiting_ends_with_the_signal(self) -> None:
+        """A signal ends the wait at once, and the first one is remembered."""
+        with StopSignals() as stop:
+            assert stop.wait(0.001) is False
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM]).start()
+            started = time.monotonic()
+            assert stop.wait(60) is True
+            assert time.monotonic() - started < 30
+            signal.raise_signal(signal.SIGINT)
+            assert (stop.first, stop.received, stop.exit_code) == (signal.SIGTERM, 2, 143)
+            assert stop.is_set()
+
+    def test_handlers_are_restored(self) -> None:
+        """What handled the signals before does so afterwards."""
+        before = [signal.getsignal(number) for number in CODES]
+        with StopSignals():
+            assert [signal.getsignal(number) for number in CODES] != before
+        assert [signal.getsignal(number) for number in CODES] == before
+
+    def test_many_signals_do_no_harm(self) -> None:
+        """A flood of signals fills no pipe and blocks nothing."""
+        with StopSignals() as stop:
+            for _ in range(70_000):
+                stop._note(signal.SIGINT, None)
+            assert stop.received == 70_000

@@ -1,0 +1,88 @@
+"""Two running requests that compute the same prefix: one copy stays, whoever stores second is pointed at it."""
+
+from __future__ import annotations
+
+from events.types import BlocksMoved, BlocksReused, MoveReason
+from kvcache.manager import KVCacheManager
+from kvcache.results import Request
+from tests import strategies
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def two_of_the_same(manager: KVCacheManager) -> None:
+    manager.add_sequences([Request("a", PROMPT), Request("b", PROMPT)])
+
+
+def test_second_store_swaps_to_the_first_ones_blocks() -> None:
+    """The later store lists (index, old slot, new slot), gives the old slots back, and both share the blocks."""
+    manager = KVCacheManager(strategies.config())
+    two_of_the_same(manager)
+    old = manager.block_table("b").tolist()
+    assert manager.store_context_blocks("a", 4).swapped == []
+    first = manager.block_table("a").tolist()
+    result = manager.store_context_blocks("b", 4)
+    assert result.swapped == [(0, old[0], first[0]), (1, old[1], first[1])]
+    assert result.stored_blocks == 2
+    assert manager.block_table("b").tolist() == [*first[:2], old[2]]
+    assert manager.num_free_blocks == 4
+    assert set(strategies.cached_blocks(manager.state).values()) == {(0, 2, 0, 2)}
+    (event,) = [event for event in manager.bus.pending if isinstance(event, BlocksReused)]
+    assert len(event.replaced) == 8
+    manager.check()
+
+
+def test_only_what_is_stored_already_is_swapped() -> None:
+    """A store that goes further than the other one swaps the common part and stores the rest."""
+    manager = KVCacheManager(strategies.config())
+    two_of_the_same(manager)
+    manager.store_context_blocks("a", 2)
+    result = manager.store_context_blocks("b", 4)
+    assert [index for index, _, _ in result.swapped] == [0]
+    assert result.stored_blocks == 2
+    assert [index for index, _, _ in manager.store_context_blocks("a", 4).swapped] == [1]
+
+
+def test_decoding_reports_the_tables_that_changed() -> None:
+    """Sequences that decode the same tokens are swapped when a step completes the block, and only they are told."""
+    manager = KVCacheManager(strategies.config())
+    manager.add_sequences([Request("a", [1]), Request("b", [1]), Request("c", [7])])
+    assert manager.add_tokens(["a", "b", "c"], [2, 2, 2]) == {}
+    changed = manager.add_tokens(["a", "b", "c"], [3, 3, 3])
+    assert list(changed) == ["b"]
+    ((index, _, new),) = changed["b"].swapped
+    assert (index, new) == (0, manager.block_table("a")[0])
+    manager.check()
+
+
+def test_block_that_lies_in_secondary_moves_to_the_one_who_computed_it() -> None:
+    """A sequence that computed what lies in secondary keeps its slot, which becomes the cached block without a copy."""
+    manager = KVCacheManager(strategies.config(primary_blocks=6, secondary_blocks=4))
+    manager.add_sequence("b", PROMPT)
+    manager.add_sequence("a", PROMPT)
+    manager.store_context_blocks("a", 4)
+    manager.remove_sequence("a")
+    manager.add_sequence("filler", [9] * 6)
+    assert [block.level for block in manager.match(PROMPT).blocks] == [1, 1]
+    table = manager.block_table("b").tolist()
+    manager.flush()
+    result = manager.store_context_blocks("b", 4)
+    assert (result.swapped, result.stored_blocks) == ([], 2)
+    assert manager.block_table("b").tolist() == table
+    assert [(block.level, block.slot) for block in manager.match(PROMPT).blocks] == [
+        (0, table[0]),
+        (0, table[1]),
+    ]
+    (event,) = [event for event in manager.bus.pending if isinstance(event, BlocksMoved)]
+    assert (event.why, event.transfer) == (MoveReason.RECOMPUTED, 0)
+    assert len(manager.state.groups[0].levels[1].free) == 4
+    manager.check()
+
+
+def test_namespaces_are_never_merged() -> None:
+    """Equal prompts under different salts keep blocks of their own."""
+    manager = KVCacheManager(strategies.config())
+    manager.add_sequences([Request("a", PROMPT, cache_salt="x"), Request("b", PROMPT, cache_salt="y")])
+    manager.store_context_blocks("a", 4)
+    assert manager.store_context_blocks("b", 4).swapped == []
+    assert len(strategies.cached_blocks(manager.state)) == 4

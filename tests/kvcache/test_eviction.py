@@ -1,0 +1,147 @@
+"""Eviction: who goes, who goes to secondary instead, and in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from events.types import BlocksMoved, BlocksRemoved, MoveReason, RemoveReason
+from kvcache.manager import KVCacheManager
+from tests import strategies
+from tests.strategies import name_of, split_names
+
+PLAIN = (None, None, None)
+
+
+def cache(**settings: Any) -> KVCacheManager:
+    return KVCacheManager(strategies.config(**settings))
+
+
+def run(manager: KVCacheManager, prompt: list[int]) -> None:
+    """Compute and end a request."""
+    manager.add_sequence("run", prompt)
+    manager.store_context_blocks("run", len(prompt))
+    manager.remove_sequence("run")
+
+
+def path(*tokens: int) -> tuple[Any, ...]:
+    """A path of blocks of two tokens."""
+    return (PLAIN, *(tokens[at : at + 2] for at in range(0, len(tokens), 2)))
+
+
+def removed(manager: KVCacheManager, why: RemoveReason) -> list[bytes]:
+    found = [event for event in manager.bus.pending if isinstance(event, BlocksRemoved) and event.why == why]
+    return [name for event in found for name in split_names(event.names)]
+
+
+def offloaded(manager: KVCacheManager) -> list[bytes]:
+    events = [event for event in manager.bus.pending if isinstance(event, BlocksMoved)]
+    return [name for event in events if event.why == MoveReason.OFFLOAD for name in split_names(event.names)]
+
+
+def test_least_recently_released_goes_first_leaves_before_roots() -> None:
+    """Without secondary, blocks are dropped in the order of their release, the deepest of a prompt first."""
+    manager = cache()
+    run(manager, [1, 1, 1, 2])
+    run(manager, [2, 1, 2, 2])
+    run(manager, [3, 1, 3, 2])
+    run(manager, [1, 1, 1, 2])  # used again: now the youngest
+    manager.flush()
+    manager.add_sequence("a", [7] * 12)
+    expected = [path(2, 1, 2, 2), path(2, 1), path(3, 1, 3, 2), path(3, 1)]
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(each) for each in expected]
+    assert manager.count_reusable([1, 1, 1, 2, 0]) == 2
+
+
+def test_running_sequences_keep_their_blocks() -> None:
+    """What a sequence holds is never evicted, however old."""
+    manager = cache(primary_blocks=5)
+    manager.add_sequence("old", [1, 1, 1, 2])
+    manager.store_context_blocks("old", 4)
+    run(manager, [2, 2, 2, 1])
+    manager.add_sequence("new", [7] * 6)
+    assert manager.count_reusable([1, 1, 1, 2, 0]) == 2
+    assert manager.count_reusable([2, 2, 2, 1, 0]) == 0
+
+
+def test_shared_stem_outlives_its_branches() -> None:
+    """A block with cached children is no victim, though it is as old as they are; the branches go first."""
+    manager = cache(primary_blocks=5)
+    run(manager, [1, 1, 2, 2])
+    run(manager, [1, 1, 3, 3])
+    run(manager, [9, 9])
+    manager.flush()
+    manager.add_sequence("a", [7] * 8)
+    expected = [path(1, 1, 2, 2), path(1, 1, 3, 3), path(1, 1)]
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(each) for each in expected]
+
+
+def test_secondary_takes_what_primary_gives_up() -> None:
+    """With room in secondary, evicted blocks move there and can be matched at once."""
+    manager = cache(primary_blocks=4, secondary_blocks=4)
+    run(manager, [1, 1, 1, 2, 1, 1, 1, 2])
+    manager.add_sequence("a", [7] * 6)
+    assert offloaded(manager) == [name_of(path(1, 1, 1, 2, 1, 1, 1, 2)[:end]) for end in (5, 4, 3)]
+    assert [block.level for block in manager.match([1, 1, 1, 2, 1, 1, 1, 2, 0]).blocks] == [0, 1, 1, 1]
+
+
+def test_full_secondary_drops_its_oldest_for_younger_ones() -> None:
+    """A full secondary makes room by dropping what was released before the block that comes."""
+    manager = cache(primary_blocks=2, secondary_blocks=2)
+    run(manager, [1, 1, 1, 2])
+    run(manager, [2, 2, 2, 1])
+    assert offloaded(manager) == [name_of(path(1, 1, 1, 2)), name_of(path(1, 1))]
+    manager.flush()
+    run(manager, [3, 3, 3, 1])
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(1, 1, 1, 2)), name_of(path(1, 1))]
+    assert offloaded(manager) == [name_of(path(2, 2, 2, 1)), name_of(path(2, 2))]
+
+
+def test_low_priority_is_dropped_instead_of_offloaded() -> None:
+    """Blocks below the configured priority never reach secondary."""
+    manager = cache(primary_blocks=2, secondary_blocks=4, secondary_offload_min_priority=36)
+    run(manager, [1, 1, 1, 2])
+    manager.add_sequence("a", [7] * 4)
+    assert offloaded(manager) == []
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(1, 1, 1, 2)), name_of(path(1, 1))]
+    assert strategies.cached_blocks(manager.state) == {}
+
+
+def test_source_of_a_copy_is_spared_but_not_what_hangs_behind_it() -> None:
+    """While a batch copies from a block in secondary that block stays, yet older blocks behind it make room."""
+    manager = cache(primary_blocks=4, secondary_blocks=2)
+    run(manager, [0, 0, 0, 1])
+    run(manager, [1] * 8)
+    manager.flush()
+    assert [block.level for block in manager.match([0, 0, 0, 1, 0]).blocks] == [1, 1]
+    assert manager.add_sequence("a", [0, 1, 1, 1]).reused_partial == 1
+    # Two blocks came; secondary held (0 0)(0 1): the second made room for one, which made room for the next.
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(0, 0, 0, 1)), name_of(path(*[1] * 8))]
+    assert offloaded(manager) == [name_of(path(*[1] * 8)), name_of(path(*[1] * 6))]
+    assert manager.count_reusable([0, 0, 0, 1, 0]) == 1
+
+
+def test_longer_block_supersedes_a_shorter_one() -> None:
+    """An unfinished block is dropped when a block that begins with it is stored, and not stored where one is."""
+    manager = cache(tokens_per_block=4)
+    run(manager, [1, 2])
+    run(manager, [1, 2, 3])
+    assert removed(manager, RemoveReason.SUPERSEDED) == [name_of((PLAIN, (1, 2)))]
+    run(manager, [1, 2, 3, 4, 5])
+    assert removed(manager, RemoveReason.SUPERSEDED)[1:] == [name_of((PLAIN, (1, 2, 3)))]
+    run(manager, [1, 2, 3])
+    assert set(strategies.cached_blocks(manager.state)) == {
+        name_of((PLAIN, (1, 2, 3, 4))),
+        name_of((PLAIN, (1, 2, 3, 4), (5,))),
+    }
+
+
+def test_decoding_evicts_as_admission_does() -> None:
+    """A block that decoding needs is taken from the oldest released one."""
+    manager = cache(primary_blocks=3)
+    run(manager, [1, 1])
+    run(manager, [2, 2])
+    manager.add_sequence("a", [7, 7])
+    manager.flush()
+    manager.add_tokens(["a"], [7])
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(1, 1))]
+    assert manager.num_free_blocks == 1

@@ -1,0 +1,215 @@
+"""Failed copies: what they should have brought is gone, with all that was computed from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cuda_ops.simulated import FailingCopier
+from events.types import BlocksRemoved, RemoveReason, TransferFailed
+from kvcache.check import check
+from kvcache.fingerprint import fingerprint
+from kvcache.results import Request
+from tests import strategies
+from tests.fake_engine import FakeEngine
+
+PROMPT = [0, 1, 0, 1, 1]
+
+
+class Switch:
+    """The batches that fail: all from now on, or none."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __contains__(self, number: object) -> bool:
+        return self.on
+
+
+def engine_with(**settings: Any) -> tuple[FakeEngine, Switch]:
+    switch = Switch()
+    sizes: dict[str, Any] = {"primary_blocks": 6, "secondary_blocks": 6, **settings}
+    return FakeEngine(wrap=lambda copier: FailingCopier(copier, switch), **sizes), switch
+
+
+def fill(engine: FakeEngine, prompt: list[int]) -> None:
+    engine.admit(Request("filler", prompt))
+    engine.forward("filler")
+    engine.end("filler")
+
+
+def why(engine: FakeEngine, events: list[object]) -> list[RemoveReason]:
+    engine.verify()
+    return [
+        event.why
+        for event in events
+        if isinstance(event, BlocksRemoved)
+        for _ in range(len(event.slots) // 4)
+    ]
+
+
+def test_failed_offload_removes_the_blocks() -> None:
+    """Blocks whose way to secondary failed are dropped, deepest first, and not matched any more."""
+    engine, switch = engine_with()
+    fill(engine, PROMPT)
+    events: list[object] = []
+    engine.manager.bus.subscribe(events.append)
+    switch.on = True
+    engine.admit(Request("a", [1] * 12))
+    assert engine.manager.count_reusable(PROMPT) == 2
+    engine.start_transfers()
+    polled = engine.poll()
+    assert len(polled.failed) == 1
+    assert "chosen to fail" in polled.failed[0][1]
+    assert polled.cut == ()
+    assert engine.manager.count_reusable(PROMPT) == 0
+    assert why(engine, events) == [RemoveReason.TRANSFER_FAILED] * 3
+    assert any(isinstance(event, TransferFailed) for event in events)
+
+
+def test_failed_onboard_cuts_all_who_hold_the_blocks() -> None:
+    """All sequences that reused the blocks are told from where to compute again, and end up with the right K/V."""
+    engine, switch = engine_with()
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [0, 1, 0, 1, 0, 0]), Request("b", [0, 1, 1]))
+    engine.start_transfers()
+    polled = engine.poll()
+    switch.on = False
+    assert dict(polled.cut) == {"a": 0, "b": 0}
+    assert engine.manager.count_reusable(PROMPT) == 0
+    engine.verify_running()
+    for request_id in ("a", "b"):
+        engine.forward(request_id)
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+    # Both hold the nameless slot of the first block, so it stays nameless until one of them ends.
+    assert engine.manager.count_reusable(PROMPT) == 0
+    engine.end("b")
+    assert engine.manager.store_context_blocks("a", 6).stored_blocks == 3
+    assert engine.manager.count_reusable(PROMPT) == 2
+    engine.verify()
+
+
+def test_what_was_computed_from_a_failed_block_goes_with_it() -> None:
+    """Blocks stored behind a block whose copy then fails are removed too, and the sequence computes them again."""
+    engine, switch = engine_with()
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [*PROMPT[:4], 0, 0, 0]))
+    engine.forward("a")
+    assert engine.manager._sequence("a").stored == (3,)
+    events: list[object] = []
+    engine.manager.bus.subscribe(events.append)
+    assert dict(engine.poll().cut) == {"a": 0}
+    assert RemoveReason.UNREACHABLE in why(engine, events)
+    assert engine.manager._sequence("a").stored == (0,)
+    engine.forward("a")
+    engine.verify_running()
+    engine.verify()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_block_that_begins_with_a_failed_copy_is_removed(level: int) -> None:
+    """A block that was stored before the copy of its first tokens failed is removed, not served."""
+    engine, switch = engine_with(tokens_per_block=4)
+    fill(engine, [0, 1, 0, 1, 1])
+    if level:
+        fill(engine, [1] * 24)
+    engine.settle()
+    switch.on = True
+    (admitted,) = engine.admit(Request("a", [0, 1, 1, 1, 1, 1]))
+    assert admitted.reused_partial == 2
+    engine.forward("a")
+    engine.manager.add_tokens(["a"], [0])
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
+    assert not engine.manager.match([0, 1, 1, 1, 1]).blocks[0].landed
+    assert dict(engine.poll().cut) == {"a": 0}
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
+    engine.verify()
+    engine.forward("a")
+    engine.verify()
+    engine.verify_running()
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
+
+
+def test_block_that_begins_with_a_copy_lands_with_it() -> None:
+    """A block stored while the copy of its first tokens is on its way has landed when that has, and joins its run."""
+    engine, _ = engine_with(tokens_per_block=4)
+    fill(engine, [0, 1, 0, 1, 1])
+    engine.admit(Request("a", [0, 1, 1, 1, 1, 1, 1, 1, 1]))
+    engine.forward("a")
+    assert [block.landed for block in engine.manager.match([0, 1, 1, 1, 1, 1, 1, 1, 1]).blocks] == [
+        False,
+        True,
+    ]
+    engine.poll()
+    assert [block.landed for block in engine.manager.match([0, 1, 1, 1, 1, 1, 1, 1, 1]).blocks] == [
+        True,
+        True,
+    ]
+    engine.verify()
+
+
+def test_recomputed_block_that_begins_with_a_failed_copy_is_removed() -> None:
+    """A slot that takes over a block of secondary is not trusted before the copy into it has landed."""
+    engine, switch = engine_with(tokens_per_block=4)
+    fill(engine, [0, 1, 0, 1, 1])
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [0, 1, 1, 1, 1]))
+    engine.start_transfers()
+    switch.on = False
+    fill(engine, [0, 1, 1, 1, 0])
+    engine.admit(Request("b", [1] * 16))
+    assert [block.level for block in engine.manager.match([0, 1, 1, 1, 1]).blocks] == [1]
+    engine.forward("a")
+    (block,) = engine.manager.match([0, 1, 1, 1, 1]).blocks
+    assert (block.level, block.landed) == (0, False)
+    assert dict(engine.poll().cut) == {"a": 0}
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+
+
+def test_decoding_goes_on_after_a_cut() -> None:
+    """A sequence that is cut while it decodes keeps its tokens, and gets the next ones."""
+    engine, switch = engine_with(primary_blocks=8)
+    fill(engine, PROMPT)
+    fill(engine, [1] * 16)
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", PROMPT), Request("b", [1, 0, 0]))
+    engine.start_transfers()
+    engine.manager.add_tokens(["a", "b"], [0, 0])
+    switch.on = False
+    assert ("a", 0) in engine.poll().cut
+    engine.decode(["a", "b"], [1, 1])
+    engine.decode(["a", "b"], [0, 0])
+    assert engine.manager._sequence("a").tokens.tolist() == [*PROMPT, 0, 1, 0]
+    assert engine.manager._sequence("b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+
+
+def test_state_after_failures_is_a_fold_of_the_events() -> None:
+    """Failures are events: a second state that folds them is equal, and holds nothing that failed."""
+    engine, switch = engine_with()
+    mirror = strategies.mirror_of(engine.manager)
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    switch.on = True
+    engine.admit(Request("a", [*PROMPT[:4], 0, 0]))
+    engine.forward("a")
+    engine.poll()
+    assert fingerprint(mirror) == engine.manager.fingerprint()
+    assert not mirror.transfers
+    check(mirror)

@@ -1,0 +1,263 @@
+"""A log folds to the state that wrote it, at every batch, and says where it cannot."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from events.log import LogReader
+from events.types import BlocksStored, Checkpoint, EventBatch, Gap, SequenceAdded
+from kvcache.check import check
+from kvcache.config import KVCacheConfig
+from kvcache.errors import CapacityError
+from kvcache.fingerprint import fingerprint
+from kvcache.manager import KVCacheManager
+from kvcache.outlets import open_log
+from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
+from kvcache.results import Request
+from tests import strategies
+
+
+class Traffic:
+    """Random requests for a manager; the same seed gives the same commands."""
+
+    def __init__(self, manager: KVCacheManager, seed: int) -> None:
+        self.manager = manager
+        self.random = random.Random(seed)
+        self.running: list[str | int] = []
+        self.next_id = 0
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(2) for _ in range(count)]
+
+    def step(self) -> None:
+        r, manager = self.random, self.manager
+        try:
+            action = r.randrange(5)
+            if action < 2:
+                salt = r.choice([None, "a"])
+                manager.add_sequences(
+                    [Request(self.next_id, self.tokens(r.randrange(1, 12)), cache_salt=salt)]
+                )
+                self.running.append(self.next_id)
+                self.next_id += 1
+            elif action == 2 and self.running:
+                request_id = r.choice(self.running)
+                manager.store_context_blocks(request_id, manager._sequence(request_id).num_tokens)
+            elif action == 3 and self.running:
+                manager.add_tokens(self.running, self.tokens(len(self.running)))
+            elif self.running:
+                manager.remove_sequence(self.running.pop(r.randrange(len(self.running))))
+        except CapacityError:
+            if self.running:
+                manager.remove_sequence(self.running.pop(0))
+
+    def record(self, steps: int) -> dict[int, bytes]:
+        """Flush now and then; returns the fingerprint after each batch."""
+        fingerprints = {}
+        for _ in range(steps):
+            self.step()
+            if self.random.random() < 0.5:
+                batch = self.manager.flush()
+                if batch is not None:
+                    fingerprints[batch.seq] = self.manager.fingerprint()
+        return fingerprints
+
+
+def config(**settings: Any) -> KVCacheConfig:
+    return strategies.config(secondary_blocks=4, **settings)
+
+
+def recorded(directory: Path, seed: int = 0, steps: int = 80, **settings: Any) -> dict[int, bytes]:
+    """Write a log; returns the fingerprint after each of its batches."""
+    manager = KVCacheManager(config(**settings), log=directory)
+    first = {0: manager.fingerprint()}
+    found = Traffic(manager, seed).record(steps)
+    manager.close()
+    return first | found | {manager._journal._next_seq - 1: fingerprint(manager.state)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
+def test_log_replays_to_every_state(tmp_path: Path, seed: int, tokens: bool) -> None:
+    """At each batch the folded log has the live state's fingerprint and keeps all laws, also without token ids."""
+    log = {"record_tokens": tokens, "fsync": "never", "overflow": "block"}
+    fingerprints = recorded(tmp_path / "log", seed, log=log)
+    for seq, expected in fingerprints.items():
+        replayed = replay(tmp_path / "log", seq, verify=True)
+        assert (replayed.last_seq, replayed.fingerprint) == (seq, expected)
+        check(replayed.state)
+        assert replayed.checkpoints_failed == []
+    whole = replay(tmp_path / "log", verify=True)
+    assert whole.fingerprint == fingerprints[max(fingerprints)]
+    assert whole.checkpoints_verified >= 2
+    assert whole.end is not None
+    assert whole.end.kind == "clean"
+
+
+def test_equal_runs_write_equal_events(tmp_path: Path) -> None:
+    """The same commands make the same batches but for the clock and the log's own id."""
+    for name in ("one", "other"):
+        recorded(tmp_path / name)
+    one, other = ([batch.events for batch in LogReader(tmp_path / name)] for name in ("one", "other"))
+    assert one[1:] == other[1:]
+
+
+def test_replay_goes_on_deciding(tmp_path: Path) -> None:
+    """A manager on the replayed state answers further commands with the events of the one that wrote the log."""
+    manager = KVCacheManager(config(), log=tmp_path / "log")
+    traffic = Traffic(manager, 5)
+    traffic.record(60)
+    manager.flush()
+    manager._journal.outlets.log.flush(10)  # type: ignore[union-attr]
+    events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
+    twin = strategies.continue_from(config(), *events)
+    other = Traffic(twin, 5)
+    other.running, other.next_id = list(traffic.running), traffic.next_id
+    other.random.setstate(traffic.random.getstate())
+    for _ in range(60):
+        traffic.step()
+        other.step()
+        assert twin.bus.pending[-5:] == manager.bus.pending[-5:]
+        assert twin.fingerprint() == manager.fingerprint()
+    assert twin.bus.pending == manager.bus.pending
+    assert len(manager.bus.pending) > 60
+    manager.close()
+
+
+def test_batches_beyond_the_end_are_refused(tmp_path: Path) -> None:
+    """Asking for a state that the log does not reach names its last batch."""
+    last = max(recorded(tmp_path / "log"))
+    with pytest.raises(BeyondEnd) as raised:
+        replay(tmp_path / "log", last + 1)
+    assert (raised.value.seq, raised.value.last_seq) == (last + 1, last)
+
+
+def test_state_before_the_first_batch_is_empty(tmp_path: Path) -> None:
+    """Folding up to before batch 0 gives a cache that was never created."""
+    recorded(tmp_path / "log")
+    replayed = replay(tmp_path / "log", -1)
+    assert (replayed.last_seq, replayed.batches, replayed.state.created) == (-1, 0, None)
+
+
+def batches_of(directory: Path) -> list[EventBatch]:
+    recorded(directory)
+    return list(LogReader(directory))
+
+
+def test_wrong_checkpoints_are_reported(tmp_path: Path) -> None:
+    """A checkpoint that disagrees with the fold is named by its batch when verifying, and ignored otherwise."""
+    batches = batches_of(tmp_path / "log")
+    at = next(
+        n for n, batch in enumerate(batches) if any(isinstance(event, Checkpoint) for event in batch.events)
+    )
+    changed = tuple(
+        msgspec.structs.replace(event, fingerprint=bytes(32)) if isinstance(event, Checkpoint) else event
+        for event in batches[at].events
+    )
+    batches[at] = msgspec.structs.replace(batches[at], events=changed)
+    assert fold(batches, verify=True).checkpoints_failed == [batches[at].seq]
+    assert fold(batches, verify=False).checkpoints_failed == []
+
+
+def test_changed_history_does_not_verify(tmp_path: Path) -> None:
+    """If another token had been appended than the log's checkpoints saw, verification says so."""
+    batches = batches_of(tmp_path / "log")
+    at, stored = next((n, e) for n, b in enumerate(batches) for e in b.events if isinstance(e, BlocksStored))
+    forged = msgspec.structs.replace(stored, keys=bytes(len(stored.keys)))
+    events = tuple(forged if event is stored else event for event in batches[at].events)
+    batches[at] = msgspec.structs.replace(batches[at], events=events)
+    assert fold(batches, verify=True).checkpoints_failed
+
+
+@pytest.mark.parametrize("copies", [0, 2], ids=["lost", "twice"])
+def test_batches_of_another_history_are_refused(tmp_path: Path, copies: int) -> None:
+    """Wherever a batch with an admission is lost or doubled, folding stops there or a checkpoint disagrees."""
+    batches = batches_of(tmp_path / "log")
+    admitting = [
+        n for n, batch in enumerate(batches) if any(isinstance(e, SequenceAdded) for e in batch.events)
+    ]
+    for at in admitting[:-1]:
+        damaged = batches[:at] + [batches[at]] * copies + batches[at + 1 :]
+        assert not passes(damaged)
+    assert len(admitting) > 5
+
+
+def passes(batches: Sequence[EventBatch]) -> bool:
+    try:
+        return not fold(batches, verify=True).checkpoints_failed
+    except Unreplayable:
+        return False
+
+
+def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
+    """Make the manager believe that its log has lost batches, and flush."""
+    outlets = manager._journal.outlets
+    outlets.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
+    batch = manager.flush()
+    assert batch is not None
+    outlets.take_gap = lambda: None  # type: ignore[method-assign]
+    return [batch]
+
+
+def test_folding_goes_on_behind_a_gap() -> None:
+    """After lost batches the state is exported, so the fold is right again, and the live manager is undisturbed."""
+    manager = KVCacheManager(config())
+    traffic = Traffic(manager, 3)
+    assert manager.state.created is not None
+    batches = [EventBatch(0, 0, (manager.state.created,))]
+    traffic.record(40)  # lost
+    manager.add_tokens(traffic.running, [0] * len(traffic.running))
+    assert len(manager.bus.pending) > 1  # continues what is missing
+    batches += lossy(manager, 1, 9)
+    assert fold(batches).fingerprint == manager.fingerprint()
+    for _ in range(60):
+        traffic.step()
+        manager.check()
+        batch = manager.flush()
+        if batch is not None:
+            batches.append(batch)
+    replayed = fold(batches, verify=True)
+    assert replayed.fingerprint == manager.fingerprint()
+    assert replayed.checkpoints_verified
+    assert not replayed.checkpoints_failed
+    assert [(gap.first_seq, gap.last_seq) for gap in replayed.gaps] == [(1, 9)]
+
+
+def test_continued_log_starts_a_new_epoch(tmp_path: Path) -> None:
+    """A second manager on the same log starts empty, uses no handle or transfer again, and all of it replays."""
+    settings = config()
+    recorded(tmp_path / "log")
+    first = replay(tmp_path / "log").state
+    manager = KVCacheManager(settings, log=open_log(tmp_path / "log", settings.log, resume=True))
+    assert manager.num_sequences == 0
+    assert strategies.cached_blocks(manager.state) == {}
+    assert manager.add_sequence("again", [1, 2, 3]).handle == first.next_handle
+    assert manager.state.next_transfer == first.next_transfer
+    manager.close()
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.state.epoch == first.epoch + 1
+    assert replayed.fingerprint == fingerprint(manager.state)
+    handles = [
+        event.handle
+        for batch in LogReader(tmp_path / "log")
+        for event in batch.events
+        if isinstance(event, SequenceAdded)
+    ]
+    assert len(set(handles)) == len(handles)
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    """Whoever waits for a replay hears of each batch."""
+    recorded(tmp_path / "log")
+    heard: list[int] = []
+    replayed = replay(tmp_path / "log", progress=heard.append)
+    assert heard == list(range(replayed.last_seq + 1))
+    assert replayed.batches == len(heard)
+    assert replace(replayed, batches=0).batches == 0
