@@ -107,7 +107,7 @@ class Feed:
         handlers = self._handlers
         for event in batch.events:
             kind = type(event)
-            if kind is ev.Gap:
+            if isinstance(event, ev.Gap):
                 self._meet_gap(event)
             elif not self.lost or kind is ev.CacheCreated or kind is ev.StateExported:
                 handler = handlers.get(kind)

@@ -38,10 +38,10 @@ class Columns:
         self._known: list[Namespace] = []
         self._numbers: dict[Namespace, int] = {}
         # The same memory without numpy's overhead per call.
-        self._state_bytes = memoryview(self._state)
-        self._name_bytes = memoryview(self._names.view(np.uint8))
-        self._parent_bytes = memoryview(self._parents.view(np.uint8))
-        self._token_bytes = memoryview(self._tokens.reshape(-1).view(np.uint8))
+        self._state_bytes = self._state.data
+        self._name_bytes = self._names.view(np.uint8).data
+        self._parent_bytes = self._parents.view(np.uint8).data
+        self._token_bytes = self._tokens.reshape(-1).view(np.uint8).data
 
     def write(self, slots: array[int], stored: Stored, state: int, transfer: int = 0) -> None:
         """Note consecutive blocks."""
@@ -123,7 +123,7 @@ class Columns:
         at = np.frombuffer(slots, np.int32)
         announced = at[self._state[at] == ANNOUNCED]
         self._state[at] = ABSENT
-        return self._names[announced].tobytes()
+        return bytes(self._names[announced].tobytes())
 
     def copy_from(self, source: Columns, from_slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Take over blocks of another level, shallowest first; they are on their way until they arrive."""

@@ -7,6 +7,7 @@ reused block is compared, and at the end the log is replayed and must give the s
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -196,10 +197,11 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
         # A URL that cannot be understood should be known before there are pools and a log.
         open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
     pools = None if args.no_pools else _pools(config)
-    manager, writer = _open_manager(args, config, pools, directory.path, clock)
+    writer = _open_log(directory.path, config, resume=args.resume)
     if not (args.json or out.quiet):
         removed = directory.temporary and not args.keep
         describe_start(out, source, config, pools, directory.path, temporary=removed)
+    manager = _open_manager(args, config, pools, writer, clock)
     played = _drive(args, out, stop, manager, source, pools, clock)
     return _finish(args, out, stop, manager, writer, played)
 
@@ -239,21 +241,25 @@ def _pools(config: KVCacheConfig) -> Pools:
     return Pools(Layout.of(config))
 
 
-def _open_manager(
-    args: argparse.Namespace, config: KVCacheConfig, pools: Pools | None, directory: Path, clock: StepClock
-) -> tuple[KVCacheManager, LogWriter]:
+def _open_log(directory: Path, config: KVCacheConfig, *, resume: bool) -> LogWriter:
     try:
-        writer = open_log(directory, config.log, resume=args.resume)
+        return open_log(directory, config.log, resume=resume)
     except LogExists:
         raise UsageError(
             f"{directory} holds a log already: choose another directory, or add --continue to append to it"
         ) from None
+
+
+def _open_manager(
+    args: argparse.Namespace, config: KVCacheConfig, pools: Pools | None, log: LogWriter, clock: StepClock
+) -> KVCacheManager:
+    # A sink on stdout writes past the buffer, and must not come before what was said already.
+    sys.stdout.flush()
     try:
-        manager = KVCacheManager(config, pools=pools, log=writer, sinks=args.sinks, wall_ns=clock.wall_ns)
+        return KVCacheManager(config, pools=pools, log=log, sinks=args.sinks, wall_ns=clock.wall_ns)
     except BaseException:
-        writer.close()
+        log.close()
         raise
-    return manager, writer
 
 
 def _drive(

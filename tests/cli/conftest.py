@@ -63,7 +63,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process = subprocess.Popen(
             [sys.executable, "-m", "kvcache.cli", *map(str, args)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
+            # Unbuffered output would hide that something is not flushed.
+            env={**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -311,6 +311,14 @@ class TestSinks:
         assert len(lines) == sink["batches"] == summary["batches"]
         assert (sink["dropped_batches"], sink["lag_batches"], sink["state"]) == (0, 0, "closed")
 
+    def test_stdout(self, start: Start) -> None:
+        """In a pipe, too, the events of a sink on stdout stand between the start and the summary."""
+        out, err = start("run", *SMALL, "--limit", 2, "--sink", "stdout:").communicate()
+        assert err == ""
+        assert out.startswith("kvcache run: chats_small.jsonl\n")
+        first, last = out.index("0.0  EpochStarted"), out.index("Checkpoint")
+        assert out.index("  log  ") < first < last < out.index("summary")
+
     def test_unknown_scheme(self, kvcache: Kvcache) -> None:
         """A URL of no sink is refused with the schemes that there are."""
         done = kvcache("run", *SMALL, "--sink", "gopher:x")

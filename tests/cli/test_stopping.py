@@ -106,10 +106,6 @@ class TestSignals:
         """A signal while the log is being verified ends that, without a traceback, and says so."""
         from kvcache.cli import verification
 
-        def interrupting(*args: Any, **options: Any) -> LogReader:
-            signal.raise_signal(signal.SIGINT)
-            return LogReader(*args, **options)
-
         watched = verification._watched
 
         def watched_from_now(batches: Any, last: Any, stop: Any, update: Any) -> Any:

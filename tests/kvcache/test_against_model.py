@@ -341,7 +341,7 @@ def explore(examples: int, steps: int) -> None:
 
 def test_manager_does_what_the_model_does() -> None:
     """After any commands both hold the same, say the same, and gave up the same blocks in the same order."""
-    explore(100, 40)
+    explore(200, 40)
 
 
 @pytest.mark.long
