@@ -13,7 +13,7 @@ help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
 	@echo 'make test       lint, check formatting and types, and run the tests that take seconds'
 	@echo 'make test-long  run the tests that take minutes'
-	@echo 'make bench      run the benchmarks'
+	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
 	@echo
 	@echo 'Another interpreter: make run PYTHON=python3.12'
@@ -31,7 +31,7 @@ test-long: .venv/.installed-dev
 	$(BIN)/pytest -q -m long
 
 bench: .venv/.installed-dev
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python benchmarks/manager.py $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

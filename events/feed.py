@@ -80,6 +80,8 @@ class Feed:
         self._running = RunningTokens(self._sequences)
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
+        self._incoming: list[dict[int, int]] = []
+        """Per group: primary slots that a copy will write, and which."""
         self._waiting: list[tuple[int, int, array[int], bytes]] = []
         """Blocks whose parent is not visible yet: (group, level, slots, names)."""
         self._visible: list[set[bytes] | None] = []
@@ -90,6 +92,7 @@ class Feed:
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.TokensAppended: self._running.append,
+            ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
@@ -150,6 +153,7 @@ class Feed:
         self._sequences.clear()
         self._running.forget()
         self._transfers.clear()
+        self._incoming = [{} for _ in self.groups]
         self._waiting.clear()
 
     def _clear(self, event: ev.CacheCleared) -> None:
@@ -184,12 +188,41 @@ class Feed:
         tokens = sequence.tokens[first : first + count * size].tobytes()
         stored = Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
         columns = self._columns[event.group][event.level]
-        if self._is_visible(event.group, event.parent):
+        incoming = self._incoming[event.group]
+        if incoming and not incoming.keys().isdisjoint(slots):
+            columns.write(slots, stored, IN_FLIGHT)
+            self._await_copies(event.group, event.level, slots)
+        elif self._is_visible(event.group, event.parent):
             columns.write(slots, stored, ANNOUNCED)
             self._announce(stored)
         else:
             columns.write(slots, stored, WAITING)
             self._waiting.append((event.group, event.level, slots, names))
+
+    def _copy(self, event: ev.BlocksCopied) -> None:
+        self._expect(event.transfer, event.group, PRIMARY, array("i", [event.target]))
+
+    def _expect(self, transfer: int, group: int, level: int, slots: array[int]) -> None:
+        self._transfers[transfer] = (group, level, slots)
+        if level == PRIMARY:
+            self._incoming[group].update(dict.fromkeys(slots, transfer))
+
+    def _take_transfer(self, transfer: int) -> tuple[int, int, array[int]]:
+        group, level, slots = self._transfers.pop(transfer)
+        if level == PRIMARY:
+            incoming = self._incoming[group]
+            for slot in slots:
+                if incoming.get(slot) == transfer:
+                    del incoming[slot]
+        return group, level, slots
+
+    def _await_copies(self, group: int, level: int, slots: array[int]) -> None:
+        """Blocks cached while a copy into one of them is outstanding: it arrives with that, the others behind it."""
+        columns, incoming = self._columns[group][level], self._incoming[group]
+        for slot in slots:
+            if slot in incoming:
+                columns.await_transfer(slot, incoming[slot])
+        self._arrive(group, level, slots, 0)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
         visible = self._visible[group]
@@ -250,15 +283,14 @@ class Feed:
         from_slots.reverse()
         self._withdraw(event.group, event.from_level, from_slots)
         if event.transfer:
-            self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
+            self._expect(event.transfer, event.group, event.to_level, to_slots)
         else:
-            self._arrive(event.group, event.to_level, to_slots, 0)
+            self._await_copies(event.group, event.to_level, to_slots)
 
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer in array("q", event.transfers):
-            landed = self._transfers.pop(transfer, None)  # copies into a sequence's own block are not ours
-            if landed is not None:
-                self._arrive(*landed, transfer)
+            group, level, slots = self._take_transfer(transfer)
+            self._arrive(group, level, slots, transfer)
 
     def _arrive(self, group: int, level: int, slots: array[int], transfer: int) -> None:
         for chain in self._columns[group][level].chains(slots, transfer):
@@ -266,7 +298,7 @@ class Feed:
 
     def _fail(self, event: ev.TransferFailed) -> None:
         for transfer in array("q", event.transfers):
-            self._transfers.pop(transfer, None)
+            self._take_transfer(transfer)
 
     # -- the whole state
 
@@ -284,7 +316,7 @@ class Feed:
             slots = array("i", item.slots)
             if item.level == SECONDARY:
                 slots.reverse()  # offloads name the deepest block first
-            self._transfers[item.transfer] = (item.group, item.level, slots)
+            self._expect(item.transfer, item.group, item.level, slots)
         self._changes = [Cleared(), *self.snapshot()]
         for group, visible in enumerate(self._visible):
             if visible is not None:

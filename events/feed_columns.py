@@ -67,7 +67,7 @@ class Columns:
             ]
 
     def _mark(self, slots: array[int], state: int, transfer: int, namespace: int) -> None:
-        if len(slots) <= _FEW and not transfer:
+        if len(slots) <= _FEW and state != IN_FLIGHT:
             for slot in slots:
                 self._state_bytes[slot] = state
                 if namespace or self._namespaces[slot]:
@@ -105,6 +105,10 @@ class Columns:
         """The parent's name; empty at the start of a prompt."""
         parent = bytes(self._parent_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES])
         return b"" if parent == _NO_PARENT else parent
+
+    def await_transfer(self, slot: int, transfer: int) -> None:
+        """The block arrives with this copy."""
+        self._transfers[slot] = transfer
 
     def set_state(self, slots: array[int], state: int) -> None:
         """Mark blocks."""

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
     with StopSignals() as stop, _Directory(args, out) as directory:
         outcome = _play(args, out, stop, directory)
-        kept = directory.settle(verified=outcome.agrees)
+        kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
             out.json(to_json(outcome, kept))
         else:
@@ -176,13 +176,13 @@ class _Directory:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        stays = self.settle(verified=not isinstance(error, InternalError))
+        stays = self.settle(evidence=isinstance(error, InternalError))
         if stays is not None and self.temporary:
             self._out.note(f"the log is kept in {stays}")
 
-    def settle(self, *, verified: bool) -> Path | None:
+    def settle(self, *, evidence: bool) -> Path | None:
         """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
-        wanted = (self._keep or not verified) and any(self.path.glob("*.kvlog"))
+        wanted = (self._keep or evidence) and any(self.path.glob("*.kvlog"))
         if self.temporary and not wanted:
             rmtree(self.path, ignore_errors=True)
             return None

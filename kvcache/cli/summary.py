@@ -40,11 +40,6 @@ class Outcome:
     with_pools: bool
 
     @property
-    def agrees(self) -> bool:
-        """Whether the log was replayed and is right."""
-        return self.verification.agrees
-
-    @property
     def requests_per_second(self) -> float:
         """Requests that manager and log alone could serve in a second."""
         return self.result.requests / self.seconds if self.seconds else 0.0

@@ -34,11 +34,6 @@ class Verification:
         """Whether something is wrong."""
         return bool(self.differences)
 
-    @property
-    def agrees(self) -> bool:
-        """Whether everything was compared and is right."""
-        return self.replayed is not None and not self.differences
-
 
 class _Interrupted(Exception):
     pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -101,11 +102,12 @@ class TestSignals:
         assert list((tmp_path / "tmp").iterdir()) == []
 
     def test_during_the_final_replay(
-        self, kvcache: Kvcache, endless: Path, monkeypatch: pytest.MonkeyPatch
+        self, kvcache: Kvcache, endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A signal while the log is being verified ends that, without a traceback, and says so."""
         from kvcache.cli import verification
 
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         watched = verification._watched
 
         def watched_from_now(batches: Any, last: Any, stop: Any, update: Any) -> Any:
@@ -117,6 +119,7 @@ class TestSignals:
         done = kvcache("run", endless, "--limit", 1, "--no-pools")
         assert done.code == 130
         assert "interrupted: the log was not verified" in done.out
+        assert list(tmp_path.glob("kvcache-run-*")) == []
         assert done.err == ""
 
     def test_reading_commands_end_silently(self, start: Start, log: Path) -> None:

@@ -1,0 +1,174 @@
+"""Visible changes as vLLM's KV events (the maps of 0.24 and later, with the keys of 0.33), byte by byte.
+
+A batch is the msgpack array ``[ts, [event, ...], rank]``. What differs from vLLM's own bytes is chosen for the
+consumers, and any conforming decoder reads it:
+
+* Hashes are 9 bytes always (``cf``), also where a smaller form would do, since there are routers that know no others.
+  The parent of a prompt's first block is nil: some take 0 for a parent that they have missed.
+* Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. Symbols below 0 appear
+  as their two's complement, because one negative id would cost a reader the whole batch.
+* What left a level at once is one removal, not one per block.
+
+A host block is announced with its tokens, as if it were new: routers cannot follow moves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+
+from events.feed import Change, Cleared, Removed, Stored
+from events.packed import NAME_BYTES
+from events.types import GroupCreated, Namespace
+
+MEDIA = ("GPU", "CPU")
+"""By level. Readers compare letters exactly."""
+
+_pack = msgspec.msgpack.encode
+_UINT64 = b"\xcf"
+_NIL = b"\xc0"
+_BIG = np.dtype(">u4")
+_LITTLE = np.dtype("<u4")
+_RAW64 = np.dtype("u8")
+_TS = struct.Struct(">Bd")
+_UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
+
+_CLEARED = _pack({"type": "AllBlocksCleared"})
+_STORED_KEYS, _WINDOW_KEYS, _REMOVED_KEYS = b"\x8b", b"\x8c", b"\x84"
+_STORED_START = _pack("type") + _pack("BlockStored") + _pack("block_hashes")
+_REMOVED_START = _REMOVED_KEYS + _pack("type") + _pack("BlockRemoved") + _pack("block_hashes")
+_PARENT, _NO_PARENT = _pack("parent_block_hash") + _UINT64, _pack("parent_block_hash") + _NIL
+_TOKENS, _BLOCK_SIZE = _pack("token_ids"), _pack("block_size")
+_LORA_ID, _MEDIUM, _LORA_NAME = _pack("lora_id"), _pack("medium"), _pack("lora_name")
+_EXTRA_KEYS, _GROUP = _pack("extra_keys"), _pack("group_idx")
+_KIND, _WINDOW = _pack("kv_cache_spec_kind"), _pack("kv_cache_spec_sliding_window")
+
+
+def encode_batch(
+    changes: Sequence[Change], ts: float, rank: int = 0, groups: Sequence[GroupCreated] = ()
+) -> bytes:
+    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
+    parts = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
+    for change in changes:
+        if isinstance(change, Stored):
+            _add_stored(parts, change, groups)
+        elif isinstance(change, Removed):
+            _add_removed(parts, change)
+        else:
+            assert isinstance(change, Cleared)
+            parts.append(_CLEARED)
+    parts.append(_pack(rank))
+    return b"".join(parts)
+
+
+def _add_stored(parts: list[bytes], stored: Stored, groups: Sequence[GroupCreated]) -> None:
+    blocks = len(stored.names) // NAME_BYTES
+    keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group))
+    at_root = not stored.parent
+    parts += (
+        keys,
+        _names(stored.names, blocks),
+        _NO_PARENT if at_root else _PARENT + stored.parent,
+        _TOKENS,
+        _array(len(stored.tokens) // 4),
+        _token_ids(stored.tokens),
+        _scope(stored.namespace, stored.level, stored.tokens_per_block),
+        _extra_keys(stored.namespace, blocks, at_root),
+        attention,
+    )
+
+
+def _add_removed(parts: list[bytes], removed: Removed) -> None:
+    blocks = len(removed.names) // NAME_BYTES
+    parts += (_REMOVED_START, _names(removed.names, blocks), _removed_from(removed.group, removed.level))
+
+
+def _array(length: int) -> bytes:
+    """The header of an array."""
+    if length < 16:
+        return bytes((0x90 | length,))
+    return _UINT16.pack(0xDC, length) if length < 1 << 16 else _UINT32.pack(0xDD, length)
+
+
+def _names(names: bytes, blocks: int) -> bytes:
+    """An array of fixed-width uint64; the names are big-endian already."""
+    if blocks == 1:
+        return b"\x91\xcf" + names
+    items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
+    np.ndarray(blocks, _RAW64, items, 1, 9)[:] = np.ndarray(blocks, _RAW64, names)
+    return _array(blocks) + items
+
+
+def _token_ids(tokens: bytes) -> bytes | bytearray:
+    """The items of an array of fixed-width uint32."""
+    count = len(tokens) // 4
+    items = bytearray(b"\xce\0\0\0\0") * count
+    np.ndarray(count, _BIG, items, 1, 5)[:] = np.ndarray(count, _LITTLE, tokens)
+    return items
+
+
+@lru_cache(maxsize=1024)
+def _scope(namespace: Namespace, level: int, tokens_per_block: int) -> bytes:
+    """From block_size to lora_name."""
+    return b"".join((
+        _BLOCK_SIZE, _pack(tokens_per_block),
+        _LORA_ID, _pack(namespace.lora_id),
+        _MEDIUM, _pack(MEDIA[level]),
+        _LORA_NAME, _pack(adapter_name(namespace)),
+    ))  # fmt: skip
+
+
+def adapter_name(namespace: Namespace) -> str | None:
+    """The name under which routers keep an adapter's blocks apart; its number, if it has no other.
+
+    Routers ignore `lora_id`, and would take blocks without a name for those of the base model.
+    """
+    if namespace.lora_name is None and namespace.lora_id is not None:
+        return str(namespace.lora_id)
+    return namespace.lora_name
+
+
+def _extra_keys(namespace: Namespace, blocks: int, at_root: bool) -> bytes:
+    """What else a block's hash covers: the adapter for every block, the salt for the first one of a prompt."""
+    first, other = _keys_of_block(namespace, True), _keys_of_block(namespace, False)
+    if not at_root:
+        first = other
+    return _EXTRA_KEYS + _array(blocks) + (first + other * (blocks - 1) if blocks else b"")
+
+
+@lru_cache(maxsize=1024)
+def _keys_of_block(namespace: Namespace, first: bool) -> bytes:
+    keys = [] if (adapter := adapter_name(namespace)) is None else [adapter]
+    if first and namespace.salt_digest is not None:
+        keys.append(namespace.salt_digest.hex())
+    return _pack(keys or None)
+
+
+def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
+    """The group's attention; the widest window holds whole sequences."""
+    if group >= len(groups):
+        return "full_attention", None
+    this = groups[group]
+    if this.kind == "cross":
+        return "cross_attention", None
+    if all(this.window >= other.window for other in groups):
+        return "full_attention", None
+    return "sliding_window", this.window
+
+
+@lru_cache(maxsize=256)
+def _attention(group: int, kind: str, window: int | None) -> tuple[bytes, bytes]:
+    """A store's start, which says how many keys there are, and its end."""
+    end = _GROUP + _pack(group) + _KIND + _pack(kind)
+    if window is None:
+        return _STORED_KEYS + _STORED_START, end
+    return _WINDOW_KEYS + _STORED_START, end + _WINDOW + _pack(window)
+
+
+@lru_cache(maxsize=256)
+def _removed_from(group: int, level: int) -> bytes:
+    return _MEDIUM + _pack(MEDIA[level]) + _GROUP + _pack(group)

@@ -1,0 +1,96 @@
+"""Cuts changes into batches of bounded size, in order.
+
+Sizes are bounds from above, computed from lengths alone: encoding to find out would cost more than everything
+else. A store of many blocks is cut between two blocks; a single block is never cut, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from events.feed import Change, Removed, Stored
+from events.packed import NAME_BYTES, TOKEN_BYTES
+
+BATCH_BYTES = 64
+CHANGE_BYTES = 512
+"""Bounds what surrounds the columns of a batch and of a change: field names, headers, a salt's digest."""
+BLOCK_BYTES = 16
+"""Bounds a name and what else is said about a block, besides its LoRA adapter."""
+WIRE_TOKEN_BYTES = 5
+
+
+def change_bytes(change: Change) -> int:
+    """A bound for the size of the encoded change."""
+    if isinstance(change, Stored):
+        return CHANGE_BYTES + _lora_bytes(change) + _num_blocks(change) * _block_bytes(change)
+    if isinstance(change, Removed):
+        return CHANGE_BYTES + _num_blocks(change) * BLOCK_BYTES
+    return CHANGE_BYTES
+
+
+def in_batches(changes: Iterable[Change], max_bytes: int) -> Iterator[list[Change]]:
+    """The changes, in order, in lists that encode to at most `max_bytes` where single blocks allow it."""
+    batch: list[Change] = []
+    total = BATCH_BYTES
+    for change in changes:
+        for piece in _cut(change, max_bytes - BATCH_BYTES):
+            size = change_bytes(piece)
+            if batch and total + size > max_bytes:
+                yield batch
+                batch, total = [], BATCH_BYTES
+            batch.append(piece)
+            total += size
+    if batch:
+        yield batch
+
+
+def at_most(batches: Sequence[list[Change]], count: int) -> list[list[Change]]:
+    """The batches, in order, joined so that there are no more than `count` (at least 1) of them."""
+    each = -(-len(batches) // count)
+    return [
+        [change for batch in batches[at : at + each] for change in batch]
+        for at in range(0, len(batches), max(each, 1))
+    ]
+
+
+def _cut(change: Change, max_bytes: int) -> Iterator[Change]:
+    if change_bytes(change) <= max_bytes:
+        yield change
+    elif isinstance(change, Stored):
+        fixed = CHANGE_BYTES + _lora_bytes(change)
+        yield from _cut_stored(change, max(1, (max_bytes - fixed) // _block_bytes(change)))
+    elif isinstance(change, Removed):
+        step = max(1, (max_bytes - CHANGE_BYTES) // BLOCK_BYTES) * NAME_BYTES
+        for at in range(0, len(change.names), step):
+            yield Removed(change.group, change.level, change.names[at : at + step])
+
+
+def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
+    step = blocks * NAME_BYTES
+    tokens_step = blocks * change.tokens_per_block * TOKEN_BYTES
+    parent = change.parent
+    for index, at in enumerate(range(0, len(change.names), step)):
+        names = change.names[at : at + step]
+        yield Stored(
+            change.group,
+            change.level,
+            names,
+            parent,
+            change.tokens[index * tokens_step : (index + 1) * tokens_step],
+            change.tokens_per_block,
+            change.namespace,
+        )
+        parent = names[-NAME_BYTES:]
+
+
+def _num_blocks(change: Stored | Removed) -> int:
+    return len(change.names) // NAME_BYTES
+
+
+def _block_bytes(change: Stored) -> int:
+    return BLOCK_BYTES + _lora_bytes(change) + change.tokens_per_block * WIRE_TOKEN_BYTES
+
+
+def _lora_bytes(change: Stored) -> int:
+    # Four bytes is the longest character in UTF-8.
+    return 4 * len(change.namespace.lora_name or "")

@@ -1,0 +1,138 @@
+"""The numbers of a feed's batches: consecutive, and none used twice, over all restarts and crashes.
+
+Routers tell lost and repeated batches by their numbers, and some drop everything at or below the highest one that
+they have seen. A process that began again at a lower number would therefore talk to nobody. So numbers are used
+only below a reservation that is on disk: a small file holds the first number that is not reserved, and is
+replaced, durably, before that number is used. Whoever opens the file next goes on there; what was reserved and
+not used is skipped. Closing gives back what was not used.
+
+Without a file, numbers begin at 0 in each process, as vLLM's do: a router then notices a restart by a number that
+went back, or, if it does not look for that, not at all.
+
+File format, three lines: what it is, the reservation, CRC-32 of the lines before in hex.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import zlib
+from pathlib import Path
+
+from sinks.base import SinkError
+
+STEP = 4096
+"""Numbers per reservation, so that a sync is needed once in minutes."""
+FILE_MODE = 0o600
+
+_MAGIC = "kvcache feed numbers 1"
+_CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32 ([0-9a-f]{8})\n")
+
+
+class FeedNumbers:
+    """Hands out numbers below a reservation in the file at `path` (None: from 0, in memory only).
+
+    One instance per file at a time, which a lock file beside it enforces. Not for several threads.
+    """
+
+    def __init__(self, path: Path | None, step: int = STEP) -> None:
+        self._path = path
+        self._step = step
+        self._lock = -1
+        self._reserved = 0
+        self.next = 0
+        """The number that `take` returns next."""
+
+    def open(self) -> None:
+        """Go on where the file says. Raises SinkError if it is damaged or in use, OSError if it cannot be read."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _lock(self._path)
+        try:
+            self.next = self._reserved = _read(self._path)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def take(self) -> int:
+        """The next number. Raises OSError, with nothing used, if it cannot be reserved."""
+        if self._path is not None and self.next >= self._reserved:
+            _write(self._path, self.next + self._step)
+            self._reserved = self.next + self._step
+        number = self.next
+        self.next += 1
+        return number
+
+    def close(self) -> None:
+        """Give back what is reserved and not used. To be called when no number will be taken any more."""
+        if self._path is None or self._lock < 0:
+            return
+        try:
+            if self.next < self._reserved:
+                _write(self._path, self.next)
+                self._reserved = self.next
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        # Said aloud, because a forked child may still hold the descriptor.
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def _lock(path: Path) -> int:
+    # A file of its own: the state file is another one after each reservation.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path.with_name(path.name + ".lock"), flags, FILE_MODE)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or "another process"
+        os.close(descriptor)
+        raise SinkError(
+            f"{path} is in use by {holder}: each feed needs its own, name another with state="
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _read(path: Path) -> int:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    match = _CONTENT.fullmatch(content)
+    if match is None or int(match[3], 16) != zlib.crc32(match[1]):
+        raise SinkError(
+            f"{path} is damaged, so nobody knows which numbers were used: restore it, or remove it and restart "
+            "the routers that follow this feed"
+        )
+    return int(match[2])
+
+
+def _write(path: Path, reserved: int) -> None:
+    """Replace the file: at any moment a crash leaves the old content or the new."""
+    content = f"{_MAGIC}\nreserved {reserved}\n".encode()
+    content += f"crc32 {zlib.crc32(content):08x}\n".encode()
+    unfinished = path.with_name(path.name + ".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    _write_synced(os.open(unfinished, flags, FILE_MODE), content)
+    os.replace(unfinished, path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _write_synced(descriptor: int, content: bytes) -> None:
+    try:
+        if os.write(descriptor, content) != len(content):
+            raise OSError(28, "the state file was written only in part")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,181 @@
+"""``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that speak vLLM's KV event protocol.
+
+Each batch is one message of three frames (topic, number, payload) to whoever subscribes. A subscriber that falls
+behind by more than `hwm` messages, or connects late, misses some; with ``replay=PORT`` it can ask for them there
+(`sinks.replay_server`), whatever it missed.
+
+Options:
+
+- ``format``: what payloads look like; ``vllm``.
+- ``replay``: port on the same host where missed batches are answered. Without it nobody can ask.
+- ``topic``: by default ``kv@HOST:PORT@MODEL``, the form in which llm-d finds pod and model.
+- ``model``: for the topic; by default that of the cache, else ``unknown``.
+- ``rank``: data-parallel rank, in each payload.
+- ``coalesce``, ``max_batch``, ``heartbeat``: see `sinks.router_feed.RouterFeed`; as in ``50ms``, ``1MiB``, ``1s``.
+- ``ring``: memory for batches kept as they were sent. What is older is answered from the state.
+- ``hwm``: messages that wait per subscriber before it loses some.
+- ``state``: file for the numbers (`sinks.feed_numbers`); by default ``feed-HOST-PORT.numbers`` in the context's
+  `state_dir`. ``state=`` without a path, port 0, and a context without `state_dir` mean: in memory, from 0.
+- ``linger``: how long closing waits for subscribers to take what was sent.
+
+Port 0 takes any free one. The payloads hold token ids, that is the users' prompts: without a host the sockets are
+bound to loopback, and anything wider is warned of, since nothing on the wire is encrypted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+import zmq
+
+from events.feed import Change
+from events.formats import vllm
+from events.types import GroupCreated
+from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.feed_numbers import FeedNumbers
+from sinks.quantities import parse_bytes, parse_seconds
+from sinks.replay_ring import ReplayRing
+from sinks.replay_server import SEQ_BYTES, ReplayServer
+from sinks.router_feed import FeedBatch, FeedState, FeedTransport, RouterFeed
+
+MAX_INBOUND_BYTES = 4096
+"""Subscriptions and requests are short; whoever sends more is cut off."""
+REPLAY_HWM = 256
+"""Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
+MAX_CHUNK_BYTES = 8 << 20
+
+_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
+
+
+class ZMQOptions(msgspec.Struct, frozen=True):
+    """Options of the URL."""
+
+    format: Literal["vllm"] = "vllm"
+    replay: int | None = None
+    topic: str | None = None
+    model: str | None = None
+    rank: int = 0
+    coalesce: str = "50ms"
+    max_batch: str = "1MiB"
+    ring: str = "64MiB"
+    heartbeat: str = "1s"
+    hwm: int = 1000
+    state: str | None = None
+    linger: str = "1s"
+
+
+@dataclass(frozen=True)
+class ZMQSettings:
+    """What the transport needs, checked."""
+
+    host: str
+    port: int
+    replay_port: int | None = None
+    topic: str | None = None
+    """None: made of the address and the model."""
+    model: str = "unknown"
+    rank: int = 0
+    ring_bytes: int = 64 << 20
+    chunk_bytes: int = 1 << 20
+    hwm: int = 1000
+    linger_seconds: float = 1.0
+
+
+class ZMQTransport(FeedTransport):
+    """Publishes a feed on a socket, and answers readers that missed something on another.
+
+    The publishing socket is an XPUB: like a PUB, and it says who subscribes.
+    """
+
+    def __init__(self, settings: ZMQSettings) -> None:
+        self._settings = settings
+        self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
+        self._topic = b""
+        self.subscribers = 0
+        self.endpoint = ""
+        """Where subscribers connect, once it is open."""
+        self.replay_endpoint: str | None = None
+        self.replay: ReplayServer | None = None
+
+    def open(self, next_seq: int) -> None:
+        """Bind the sockets. Raises SinkError if that cannot be done."""
+        self._ring.start(next_seq)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._open_sockets()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        if not _is_loopback(self._settings.host):
+            _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds="token ids", encrypted=False)
+
+    def send(self, batch: FeedBatch) -> None:
+        """Publish a batch. Subscribers without room lose it."""
+        payload = vllm.encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
+        self._ring.append(batch.seq, payload)
+        self._socket.send_multipart((self._topic, batch.seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
+
+    def tick(self, take_state: Callable[[], FeedState]) -> None:
+        """Note who came and went; hand the state to readers that need it."""
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            message = self._socket.recv()
+            self.subscribers += {0: -1, 1: 1}.get(message[0], 0) if message else 0
+        if self.replay is not None and self.replay.wants_state:
+            self.replay.give_state(take_state())
+
+    def close(self) -> None:
+        """Close the sockets. Waits for readers to take what was sent, as long as the sockets linger."""
+        if self.replay is not None:
+            self.replay.stop()
+        self._socket.close()
+        self._context.term()
+
+    def _open_sockets(self) -> None:
+        settings = self._settings
+        self._socket = self._bound(zmq.XPUB, settings.port, settings.hwm)
+        self.endpoint = _last_endpoint(self._socket)
+        self._topic = _topic(settings, self.endpoint).encode()
+        if settings.replay_port is not None:
+            router = self._bound(zmq.ROUTER, settings.replay_port, REPLAY_HWM)
+            self.replay_endpoint = _last_endpoint(router)
+            self.replay = ReplayServer(
+                router, self._ring, self._topic, self._encode, chunk_bytes=settings.chunk_bytes
+            )
+            self.replay.start()
+
+    def _bound(self, kind: int, port: int, hwm: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        options = {
+            zmq.SNDHWM: hwm,
+            zmq.LINGER: int(self._settings.linger_seconds * 1000),
+            zmq.MAXMSGSIZE: MAX_INBOUND_BYTES,
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.IPV6: int(":" in self._settings.host),
+            # To know of each subscription and its end; to be told when a reader has no room.
+            (zmq.XPUB_VERBOSER if kind == zmq.XPUB else zmq.ROUTER_MANDATORY): 1,
+        }
+        for option, value in options.items():
+            socket.set(option, value)
+        try:
+            socket.bind(_address(self._settings.host, port))
+        except zmq.ZMQError as error:
+            raise SinkError(_why_not_bound(self._settings.host, port, error)) from None
+        return socket
+
+    def _encode(self, changes: Sequence[Change], groups: Sequence[GroupCreated]) -> bytes:
+        return vllm.encode_batch(changes, time.time(), self._settings.rank, groups)
+
+
+class ZMQFeed(RouterFeed):
+    """A feed over ZeroMQ alone: what a ``zmq+pub:`` URL names."""
+
+    def __init__(self, transport: ZMQTransport, numbers: FeedNumbers, **pace: float) -> None:
+        super().__init__([transport], numbers, **pace)  # type: ignore[arg-type]
+        self.transport = transport

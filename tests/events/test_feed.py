@@ -1,0 +1,251 @@
+"""The feed: what routers are told equals what the cache holds, in an order that they can follow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from cuda_ops.simulated import LateCopier
+from events.feed import Change, Cleared, Feed, Removed, Stored
+from events.packed import NAME_BYTES
+from events.types import EventBatch, Gap
+from kvcache import KVCacheConfig, KVCacheManager, Layout, Request
+from kvcache.errors import CapacityError
+from kvcache.exported_state import export
+from kvcache.pools import Pools
+
+
+class StrictIndex:
+    """What a router builds from the changes; refuses orphans, repeats and unknown removals."""
+
+    def __init__(self) -> None:
+        self.resident: dict[tuple[int, int], dict[bytes, bytes]] = {}
+
+    def apply(self, change: Change) -> None:
+        """Follow one change."""
+        if isinstance(change, Cleared):
+            self.resident.clear()
+            return
+        level = self.resident.setdefault((change.group, change.level), {})
+        names = [change.names[at : at + NAME_BYTES] for at in range(0, len(change.names), NAME_BYTES)]
+        if isinstance(change, Removed):
+            for name in names:
+                del level[name]
+            return
+        assert len(change.tokens) == 4 * change.tokens_per_block * len(names)
+        parent = change.parent
+        for name in names:
+            assert not parent or any(parent in known for known in self.resident.values()), "orphan"
+            assert name not in level, "told twice"
+            level[name] = parent
+            parent = name
+
+    def names(self, level: int) -> set[bytes]:
+        """Names in a level of group 0."""
+        return set(self.resident.get((0, level), {}))
+
+
+def residency(manager: KVCacheManager, level: int) -> set[bytes]:
+    """Names of the landed full blocks that the manager holds in a level."""
+    size = manager.state.hashing.key_bytes
+    return {
+        bytes(run.keys[index * size : index * size + NAME_BYTES])
+        for run in manager.state.groups[0].tree.runs.values()
+        if run.level == level and not run.transfer
+        for index in range(len(run.slots) - bool(run.partial))
+    }
+
+
+def config(rng: random.Random) -> KVCacheConfig:
+    """A small cache."""
+    return KVCacheConfig(
+        max_sequence_length=64,
+        tokens_per_block=rng.choice([1, 2, 4]),
+        primary_blocks=rng.choice([4, 8, 12]),
+        secondary_blocks=rng.choice([0, 2, 4, 8]),
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        block_hash="v2_sha256_64",
+    )
+
+
+class Engine:
+    """Random commands on a manager."""
+
+    def __init__(self, manager: KVCacheManager, rng: random.Random) -> None:
+        self.manager = manager
+        self.rng = rng
+        self.running: list[int] = []
+        self.next_id = 0
+
+    def step(self) -> None:
+        """One command; a refusal for lack of room is part of life."""
+        commands = [
+            self.add,
+            self.add,
+            self.add,
+            self.compute,
+            self.compute,
+            self.decode,
+            self.decode,
+            self.remove,
+        ]
+        try:
+            self.rng.choice(commands)()
+        except CapacityError:
+            return
+
+    def add(self) -> None:
+        """Admit one or two prompts of a tiny alphabet."""
+        rng = self.rng
+        batch = [
+            Request(
+                self.next_id + index,
+                [rng.randrange(2) for _ in range(rng.randrange(1, 14))],
+                cache_salt=rng.choice([None, None, "salt"]),
+            )
+            for index in range(rng.choice([1, 2]))
+        ]
+        self.next_id += len(batch)
+        self.manager.add_sequences(batch)
+        self.manager.start_transfers()
+        self.running += [int(request.request_id) for request in batch]
+
+    def compute(self) -> None:
+        """Compute some more of a prompt."""
+        if self.running:
+            request = self.rng.choice(self.running)
+            sequence = self.manager.state.sequences[self.manager.state.handles[request]]
+            computed = self.rng.randrange(sequence.computed, sequence.num_tokens + 1)
+            self.manager.store_context_blocks(request, computed)
+
+    def decode(self) -> None:
+        """One token each for some sequences."""
+        if self.running:
+            chosen = self.rng.sample(self.running, self.rng.randrange(1, len(self.running) + 1))
+            self.manager.add_tokens(chosen, [self.rng.randrange(2) for _ in chosen])
+            self.manager.start_transfers()
+
+    def remove(self) -> None:
+        """End a sequence."""
+        if self.running:
+            self.manager.remove_sequence(self.running.pop(self.rng.randrange(len(self.running))))
+
+
+def batches(manager: KVCacheManager, rng: random.Random, steps: int) -> Iterator[EventBatch]:
+    """The stream of a random run, from its first batch on."""
+    yield EventBatch(0, 0, (manager.state.created,))  # type: ignore[arg-type]
+    engine = Engine(manager, rng)
+    for _ in range(steps):
+        engine.step()
+        if rng.random() < 0.6:
+            batch = manager.flush()
+            if batch is not None:
+                yield batch
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_routers_hold_is_what_the_manager_holds(seed: int) -> None:
+    """After every batch the feed and a strict index hold exactly the landed full blocks, level by level."""
+    rng = random.Random(seed)
+    manager, feed, index = KVCacheManager(config(rng)), Feed(), StrictIndex()
+    for batch in batches(manager, rng, 200):
+        for change in feed.fold(batch):
+            index.apply(change)
+        for level in (0, 1):
+            assert feed.resident(0, level) == index.names(level) == residency(manager, level)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
+    """With copies that land steps later nothing is told early, no child before its parent, and in the end all is."""
+    rng = random.Random(1000 + seed)
+    settings = config(rng)
+    pools = Pools(Layout.of(settings), device="cpu")
+    copier = LateCopier(pools.copier(), 3)
+    manager, feed, index = KVCacheManager(settings, pools=pools, copier=copier), Feed(), StrictIndex()
+    waiting_seen = 0
+    for batch in batches(manager, rng, 200):
+        for change in feed.fold(batch):
+            index.apply(change)
+        for level in (0, 1):
+            assert index.names(level) == feed.resident(0, level)
+            assert index.names(level) <= residency(manager, level)
+            waiting_seen += index.names(level) != residency(manager, level)
+        copier.tick()
+    for _ in range(4):
+        copier.tick()
+    last = manager.flush()
+    for change in feed.fold(last) if last is not None else []:
+        index.apply(change)
+    assert [index.names(level) for level in (0, 1)] == [residency(manager, level) for level in (0, 1)]
+    assert waiting_seen or not settings.secondary_blocks
+
+
+def test_snapshot_tells_everything_parents_first() -> None:
+    """A snapshot alone builds the same index as the whole stream."""
+    rng = random.Random(5)
+    manager, feed, index = KVCacheManager(config(rng)), Feed(), StrictIndex()
+    for batch in batches(manager, rng, 150):
+        for change in feed.fold(batch):
+            index.apply(change)
+        late = StrictIndex()
+        for change in feed.snapshot():
+            late.apply(change)
+        assert all(late.names(level) == index.names(level) for level in (0, 1))
+
+
+def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:
+    """After a hole nothing is told; the exported state then tells everything anew, and the stream goes on."""
+    rng = random.Random(7)
+    manager, feed, index = KVCacheManager(config(rng)), Feed(), StrictIndex()
+    stream = batches(manager, rng, 150)
+    for number, batch in enumerate(stream):
+        if number == 20:
+            continue  # lost
+        for change in feed.fold(batch):
+            index.apply(change)
+        if number == 30:
+            assert feed.lost
+            told = index.names(0)
+            index_before = msgspec.structs.replace(batch, seq=batch.seq + 1, events=(export(manager.state),))
+            manager._journal._next_seq += 1
+            for change in feed.fold(index_before):
+                index.apply(change)
+            assert not feed.lost
+            assert index.names(0) == residency(manager, 0)
+            assert told is not None
+        elif 20 < number < 30:
+            assert feed.lost
+    assert [index.names(level) for level in (0, 1)] == [residency(manager, level) for level in (0, 1)]
+
+
+def test_a_gap_that_the_feed_did_not_suffer_is_ignored() -> None:
+    """A log's own loss passes through the stream; whoever has seen those batches goes on."""
+    manager, feed = KVCacheManager(config(random.Random(1))), Feed()
+    feed.fold(EventBatch(0, 0, (manager.state.created,)))  # type: ignore[arg-type]
+    feed.fold(EventBatch(1, 0, ()))
+    feed.fold(EventBatch(2, 0, (Gap(0, 1, "the disk was slow"),)))
+    assert not feed.lost
+    feed.fold(EventBatch(3, 0, (Gap(3, 5, "the queue was full"),)))
+    assert feed.lost
+
+
+def test_clear_is_told_at_once() -> None:
+    """Clearing the cache is one change, and forgets what was on its way."""
+    manager, feed = KVCacheManager(config(random.Random(3))), Feed()
+    feed.fold(EventBatch(0, 0, (manager.state.created,)))  # type: ignore[arg-type]
+    manager.add_sequence("a", [1, 2, 3, 4, 5])
+    manager.store_context_blocks("a", 5)
+    batch = manager.flush()
+    assert batch is not None
+    assert [type(change) for change in feed.fold(batch)] == [Stored]
+    manager._blocks.clear()
+    cleared = manager.flush()
+    assert cleared is not None
+    assert [type(change) for change in feed.fold(cleared)] == [Cleared]
+    assert not feed.resident(0, 0)
