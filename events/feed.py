@@ -84,8 +84,8 @@ class Feed:
         """Per group: primary slots that a copy will write, and which."""
         self._waiting: list[tuple[int, int, array[int], bytes]] = []
         """Blocks whose parent is not visible yet: (group, level, slots, names)."""
-        self._visible: list[set[bytes] | None] = []
-        """Per group the names that routers know; None where nothing ever moves, so that no parent can be missing."""
+        self._hidden: list[set[bytes]] = []
+        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
         self._changes: list[Change] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
@@ -149,7 +149,7 @@ class Feed:
             (Columns(group.num_blocks[PRIMARY], size), Columns(group.num_blocks[SECONDARY], size))
             for group in self.groups
         ]
-        self._visible = [set() if group.num_blocks[SECONDARY] else None for group in self.groups]
+        self._hidden = [set() for _ in self.groups]
         self._sequences.clear()
         self._running.forget()
         self._transfers.clear()
@@ -160,9 +160,8 @@ class Feed:
         for levels in self._columns:
             for columns in levels:
                 columns.clear()
-        for visible in self._visible:
-            if visible is not None:
-                visible.clear()
+        for hidden in self._hidden:
+            hidden.clear()
         self._waiting.clear()
         self._changes.append(Cleared())
 
@@ -191,12 +190,14 @@ class Feed:
         incoming = self._incoming[event.group]
         if incoming and not incoming.keys().isdisjoint(slots):
             columns.write(slots, stored, IN_FLIGHT)
+            self._hidden[event.group].update(_split(names))
             self._await_copies(event.group, event.level, slots)
         elif self._is_visible(event.group, event.parent):
             columns.write(slots, stored, ANNOUNCED)
             self._announce(stored)
         else:
             columns.write(slots, stored, WAITING)
+            self._hidden[event.group].update(_split(names))
             self._waiting.append((event.group, event.level, slots, names))
 
     def _copy(self, event: ev.BlocksCopied) -> None:
@@ -225,14 +226,14 @@ class Feed:
         self._arrive(group, level, slots, 0)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
-        visible = self._visible[group]
-        return visible is None or not parent or parent in visible
+        # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet.
+        return parent not in self._hidden[group]
 
     def _announce(self, stored: Stored) -> None:
         self._changes.append(stored)
-        visible = self._visible[stored.group]
-        if visible is not None:
-            visible.update(_split(stored.names))
+        hidden = self._hidden[stored.group]
+        if hidden:
+            hidden.difference_update(_split(stored.names))
             if self._waiting:
                 self._retry()
 
@@ -257,14 +258,16 @@ class Feed:
                 columns.set_state(slots, WAITING)
             self._waiting.append((group, level, slots, stored.names))
 
-    def _withdraw(self, group: int, level: int, slots: array[int]) -> None:
-        """The blocks are not in these slots any more, shallowest last."""
-        names = self._columns[group][level].take_out(slots)
-        if names:
-            self._changes.append(Removed(group, level, names))
-            visible = self._visible[group]
-            if visible is not None:
-                visible.difference_update(_split(names))
+    def _withdraw(self, group: int, level: int, slots: array[int]) -> bytes:
+        """The blocks are not in these slots any more, shallowest last; returns the names of all that were."""
+        columns, hidden = self._columns[group][level], self._hidden[group]
+        names = columns.names_in(slots)
+        told = columns.take_out(slots)
+        if told:
+            self._changes.append(Removed(group, level, told))
+        if hidden:
+            hidden.difference_update(_split(names))
+        return names
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         self._withdraw(event.group, event.level, array("i", event.slots))
@@ -281,7 +284,8 @@ class Feed:
             to_slots.reverse()
         target.copy_from(source, from_slots, to_slots, event.transfer)
         from_slots.reverse()
-        self._withdraw(event.group, event.from_level, from_slots)
+        names = self._withdraw(event.group, event.from_level, from_slots)
+        self._hidden[event.group].update(_split(names))
         if event.transfer:
             self._expect(event.transfer, event.group, event.to_level, to_slots)
         else:
@@ -318,9 +322,6 @@ class Feed:
                 slots.reverse()  # offloads name the deepest block first
             self._expect(item.transfer, item.group, item.level, slots)
         self._changes = [Cleared(), *self.snapshot()]
-        for group, visible in enumerate(self._visible):
-            if visible is not None:
-                visible.update(*(columns.announced_names() for columns in self._columns[group]))
 
     def _install_group(self, group: int, exported: ev.GroupExported) -> None:
         numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9)
@@ -337,8 +338,13 @@ class Feed:
             last_names.append(names[-NAME_BYTES:])
             tokens = exported.symbols[tokens_at : tokens_at + full * size * TOKEN_BYTES]
             stored = Stored(group, level, names[: full * NAME_BYTES], above, tokens, size, namespaces[-1])
-            state = IN_FLIGHT if transfer else ANNOUNCED
-            self._columns[group][level].write(slots[block : block + full], stored, state, transfer)
+            at = slots[block : block + full]
+            state = IN_FLIGHT if transfer else ANNOUNCED if self._is_visible(group, above) else WAITING
+            self._columns[group][level].write(at, stored, state, transfer)
+            if state != ANNOUNCED:
+                self._hidden[group].update(_split(stored.names))
+            if state == WAITING:
+                self._waiting.append((group, level, at, stored.names))
             tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
             block += count
 

@@ -114,6 +114,14 @@ class Columns:
         """Mark blocks."""
         self._state[np.frombuffer(slots, np.int32)] = state
 
+    def names_in(self, slots: array[int]) -> bytes:
+        """The names of the full blocks in these slots."""
+        if len(slots) <= _FEW:
+            held = [slot * NAME_BYTES for slot in slots if self._state_bytes[slot] != ABSENT]
+            return b"".join([self._name_bytes[at : at + NAME_BYTES] for at in held])
+        at = np.frombuffer(slots, np.int32)
+        return bytes(self._names[at[self._state[at] != ABSENT]].tobytes())
+
     def take_out(self, slots: array[int]) -> bytes:
         """Forget the blocks in these slots; returns the names of those that routers know."""
         states, names = self._state_bytes, self._name_bytes
