@@ -117,9 +117,12 @@ class BlockManager:
         return self._store(full) if full else {}
 
     def append(
-        self, sequences: list[Sequence], tokens: bytes, counts: array[int]
+        self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: int
     ) -> dict[RequestId, StoreResult]:
-        """Append several tokens to each sequence."""
+        """Append several tokens to each sequence; none may get longer than `limit`."""
+        for sequence, count in zip(sequences, counts, strict=True):
+            if sequence.num_tokens + count > limit:
+                raise PromptTooLong(sequence.num_tokens + count, limit)
         self._decoding = None
         if not sequences:
             return {}

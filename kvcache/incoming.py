@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from events.types import Namespace, RequestId
-from kvcache.errors import InvalidTokens, UsageError
+from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, UsageError
 from kvcache.lookup import checked_integer, checked_text, namespace_of
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Request
@@ -42,3 +43,18 @@ def incoming(request: Request) -> Incoming:
     if not symbols:
         raise InvalidTokens("the prompt is empty: at least one token is needed")
     return Incoming(request_id, namespace, symbols)
+
+
+def incoming_batch(
+    requests: Iterable[Request], running: Container[RequestId], max_tokens: int
+) -> list[Incoming]:
+    """Validate a batch; raises `DuplicateRequest` and `PromptTooLong` as well."""
+    batch = [incoming(request) for request in requests]
+    seen: set[RequestId] = set()
+    for request in batch:
+        if request.request_id in running or request.request_id in seen:
+            raise DuplicateRequest(request.request_id)
+        seen.add(request.request_id)
+        if request.num_tokens > max_tokens:
+            raise PromptTooLong(request.num_tokens, max_tokens)
+    return batch

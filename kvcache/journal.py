@@ -43,6 +43,7 @@ class Journal:
         outlets: Outlets,
         wall_ns: Callable[[], int],
         event_buffer_max_size: int = 0,
+        first: StateExported | None = None,
     ) -> None:
         self.state = CacheState()
         self.bus = EventBus()
@@ -53,27 +54,27 @@ class Journal:
         self.outlets = outlets
         self._wall_ns = wall_ns
         self._next_seq = outlets.next_seq
-        self._start(created)
+        self._start(created, first)
 
-    def _start(self, created: CacheCreated) -> None:
-        """The first events of an epoch: what began, and the state that a fold can begin with."""
+    def _start(self, created: CacheCreated, first: StateExported | None) -> None:
+        """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
         epoch = self.outlets.epoch_started
         if epoch is not None:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
-        if epoch is not None:
-            self.emit(self._first_state())
+        if epoch is not None or first is not None:
+            self.emit(self._renumbered(first or export(self.state)))
 
-    def _first_state(self) -> StateExported:
-        """Empty, but in a continued log handles and transfer ids go on, so that none is used twice."""
-        empty, previous = export(self.state), self.outlets.previous_state()
+    def _renumbered(self, first: StateExported) -> StateExported:
+        """In a continued log handles and transfer ids go on, so that none is used twice."""
+        previous = self.outlets.previous_state()
         if previous is None:
-            return empty
+            return first
         return msgspec.structs.replace(
-            empty,
-            next_handle=previous.next_handle,
-            next_transfer=previous.next_transfer,
-            stamp=previous.stamp,
+            first,
+            next_handle=max(first.next_handle, previous.next_handle),
+            next_transfer=max(first.next_transfer, previous.next_transfer),
+            stamp=max(first.stamp, previous.stamp),
         )
 
     def emit(self, event: Event) -> None:
@@ -86,6 +87,7 @@ class Journal:
         gap = self.outlets.take_gap()
         if gap is not None:
             self.bus.publish(gap)
+        if gap is not None or self.outlets.state_needed:
             self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
         if not self.bus.pending:
             return None

@@ -17,30 +17,31 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from events.types import AdmissionRefused, BlocksCopied, BlocksMoved, EventBatch, RequestId
+from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.admission import Plan
 from kvcache.block_manager import BlockManager
 from kvcache.check import check
 from kvcache.config import KVCacheConfig
 from kvcache.errors import (
-    DuplicateRequest,
     OutOfBlocks,
-    PromptTooLong,
     TransfersPending,
     UnknownRequest,
     Unsupported,
     UsageError,
 )
+from kvcache.exported_state import export
 from kvcache.fingerprint import fingerprint
 from kvcache.guard import Guard
-from kvcache.incoming import Incoming, incoming
+from kvcache.incoming import Incoming, incoming_batch
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
 from kvcache.lookup import checked_integer, lookup, namespace_of
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.prefix_tree import SYMBOL_BYTES
+from kvcache.refusals import RefusalNotes
 from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
 from kvcache.sequence import Sequence
+from kvcache.state import CacheState
 from kvcache.stats import Stats
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import TransferEngine
@@ -68,7 +69,10 @@ class KVCacheManager:
         log: LogTarget = None,
         sinks: Items[str | Sink | SinkRunner] = (),
         wall_ns: Callable[[], int] = time.time_ns,
+        state: CacheState | None = None,
     ) -> None:
+        if state is not None and (pools is not None or copier is not None):
+            raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         self.config = config
         self.layout = Layout.of(config)
         if len(self.layout.groups) > 1 or self.layout.groups[0].window < config.max_sequence_length:
@@ -76,13 +80,13 @@ class KVCacheManager:
                 "an attention window shorter than max_sequence_length", "leave max_attention_window out"
             )
         self._guard = Guard()
-        self._refused: set[RequestId] = set()
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
+        first = export(state) if state is not None else None
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(key_bytes=created.key_bytes, tokens_per_block=config.tokens_per_block)
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
-            self._journal = Journal(created, outlets, wall_ns, config.event_buffer_max_size)
+            self._journal = Journal(created, outlets, wall_ns, config.event_buffer_max_size, first)
         except BaseException:
             outlets.close()
             raise
@@ -92,7 +96,24 @@ class KVCacheManager:
         if self.transfers is not None:
             self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
         self._blocks = BlockManager(config, self.state, self._journal.emit)
+        self._refusals = RefusalNotes(self.bus.publish)
         self._journal.flush()
+
+    @classmethod
+    def resume(cls, state: CacheState, **options: Any) -> Self:
+        """A manager without pools that goes on from a replayed state: it decides as the recorded one would have.
+
+        Takes the same `log`, `sinks` and `wall_ns` as the constructor. Raises `Unsupported` for the state of a log
+        without tokens: matching needs them.
+        """
+        if state.created is None or not state.tokens_recorded:
+            raise Unsupported(
+                "going on from this state",
+                "replay a log that records tokens, up to its first batch or beyond",
+            )
+        config = KVCacheConfig.model_validate_json(state.created.config)
+        # "auto" was decided then.
+        return cls(config.model_copy(update={"block_hash": state.hashing.name}), state=state, **options)
 
     # -- housekeeping
 
@@ -141,29 +162,13 @@ class KVCacheManager:
             with self._guard:
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
-            self._note_refusal(batch[refusal.index], refusal)
+            self._refusals.note(batch[refusal.index].request_id, refusal)
             raise
-        if self._refused:
-            self._refused.difference_update(request.request_id for request in batch)
+        self._refusals.forget(request.request_id for request in batch)
         return [self._admission(sequence, plan) for sequence, plan in admitted]
 
     def _incoming(self, requests: Items[Request]) -> list[Incoming]:
-        """Validate a batch."""
-        batch = [incoming(request) for request in requests]
-        seen: set[RequestId] = set()
-        for request in batch:
-            if request.request_id in self.state.handles or request.request_id in seen:
-                raise DuplicateRequest(request.request_id)
-            seen.add(request.request_id)
-            if request.num_tokens > self.max_tokens:
-                raise PromptTooLong(request.num_tokens, self.max_tokens)
-        return batch
-
-    def _note_refusal(self, request: Incoming, refusal: OutOfBlocks) -> None:
-        if request.request_id not in self._refused:
-            self._refused.add(request.request_id)
-            needed, available = refusal.needed[0], refusal.available[0]
-            self.bus.publish(AdmissionRefused(request.request_id, needed, available))
+        return incoming_batch(requests, self.state.handles, self.max_tokens)
 
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
         request_id = sequence.request_id
@@ -265,11 +270,8 @@ class KVCacheManager:
                 return self._blocks.step(batch, packed)
         running = self._blocks.running(request_ids)
         sizes = pack_counts(counts, len(running), num_tokens)
-        for sequence, count in zip(running, sizes, strict=True):
-            if sequence.num_tokens + count > self.max_tokens:
-                raise PromptTooLong(sequence.num_tokens + count, self.max_tokens)
         with self._guard:
-            return self._blocks.append(running, packed, sizes)
+            return self._blocks.append(running, packed, sizes, self.max_tokens)
 
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
@@ -24,6 +25,9 @@ class Outlets:
     def __init__(self, log: LogWriter | None, runners: Sequence[SinkRunner]) -> None:
         self.log = log
         self._runners = list(runners)
+        self._folding: list[Any] = [
+            runner.sink for runner in self._runners if hasattr(runner.sink, "needs_state")
+        ]
 
     @classmethod
     def open(
@@ -70,6 +74,11 @@ class Outlets:
     def take_gap(self) -> Gap | None:
         """What the log has lost, once there is room again."""
         return self.log.take_gap() if self.log is not None else None
+
+    @property
+    def state_needed(self) -> bool:
+        """Whether a sink's fold has lost batches and must begin anew."""
+        return any(sink.needs_state for sink in self._folding)
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -73,6 +74,10 @@ class Sink(Protocol):
     def close(self) -> None:
         """Release everything. Called once if `open` succeeded, also after failures; nothing follows."""
 
+    # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
+    # counted, retried and quarantined like `write` when it raises; and `overflow`, what is to give way when its
+    # queue is full (`sinks.queue.Overflow`), where the runner is not told.
+
 
 @dataclass(frozen=True)
 class SinkContext:
@@ -81,6 +86,10 @@ class SinkContext:
     key_bytes: int
     """Bytes of one key in the events' key columns; 0 if blocks have no names."""
     tokens_per_block: int
+    model: str = ""
+    """Name of the model, for those who publish it."""
+    state_dir: Path | None = None
+    """Where a sink may keep what must survive a restart; None: nowhere."""
 
 
 @dataclass(frozen=True)

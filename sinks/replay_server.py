@@ -200,9 +200,8 @@ class ReplayServer:
     def _advance(self, answer: Answer) -> tuple[int, bool]:
         """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
         for sent in range(TURN_MESSAGES):
-            message = answer.held or next(answer.messages, None)
+            message = answer.held or self._next_message(answer)
             if message is None:
-                self.answered += 1
                 return sent, False
             try:
                 self._socket.send_multipart((answer.reader, b"", *message), zmq.NOBLOCK)
@@ -217,6 +216,18 @@ class ReplayServer:
             answer.held = None
         answer.moved_at = time.monotonic()
         return TURN_MESSAGES, True
+
+    def _next_message(self, answer: Answer) -> tuple[bytes, bytes, bytes] | None:
+        """The next message; None at the end, or where it cannot be made, which must not end the others' answers."""
+        try:
+            message = next(answer.messages, None)
+        except Exception as error:  # noqa: BLE001  whatever is wrong with one payload
+            # The text might quote token ids.
+            _log.error("replay_failed", error=type(error).__name__)  # noqa: TRY400
+            self.dropped += 1
+            return None
+        self.answered += message is None
+        return message
 
     def _has_patience(self, answer: Answer, sent: int) -> bool:
         now = time.monotonic()

@@ -95,7 +95,7 @@ class RouterFeed:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._transports = tuple(transports)
+        self.transports = tuple(transports)
         self._numbers = numbers
         self._coalesce = coalesce_seconds
         self._max_bytes = max_batch_bytes
@@ -139,11 +139,11 @@ class RouterFeed:
         with contextlib.ExitStack() as undo:
             self._numbers.open()
             undo.callback(self._numbers.close)
-            for transport in self._transports:
+            for transport in self.transports:
                 transport.open(self._numbers.next)
                 undo.callback(transport.close)
             undo.pop_all()
-        self._opened = self._transports
+        self._opened = self.transports
 
     def write(self, batch: EventBatch) -> None:
         """Fold a batch. What it changes goes out with one of the next ticks."""
@@ -190,7 +190,7 @@ class RouterFeed:
     def _send(self, changes: Sequence[Change]) -> None:
         try:
             batch = FeedBatch(self._numbers.take(), self._wall(), changes, self._feed.groups)
-            for transport in self._transports:
+            for transport in self.transports:
                 transport.send(batch)
         except BaseException:
             self._restate = True
@@ -198,9 +198,9 @@ class RouterFeed:
         self._sent_at = self._monotonic()
 
     def _serve(self) -> None:
-        for transport in self._transports:
+        for transport in self.transports:
             transport.tick(self._take_state)
-        subscribers = sum(transport.subscribers for transport in self._transports)
+        subscribers = sum(transport.subscribers for transport in self.transports)
         if subscribers != self._subscribers:
             with self._subscribers_changed:
                 self._subscribers = subscribers

@@ -66,7 +66,9 @@ class SinkRunner:
     """Feeds a sink from the engine's thread.
 
     The queue is bounded by `max_events` and `max_bytes`; `overflow` says what gives way when it is full: the
-    oldest batches, the newest, or ("block", for offline use) the engine. After `max_errors` failures in a
+    oldest batches, the newest, or ("block", for offline use) the engine. None leaves that to the sink's own
+    `overflow`, without which it is the oldest. A sink with a method `tick` has it called after each batch and
+    about every 10 ms while none comes. After `max_errors` failures in a
     row, with pauses that double from `backoff_seconds` to 5 s, the sink is quarantined: never written to
     again, reported once. `close` waits at most `drain_seconds` and a quarter second for the last `Gap`.
 
@@ -80,7 +82,7 @@ class SinkRunner:
         *,
         max_events: int = 65536,
         max_bytes: int = 32 << 20,
-        overflow: Overflow = "drop_oldest",
+        overflow: Overflow | None = None,
         drain_seconds: float = 2.0,
         max_errors: int = 10,
         backoff_seconds: float = 0.1,
@@ -88,8 +90,10 @@ class SinkRunner:
         if max_errors < 1:
             raise ValueError("max_errors must be at least 1")
         self.name = name
-        self._sink = sink
-        self._queue = BatchQueue(max_events, max_bytes, overflow)
+        self.sink = self._sink = sink
+        self._tick: Callable[[], None] | None = getattr(sink, "tick", None)
+        asked: Overflow = getattr(sink, "overflow", "drop_oldest")
+        self._queue = BatchQueue(max_events, max_bytes, overflow or asked)
         # Not a method around it: the engine calls this once per step and sink.
         self.put: Callable[[EventBatch], None] = self._queue.put
         """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
@@ -99,7 +103,7 @@ class SinkRunner:
         """Losses whose gaps are not written yet."""
         self._batches = self._events = 0
         self._failed_batches = self._failed_events = 0
-        self._errors = self._errors_in_row = 0
+        self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
         self._state: State = "running"
         self._forked = False
@@ -170,6 +174,7 @@ class SinkRunner:
         self._opened.set()
         while self._may_go_on() and (item := self._next()) is not None:
             self._deliver(item)
+            self._call_tick()
         if opened and not self._forked:
             if self._may_go_on():
                 self._settle()
@@ -180,8 +185,8 @@ class SinkRunner:
         return self._state != "quarantined" and not self._forked
 
     def _next(self) -> Item | None:
-        """Take the head of the queue; wait for one; None when closing has emptied it."""
-        while True:
+        """Take the head of the queue; wait for one; None when closing has emptied it, or the sink was given up."""
+        while self._may_go_on():
             # Read before `take`: nothing is queued any more after it is set, so empty then means finished.
             closing = self._closing.is_set()
             if closing and time.monotonic() >= self._deadline:
@@ -190,6 +195,8 @@ class SinkRunner:
             if item is not None or closing:
                 return item
             self._queue.wait(POLL_SECONDS)
+            self._call_tick()
+        return None
 
     def _deliver(self, item: Item) -> None:
         if isinstance(item, Loss):
@@ -203,7 +210,7 @@ class SinkRunner:
             self._failed_events += len(item[0].events)
             note_loss(self._owed, item[0], "failed")
         if self._errors_in_row and not self._forked:
-            self._after_failure()
+            self._after_failure(self._errors_in_row)
 
     def _settle(self) -> bool:
         """Write the gaps that the stream is owed. What cannot be written now stays owed."""
@@ -215,15 +222,26 @@ class SinkRunner:
 
     def _write(self, batch: EventBatch) -> bool:
         if not self._call("write", lambda: self._sink.write(batch)):
+            self._errors_in_row += 1
             return False
         self._errors_in_row = 0
         return not self._forked
 
-    def _after_failure(self) -> None:
-        if self._errors_in_row >= self._max_errors:
+    def _call_tick(self) -> None:
+        if self._tick is None or not self._may_go_on():
+            return
+        # Counted apart: that batches are taken does not mean that ticks work.
+        if self._call("tick", self._tick):
+            self._tick_errors_in_row = 0
+        elif not self._forked:
+            self._tick_errors_in_row += 1
+            self._after_failure(self._tick_errors_in_row)
+
+    def _after_failure(self, errors_in_row: int) -> None:
+        if errors_in_row >= self._max_errors:
             self._quarantine()
             return
-        doublings = min(self._errors_in_row - 1, 16)
+        doublings = min(errors_in_row - 1, 16)
         self._closing.wait(min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
 
     def _call(self, what: str, method: Callable[[], None]) -> bool:
@@ -231,7 +249,6 @@ class SinkRunner:
             method()
         except BaseException as error:  # noqa: BLE001  a sink's sys.exit() must not end the thread unnoticed
             self._errors += 1
-            self._errors_in_row += 1
             self._last_error = f"{what}: {describe(error)}"
             return False
         return True

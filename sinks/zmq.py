@@ -51,6 +51,11 @@ REPLAY_HWM = 256
 """Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
 MAX_CHUNK_BYTES = 8 << 20
 
+EncodeBatch = Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
+"""Changes, time, rank and groups to a payload."""
+
+_FORMATS: dict[str, EncodeBatch] = {"vllm": vllm.encode_batch}
+
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
 
 
@@ -94,8 +99,9 @@ class ZMQTransport(FeedTransport):
     The publishing socket is an XPUB: like a PUB, and it says who subscribes.
     """
 
-    def __init__(self, settings: ZMQSettings) -> None:
+    def __init__(self, settings: ZMQSettings, encode: EncodeBatch) -> None:
         self._settings = settings
+        self._encode_batch = encode
         self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
         self._topic = b""
         self.subscribers = 0
@@ -118,7 +124,7 @@ class ZMQTransport(FeedTransport):
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
-        payload = vllm.encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
+        payload = self._encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
         self._ring.append(batch.seq, payload)
         self._socket.send_multipart((self._topic, batch.seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
 
@@ -170,12 +176,94 @@ class ZMQTransport(FeedTransport):
         return socket
 
     def _encode(self, changes: Sequence[Change], groups: Sequence[GroupCreated]) -> bytes:
-        return vllm.encode_batch(changes, time.time(), self._settings.rank, groups)
+        return self._encode_batch(changes, time.time(), self._settings.rank, groups)
 
 
-class ZMQFeed(RouterFeed):
-    """A feed over ZeroMQ alone: what a ``zmq+pub:`` URL names."""
+def create(url: SinkURL, context: SinkContext) -> RouterFeed:
+    """The sink for a ``zmq+pub:`` URL; its only transport is a `ZMQTransport`."""
+    options = url.read_options(ZMQOptions)
+    settings = _settings(url, options, context)
+    pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
+    return RouterFeed(
+        [ZMQTransport(settings, _FORMATS[options.format])],
+        FeedNumbers(_state_path(url, options, settings, context)),
+        coalesce_seconds=pace["coalesce"],
+        max_batch_bytes=int(pace["max_batch"]),
+        heartbeat_seconds=pace["heartbeat"],
+    )
 
-    def __init__(self, transport: ZMQTransport, numbers: FeedNumbers, **pace: float) -> None:
-        super().__init__([transport], numbers, **pace)  # type: ignore[arg-type]
-        self.transport = transport
+
+def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
+    if url.path not in ("", "/"):
+        raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
+    if url.port is None:
+        raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
+    for name, value, least in (("rank", options.rank, 0), ("hwm", options.hwm, 1)):
+        if value < least:
+            raise SinkURLError(str(url), f"bad option: {name} must be at least {least}")
+    if options.replay is not None and not 0 <= options.replay < 1 << 16:
+        raise SinkURLError(str(url), "bad option: replay must be a port")
+    model = options.model or context.model or "unknown"
+    if options.topic is None and "@" in model:
+        reason = "routers cut the topic kv@HOST:PORT@MODEL at its @, so the model must have none: add &topic= or &model="
+        raise SinkURLError(str(url), reason)
+    host = url.host or "127.0.0.1"
+    return ZMQSettings(
+        host="127.0.0.1" if host == "localhost" else host,
+        port=url.port,
+        replay_port=options.replay,
+        topic=options.topic,
+        model=model,
+        rank=options.rank,
+        ring_bytes=int(_quantity(url, options, "ring")),
+        chunk_bytes=min(int(_quantity(url, options, "max_batch")), MAX_CHUNK_BYTES),
+        hwm=options.hwm,
+        linger_seconds=_quantity(url, options, "linger"),
+    )
+
+
+def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:
+    parse = parse_bytes if name in ("max_batch", "ring") else parse_seconds
+    try:
+        return parse(getattr(options, name))
+    except ValueError as error:
+        raise SinkURLError(str(url), f"bad option: {name}={error}") from None
+
+
+def _state_path(
+    url: SinkURL, options: ZMQOptions, settings: ZMQSettings, context: SinkContext
+) -> Path | None:
+    if options.state is not None:
+        return Path(options.state) if options.state else None
+    if context.state_dir is None or not url.port:
+        return None
+    host = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
+    return context.state_dir / f"feed-{host}-{url.port}.numbers"
+
+
+def _topic(settings: ZMQSettings, endpoint: str) -> str:
+    if settings.topic is not None:
+        return settings.topic
+    return f"kv@{endpoint.removeprefix('tcp://')}@{settings.model}"
+
+
+def _address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
+    return str(socket.get_string(zmq.LAST_ENDPOINT))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # "*" or the name of a network interface.
+        return host in ("lo", "lo0")
+
+
+def _why_not_bound(host: str, port: int, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE:
+        return f"port {port} on {host} is in use: end the process that has it, or name another port (0: any free one)"
+    return f"port {port} on {host} cannot be bound ({error.strerror}): the host must be an address of this machine"

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from events.feed import Change, Cleared, Removed, Stored
-from events.packed import NAME_BYTES
+from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import GroupCreated, Namespace
 
 MEDIA = ("GPU", "CPU")
@@ -35,6 +35,7 @@ _BIG = np.dtype(">u4")
 _LITTLE = np.dtype("<u4")
 _RAW64 = np.dtype("u8")
 _TS = struct.Struct(">Bd")
+_SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
 _UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
 
 _CLEARED = _pack({"type": "AllBlocksCleared"})
@@ -52,7 +53,7 @@ def encode_batch(
     changes: Sequence[Change], ts: float, rank: int = 0, groups: Sequence[GroupCreated] = ()
 ) -> bytes:
     """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
-    parts = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
+    parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
         if isinstance(change, Stored):
             _add_stored(parts, change, groups)
@@ -65,47 +66,56 @@ def encode_batch(
     return b"".join(parts)
 
 
-def _add_stored(parts: list[bytes], stored: Stored, groups: Sequence[GroupCreated]) -> None:
+def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence[GroupCreated]) -> None:
     blocks = len(stored.names) // NAME_BYTES
     keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group))
-    at_root = not stored.parent
+    parent, namespace = stored.parent, stored.namespace
+    first, other = _extra_keys(namespace, not parent)
     parts += (
         keys,
+        _array(blocks),
         _names(stored.names, blocks),
-        _NO_PARENT if at_root else _PARENT + stored.parent,
+        _PARENT + parent if parent else _NO_PARENT,
         _TOKENS,
-        _array(len(stored.tokens) // 4),
+        _array(len(stored.tokens) // TOKEN_BYTES),
         _token_ids(stored.tokens),
-        _scope(stored.namespace, stored.level, stored.tokens_per_block),
-        _extra_keys(stored.namespace, blocks, at_root),
+        _scope(namespace, stored.level, stored.tokens_per_block),
+        _array(blocks),
+        first if blocks else b"",
+        other * (blocks - 1),
         attention,
     )
 
 
-def _add_removed(parts: list[bytes], removed: Removed) -> None:
+def _add_removed(parts: list[bytes | bytearray], removed: Removed) -> None:
     blocks = len(removed.names) // NAME_BYTES
-    parts += (_REMOVED_START, _names(removed.names, blocks), _removed_from(removed.group, removed.level))
+    parts += (
+        _REMOVED_START,
+        _array(blocks),
+        _names(removed.names, blocks),
+        _removed_from(removed.group, removed.level),
+    )
 
 
 def _array(length: int) -> bytes:
     """The header of an array."""
     if length < 16:
-        return bytes((0x90 | length,))
+        return _SHORT_ARRAYS[length]
     return _UINT16.pack(0xDC, length) if length < 1 << 16 else _UINT32.pack(0xDD, length)
 
 
-def _names(names: bytes, blocks: int) -> bytes:
-    """An array of fixed-width uint64; the names are big-endian already."""
+def _names(names: bytes, blocks: int) -> bytes | bytearray:
+    """Fixed-width uint64; the names are big-endian already."""
     if blocks == 1:
-        return b"\x91\xcf" + names
+        return _UINT64 + names
     items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
     np.ndarray(blocks, _RAW64, items, 1, 9)[:] = np.ndarray(blocks, _RAW64, names)
-    return _array(blocks) + items
+    return items
 
 
-def _token_ids(tokens: bytes) -> bytes | bytearray:
-    """The items of an array of fixed-width uint32."""
-    count = len(tokens) // 4
+def _token_ids(tokens: bytes) -> bytearray:
+    """Fixed-width uint32."""
+    count = len(tokens) // TOKEN_BYTES
     items = bytearray(b"\xce\0\0\0\0") * count
     np.ndarray(count, _BIG, items, 1, 5)[:] = np.ndarray(count, _LITTLE, tokens)
     return items
@@ -113,12 +123,13 @@ def _token_ids(tokens: bytes) -> bytes | bytearray:
 
 @lru_cache(maxsize=1024)
 def _scope(namespace: Namespace, level: int, tokens_per_block: int) -> bytes:
-    """From block_size to lora_name."""
+    """What stands between the tokens and the extra keys."""
     return b"".join((
         _BLOCK_SIZE, _pack(tokens_per_block),
         _LORA_ID, _pack(namespace.lora_id),
         _MEDIUM, _pack(MEDIA[level]),
         _LORA_NAME, _pack(adapter_name(namespace)),
+        _EXTRA_KEYS,
     ))  # fmt: skip
 
 
@@ -132,20 +143,12 @@ def adapter_name(namespace: Namespace) -> str | None:
     return namespace.lora_name
 
 
-def _extra_keys(namespace: Namespace, blocks: int, at_root: bool) -> bytes:
-    """What else a block's hash covers: the adapter for every block, the salt for the first one of a prompt."""
-    first, other = _keys_of_block(namespace, True), _keys_of_block(namespace, False)
-    if not at_root:
-        first = other
-    return _EXTRA_KEYS + _array(blocks) + (first + other * (blocks - 1) if blocks else b"")
-
-
 @lru_cache(maxsize=1024)
-def _keys_of_block(namespace: Namespace, first: bool) -> bytes:
+def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
+    """What else the hashes of the first and of each other block cover: the adapter, at the root the salt, or nothing."""
     keys = [] if (adapter := adapter_name(namespace)) is None else [adapter]
-    if first and namespace.salt_digest is not None:
-        keys.append(namespace.salt_digest.hex())
-    return _pack(keys or None)
+    salt = [namespace.salt_digest.hex()] if at_root and namespace.salt_digest is not None else []
+    return _pack(keys + salt or None), _pack(keys or None)
 
 
 def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
@@ -155,9 +158,10 @@ def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, i
     this = groups[group]
     if this.kind == "cross":
         return "cross_attention", None
-    if all(this.window >= other.window for other in groups):
-        return "full_attention", None
-    return "sliding_window", this.window
+    for other in groups:
+        if other.window > this.window:
+            return "sliding_window", this.window
+    return "full_attention", None
 
 
 @lru_cache(maxsize=256)

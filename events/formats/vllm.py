@@ -1,0 +1,95 @@
+"""The wire format of vLLM's KV events: what most KV-aware routers read.
+
+A message has three frames: topic, number (8 bytes, big-endian), batch. Numbers count the batches of one publisher;
+who misses some asks its replay socket (a ROUTER, so ask with a DEALER) with an empty frame and the first number
+wanted, and is sent ``"", topic, number, batch`` for each batch from there on, then an end marker with the number -1
+and an empty batch. Until vLLM 0.25 answers had no topic; `parse_answer` reads both.
+
+Batches are written by `encode_batch` from the changes of an `events.feed.Feed`, and read by `decode_batch`, which
+knows more forms than `encode_batch` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from events.errors import EventDecodeError
+from events.formats.vllm_decode import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Hash,
+    Unknown,
+    VLLMBatch,
+    VLLMEvent,
+    decode_batch,
+)
+from events.formats.vllm_encode import MEDIA, adapter_name, encode_batch
+
+__all__ = [
+    "END_OF_REPLAY",
+    "MEDIA",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
+    "Hash",
+    "Message",
+    "Unknown",
+    "VLLMBatch",
+    "VLLMEvent",
+    "adapter_name",
+    "decode_batch",
+    "decode_seq",
+    "encode_batch",
+    "encode_seq",
+    "parse_answer",
+    "parse_message",
+    "replay_request",
+]
+
+SEQ_BYTES = 8
+END_OF_REPLAY = b"\xff" * SEQ_BYTES
+"""The number of the end marker; its batch is empty."""
+
+
+class Message(NamedTuple):
+    """The frames of one message."""
+
+    topic: bytes
+    seq: int
+    payload: bytes
+
+
+def encode_seq(seq: int) -> bytes:
+    """A number as a frame."""
+    return seq.to_bytes(SEQ_BYTES, "big")
+
+
+def decode_seq(frame: bytes) -> int:
+    """A frame as a number; raises EventDecodeError if it has not 8 bytes."""
+    if len(frame) != SEQ_BYTES:
+        raise EventDecodeError(f"a message number has {len(frame)} bytes, not {SEQ_BYTES}")
+    return int.from_bytes(frame, "big")
+
+
+def parse_message(frames: Sequence[bytes]) -> Message:
+    """What a SUB socket received; raises EventDecodeError."""
+    if len(frames) != 3:
+        raise EventDecodeError(f"a message has {len(frames)} frames, not 3")
+    topic, seq, payload = frames
+    return Message(topic, decode_seq(seq), payload)
+
+
+def replay_request(start: int) -> list[bytes]:
+    """What a DEALER socket sends for all batches from `start` on."""
+    return [b"", encode_seq(start)]
+
+
+def parse_answer(frames: Sequence[bytes]) -> Message | None:
+    """What a DEALER socket received; None is the end of the replay. Raises EventDecodeError."""
+    if len(frames) not in (3, 4) or frames[0]:
+        raise EventDecodeError(f"a replay's answer has {len(frames)} frames, or does not begin with an empty one")
+    topic = frames[1] if len(frames) == 4 else b""
+    seq, payload = frames[-2:]
+    return Message(topic, decode_seq(seq), payload) if payload else None

@@ -1,0 +1,117 @@
+"""vLLM's KV events as this software reads them: every form that any release since 0.9 has written.
+
+An event is a map with a ``type`` (since 0.24) or an array that begins with it (before); fields only ever came at the
+end of the array, so shorter ones are older. Fields that are not known here are ignored, and events of a type that is
+not known are kept by name, since a stream that grows must not go dark. Anything else that does not fit refuses the
+whole batch, and what its bytes were is not repeated: they may hold somebody's prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from events.errors import EventDecodeError
+
+Hash = int | bytes
+"""The last 8 bytes of a digest as a number, or (as a setting of vLLM, 0.10.2 and later) all of them."""
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks of one prefix became resident; `token_ids` are those of all of them."""
+
+    block_hashes: tuple[Hash, ...]
+    parent_block_hash: Hash | None
+    """The block before the first one; None at the start of a prompt."""
+    token_ids: tuple[int | tuple[int, ...], ...]
+    """Empty in notices about lower tiers. Pairs where a draft model's cache works on bigrams."""
+    block_size: int
+    """Tokens for each hash; 0 in some notices about lower tiers."""
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    """Per block, what its hash covers besides tokens: adapter, images, salt."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+    lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
+    """Per block, the tokens after it that its hash covers too."""
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
+    """Blocks left a medium."""
+
+    block_hashes: tuple[Hash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """Nothing is resident any more, in any medium."""
+
+
+class Unknown(msgspec.Struct, frozen=True, gc=False):
+    """An event of a type that this software does not know."""
+
+    name: str
+
+
+VLLMEvent = BlockStored | BlockRemoved | AllBlocksCleared | Unknown
+
+
+class VLLMBatch(msgspec.Struct, frozen=True, gc=False):
+    """One message of the stream."""
+
+    ts: float
+    """When it was made, in seconds since the epoch."""
+    events: tuple[VLLMEvent, ...]
+    rank: int | None
+    """The data-parallel rank of the publisher; None where it does not say."""
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[Any]
+    rank: int | None = None
+
+
+_decode = msgspec.msgpack.Decoder(_Envelope).decode
+_TYPES: dict[str, type[BlockStored | BlockRemoved | AllBlocksCleared]] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+
+
+def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
+    """Read one payload frame; raises EventDecodeError if it is no batch."""
+    try:
+        envelope = _decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise EventDecodeError("the message is no batch of KV events") from None
+    return VLLMBatch(envelope.ts, tuple(map(_event, envelope.events)), envelope.rank)
+
+
+def _event(item: Any) -> VLLMEvent:
+    if isinstance(item, dict):
+        name = item.get("type")
+    else:
+        name = item[0] if isinstance(item, list) and item else None
+    if not isinstance(name, str):
+        raise EventDecodeError("a KV event does not say its type")
+    kind = _TYPES.get(name)
+    if kind is None:
+        return Unknown(name)
+    if isinstance(item, list):
+        item = dict(zip(kind.__struct_fields__, item[1:], strict=False))
+    try:
+        return msgspec.convert(item, kind)
+    except (msgspec.MsgspecError, RecursionError):
+        raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None
