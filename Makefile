@@ -25,10 +25,10 @@ test: .venv/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto
 
 test-long: .venv/.installed-dev
-	$(BIN)/pytest -q -m long
+	$(BIN)/pytest -q -n auto -m long
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/manager.py $(ARGS)

@@ -16,6 +16,7 @@ CHANGE_BYTES = 512
 """Bounds what surrounds the columns of a batch and of a change: field names, headers, a salt's digest."""
 BLOCK_BYTES = 16
 """Bounds a name and what else is said about a block, besides its LoRA adapter."""
+NUMBER_BYTES = 24
 WIRE_TOKEN_BYTES = 5
 
 
@@ -92,5 +93,6 @@ def _block_bytes(change: Stored) -> int:
 
 
 def _lora_bytes(change: Stored) -> int:
-    # Four bytes is the longest character in UTF-8.
-    return 4 * len(change.namespace.lora_name or "")
+    # A character is up to 4 bytes in UTF-8. An adapter without a name goes by its number.
+    name = change.namespace.lora_name
+    return 4 * len(name) if name is not None else NUMBER_BYTES * (change.namespace.lora_id is not None)

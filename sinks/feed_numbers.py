@@ -121,7 +121,7 @@ def _write(path: Path, reserved: int) -> None:
     unfinished = path.with_name(path.name + ".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     _write_synced(os.open(unfinished, flags, FILE_MODE), content)
-    os.replace(unfinished, path)
+    unfinished.replace(path)
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)

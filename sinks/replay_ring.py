@@ -44,7 +44,7 @@ class ReplayRing:
             first = self._next - len(self._payloads)
             if seq < first:
                 return None
-            payloads = list(islice(self._payloads, seq - first, None))
+            payloads = list(islice(self._payloads, min(seq, self._next) - first, None))
         return list(enumerate(payloads, seq))
 
     @property

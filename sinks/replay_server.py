@@ -26,13 +26,13 @@ import structlog
 import zmq
 
 from events.feed import Change, Cleared
+from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.types import GroupCreated
 from sinks.feed_batches import at_most, in_batches
 from sinks.replay_ring import ReplayRing
 from sinks.router_feed import FeedState
 
-SEQ_BYTES = 8
-END_MARKER = (b"", b"\xff" * SEQ_BYTES, b"")
+END_MARKER = (b"", END_OF_REPLAY, b"")
 TURN_MESSAGES = 64
 """Sent to one reader before the next one has its turn."""
 MAX_WAITING = 64
@@ -162,7 +162,7 @@ class ReplayServer:
 
     def _from_ring(self, batches: Sequence[tuple[int, bytes]]) -> Iterator[tuple[bytes, bytes, bytes]]:
         for seq, payload in batches:
-            yield self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload
+            yield self._topic, encode_seq(seq), payload
         yield END_MARKER
 
     def _from_state(self, start: int, state: FeedState) -> Iterator[tuple[bytes, bytes, bytes]]:
@@ -170,11 +170,11 @@ class ReplayServer:
         chunks = list(in_batches([Cleared(), *state.changes], self._chunk_bytes))
         seq = start
         for chunk in at_most(chunks, state.seq + 1 - start):
-            yield self._topic, seq.to_bytes(SEQ_BYTES, "big"), self._encode(chunk, state.groups)
+            yield self._topic, encode_seq(seq), self._encode(chunk, state.groups)
             seq += 1
         empty = self._encode((), state.groups)
         for rest in range(seq, state.seq + 1):
-            yield self._topic, rest.to_bytes(SEQ_BYTES, "big"), empty
+            yield self._topic, encode_seq(rest), empty
         yield END_MARKER
 
     def _take_turns(self) -> int:
@@ -223,7 +223,7 @@ class ReplayServer:
             message = next(answer.messages, None)
         except Exception as error:  # noqa: BLE001  whatever is wrong with one payload
             # The text might quote token ids.
-            _log.error("replay_failed", error=type(error).__name__)  # noqa: TRY400
+            _log.error("replay_failed", error=type(error).__name__)
             self.dropped += 1
             return None
         self.answered += message is None

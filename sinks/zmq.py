@@ -42,7 +42,7 @@ from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.feed_numbers import FeedNumbers
 from sinks.quantities import parse_bytes, parse_seconds
 from sinks.replay_ring import ReplayRing
-from sinks.replay_server import SEQ_BYTES, ReplayServer
+from sinks.replay_server import ReplayServer
 from sinks.router_feed import FeedBatch, FeedState, FeedTransport, RouterFeed
 
 MAX_INBOUND_BYTES = 4096
@@ -50,6 +50,9 @@ MAX_INBOUND_BYTES = 4096
 REPLAY_HWM = 256
 """Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
 MAX_CHUNK_BYTES = 8 << 20
+
+_SUBSCRIPTIONS = {b"\x01": 1, b"\x00": -1}
+"""What the first byte of a message from a subscriber says: it came, or it left. Anything else is ignored."""
 
 EncodeBatch = Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
 """Changes, time, rank and groups to a payload."""
@@ -126,13 +129,13 @@ class ZMQTransport(FeedTransport):
         """Publish a batch. Subscribers without room lose it."""
         payload = self._encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
         self._ring.append(batch.seq, payload)
-        self._socket.send_multipart((self._topic, batch.seq.to_bytes(SEQ_BYTES, "big"), payload), zmq.NOBLOCK)
+        self._socket.send_multipart((self._topic, vllm.encode_seq(batch.seq), payload), zmq.NOBLOCK)
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
         """Note who came and went; hand the state to readers that need it."""
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while self._socket.poll(0):
             message = self._socket.recv()
-            self.subscribers += {0: -1, 1: 1}.get(message[0], 0) if message else 0
+            self.subscribers += _SUBSCRIPTIONS.get(message[:1], 0)
         if self.replay is not None and self.replay.wants_state:
             self.replay.give_state(take_state())
 
@@ -205,7 +208,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         raise SinkURLError(str(url), "bad option: replay must be a port")
     model = options.model or context.model or "unknown"
     if options.topic is None and "@" in model:
-        reason = "routers cut the topic kv@HOST:PORT@MODEL at its @, so the model must have none: add &topic= or &model="
+        reason = "routers cut the topic kv@HOST:PORT@MODEL at each @, so the model must have none: add model= or topic="
         raise SinkURLError(str(url), reason)
     host = url.host or "127.0.0.1"
     return ZMQSettings(

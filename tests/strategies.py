@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from events.codec import decode_batch, encode_batch
 from events.types import EventBatch
-from kvcache.block_manager import BlockManager
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.exported_state import COLUMNS, export
 from kvcache.manager import KVCacheManager
@@ -168,9 +167,8 @@ def continue_from(settings: KVCacheConfig, *events: Any) -> KVCacheManager:
     state = CacheState()
     for event in through_the_codec(*events):
         state.apply(event)
-    manager = KVCacheManager(settings)
-    manager._journal.state = manager.state = state
-    manager._blocks = BlockManager(settings, state, manager._journal.emit)
+    manager = KVCacheManager.resume(state)
+    assert manager.config.model_copy(update={"block_hash": settings.block_hash}) == settings
     return manager
 
 

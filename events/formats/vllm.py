@@ -77,8 +77,7 @@ def parse_message(frames: Sequence[bytes]) -> Message:
     """What a SUB socket received; raises EventDecodeError."""
     if len(frames) != 3:
         raise EventDecodeError(f"a message has {len(frames)} frames, not 3")
-    topic, seq, payload = frames
-    return Message(topic, decode_seq(seq), payload)
+    return _message(*frames)
 
 
 def replay_request(start: int) -> list[bytes]:
@@ -89,7 +88,14 @@ def replay_request(start: int) -> list[bytes]:
 def parse_answer(frames: Sequence[bytes]) -> Message | None:
     """What a DEALER socket received; None is the end of the replay. Raises EventDecodeError."""
     if len(frames) not in (3, 4) or frames[0]:
-        raise EventDecodeError(f"a replay's answer has {len(frames)} frames, or does not begin with an empty one")
+        raise EventDecodeError("an answer has 4 frames, or 3, of which the first one is empty")
     topic = frames[1] if len(frames) == 4 else b""
     seq, payload = frames[-2:]
-    return Message(topic, decode_seq(seq), payload) if payload else None
+    # The empty batch is the sign: no real one is, whatever its number.
+    return _message(topic, seq, payload) if payload else None
+
+
+def _message(topic: bytes, seq: bytes, payload: bytes) -> Message:
+    if seq == END_OF_REPLAY:
+        raise EventDecodeError("a batch has the number of the end marker")
+    return Message(topic, decode_seq(seq), payload)

@@ -100,10 +100,11 @@ def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
 
 
 def _event(item: Any) -> VLLMEvent:
+    name = None
     if isinstance(item, dict):
         name = item.get("type")
-    else:
-        name = item[0] if isinstance(item, list) and item else None
+    elif isinstance(item, list) and item:
+        name = item[0]
     if not isinstance(name, str):
         raise EventDecodeError("a KV event does not say its type")
     kind = _TYPES.get(name)

@@ -145,7 +145,7 @@ def adapter_name(namespace: Namespace) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
-    """What else the hashes of the first and of each other block cover: the adapter, at the root the salt, or nothing."""
+    """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
     keys = [] if (adapter := adapter_name(namespace)) is None else [adapter]
     salt = [namespace.salt_digest.hex()] if at_root and namespace.salt_digest is not None else []
     return _pack(keys + salt or None), _pack(keys or None)

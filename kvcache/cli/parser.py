@@ -6,9 +6,9 @@ import argparse
 from typing import Any, NoReturn
 
 from kvcache._version import __version__
-from kvcache.cli import completion, config, doctor, events, match, replay, run
+from kvcache.cli import completion, config, doctor, events, match, replay, run, subscribe
 
-COMMANDS = (run, replay, events, match, config, doctor, completion)
+COMMANDS = (run, replay, events, match, subscribe, config, doctor, completion)
 
 
 class Parser(argparse.ArgumentParser):

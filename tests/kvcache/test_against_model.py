@@ -228,7 +228,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         created = self.history[0]
         events = self.history if folded else [created, export(self.manager.state)]
         self.twin = strategies.continue_from(self.config, *events)
-        self.twin._refused = set(self.manager._refused)
+        self.twin._refusals._noted = dict(self.manager._refusals._noted)  # no part of the state
         self.twin.bus.subscribe(self.twin_history.append)
         assert self.twin.fingerprint() == self.manager.fingerprint()
 

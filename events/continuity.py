@@ -1,0 +1,185 @@
+"""Puts a publisher's messages in order: what is new, what comes twice, what is missing. Knows no socket.
+
+Live messages are numbered, and some may never arrive. A number that is too high shows a gap: if the publisher can be
+asked, live messages are held while it answers. An answer is used up to its end, beyond the first live message that
+is held, because a publisher may answer with its whole state as of now instead of what it once said; the live
+messages up to there are then known already and are dropped. What the answer lacks is reported as missing for good.
+
+A live number that goes back means that the publisher has started anew, with one exception: after a replay, live
+messages that it has told already are still on their way. Those are older than the newest thing that it told, by the
+publisher's clock; a new start is younger. (Nothing else in this format tells one life of a publisher from the next.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from events.errors import EventDecodeError
+from events.formats.vllm import Message, VLLMBatch, decode_batch
+
+HELD_MAX = 10_000
+"""Live messages held during a replay; more are left to the socket's own queue."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A batch, in its place."""
+
+    seq: int
+    topic: str
+    batch: VLLMBatch
+    replayed: bool
+    """Whether it came from the replay socket."""
+
+
+class Missed(msgspec.Struct, frozen=True):
+    """The batches `first` to `last` did not arrive as live messages."""
+
+    first: int
+    last: int
+    recovered: bool
+    """True: a replay has just delivered them. False: what they said will never be known."""
+    reason: str = "not received"
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """The publisher started anew; nothing it said before holds any more."""
+
+    last: int
+    """The last number before."""
+    first: int
+    """The first one that was heard after."""
+
+
+Report = Received | Missed | Restarted
+
+
+class Continuity:
+    """Follows one publisher. Fed with messages, it gives reports, and asks for replays."""
+
+    def __init__(self, start: int | None, *, can_ask: bool) -> None:
+        self._can_ask = can_ask
+        self._next = start
+        """The number that should come; None: whichever comes first."""
+        self._last_live: int | None = None
+        self._newest_replayed = -math.inf
+        self._asked: int | None = None
+        self._request: int | None = None
+        self._in_vain: int | None = None
+        """A start that was asked for because of a gap, and was not answered: not worth asking again."""
+        self._gap_last: int | None = None
+        self._run_first = 0
+        """Where the unbroken part of the answer begins."""
+        self._held: list[Message] = []
+        self._reports: list[Report] = []
+        if can_ask and start is not None:
+            self._ask(start, None)
+
+    def take(self) -> list[Report]:
+        """What is to be reported since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def take_request(self) -> int | None:
+        """The number from which to ask for a replay now, once."""
+        request, self._request = self._request, None
+        return request
+
+    @property
+    def holding(self) -> int:
+        """How many live messages wait for the end of a replay."""
+        return len(self._held)
+
+    def live(self, message: Message) -> None:
+        """A message of the stream."""
+        if self._asked is None:
+            self._accept(message)
+        else:
+            self._held.append(message)
+
+    def answer(self, message: Message) -> None:
+        """A message of the replay."""
+        assert self._next is not None
+        if message.seq < self._next:
+            return
+        if message.seq > self._next:
+            self._report_recovered()
+            self._miss(message.seq - 1)
+            self._run_first = message.seq
+        self._deliver(message, replayed=True)
+
+    def end_of_replay(self) -> None:
+        """The answer is complete, or the publisher does not answer any more."""
+        self._report_recovered()
+        # Only if live messages are there that prove it: a publisher that had said nothing yet may have by now.
+        self._in_vain = self._asked if self._next == self._asked and self._gap_last is not None else None
+        self._asked = None
+        held, self._held = self._held, []
+        for message in held:
+            self.live(message)  # the first one may show another gap, and then the others wait again
+
+    def _ask(self, start: int, gap_last: int | None) -> None:
+        self._asked = self._request = self._run_first = start
+        self._gap_last = gap_last
+
+    def _accept(self, message: Message) -> None:
+        seq = message.seq
+        if self._next is None:
+            self._next = seq
+        went_back = self._last_live is not None and seq <= self._last_live
+        if not went_back and seq < self._next and self._was_replayed(message):
+            self._last_live = seq
+            return
+        if went_back or seq < self._next:
+            self._restart(seq)
+        if seq > self._next:
+            if self._can_ask and self._in_vain != self._next:
+                self._ask(self._next, seq - 1)
+                self._held.append(message)
+                return
+            self._miss(seq - 1)
+        self._last_live = seq
+        self._deliver(message, replayed=False)
+
+    def _was_replayed(self, message: Message) -> bool:
+        try:
+            return decode_batch(message.payload).ts <= self._newest_replayed
+        except EventDecodeError:
+            return True
+
+    def _restart(self, first: int) -> None:
+        assert self._next is not None
+        self._reports.append(Restarted(self._next - 1, first))
+        self._next, self._last_live, self._in_vain = 0, None, None
+        self._newest_replayed = -math.inf
+
+    def _miss(self, last: int) -> None:
+        assert self._next is not None
+        self._reports.append(Missed(self._next, last, recovered=False))
+        self._next = last + 1
+
+    def _report_recovered(self) -> None:
+        """Say that the unbroken part of the answer, as far as it lies in the gap, is there."""
+        if self._gap_last is None:
+            return
+        assert self._next is not None
+        last = min(self._next - 1, self._gap_last)
+        if self._run_first <= last:
+            self._reports.append(Missed(self._run_first, last, recovered=True))
+
+    def _deliver(self, message: Message, *, replayed: bool) -> None:
+        seq = message.seq
+        try:
+            batch = decode_batch(message.payload)
+        except EventDecodeError as error:
+            if replayed:
+                self._report_recovered()
+                self._run_first = seq + 1
+            self._reports.append(Missed(seq, seq, recovered=False, reason=error.reason))
+        else:
+            if replayed:
+                self._newest_replayed = max(self._newest_replayed, batch.ts)
+            topic = message.topic.decode(errors="replace")
+            self._reports.append(Received(seq, topic, batch, replayed))
+        self._next = seq + 1

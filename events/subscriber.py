@@ -1,0 +1,211 @@
+"""Listens to a publisher of KV events in vLLM's wire format, and gets from its replay socket what was missed.
+
+::
+
+    with Subscriber("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558", start=0) as subscriber:
+        for report in subscriber:          # Received, Missed or Restarted (events.continuity)
+            index.fold(report)             # events.index
+
+The order of things is `events.continuity`'s business; here are the sockets. A subscriber belongs to one thread.
+A publisher that is not there yet is waited for, and one that comes back is connected to again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from events.continuity import HELD_MAX, Continuity, Missed, Received, Report, Restarted
+from events.errors import EventDecodeError, EventsError
+from events.formats.vllm import parse_answer, parse_message, replay_request
+
+__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Subscriber"]
+
+_READ_AT_ONCE = 1000
+"""Messages between two reports, so that a flood cannot keep `poll` from returning."""
+_HEARTBEAT_MS = 10_000
+
+
+class EndpointError(EventsError):
+    """The endpoint cannot be connected to, whoever may be there."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason)
+        self.endpoint = endpoint
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.endpoint}: {self.reason}; write tcp://HOST:PORT or ipc://PATH"
+
+
+class Subscriber:
+    """Follows one publisher.
+
+    Args:
+        endpoint: where it publishes, as ``tcp://127.0.0.1:5557``.
+        replay: where it can be asked for what was missed; None: what is missed is lost.
+        topic: only messages whose topic begins with this.
+        start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
+        replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
+        max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
+        max_message_bytes: who sends more in one frame is disconnected.
+
+    Raises EndpointError if an endpoint is malformed.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        start: int | None = None,
+        replay_timeout: float = 5.0,
+        max_queued: int = 100_000,
+        max_message_bytes: int = 1 << 30,
+    ) -> None:
+        self.malformed = 0
+        """Messages that were ignored since they do not even have a number."""
+        self._replay = replay
+        self._replay_timeout = replay_timeout
+        self._max_queued, self._max_message_bytes = max_queued, max_message_bytes
+        self._continuity = Continuity(start, can_ask=replay is not None)
+        self._waiting_since: float | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._asking: zmq.Socket[bytes] | None = None
+        try:
+            self._live = self._connect(zmq.SUB, endpoint)
+            self._live.subscribe(topic)
+            if replay is not None:
+                # A wrong endpoint is told now, not at the first gap.
+                self._connect(zmq.DEALER, replay).close()
+            self._ask()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        self._context.destroy(linger=0)
+
+    def __iter__(self) -> Iterator[Report]:
+        """Reports as they come, until the subscriber is closed."""
+        while not self._context.closed:
+            yield from self.poll()
+
+    def poll(self, timeout_ms: int | None = None) -> list[Report]:
+        """Wait until there is something to report, and return it in order; empty after `timeout_ms`."""
+        deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        while True:
+            self._read_answers()
+            self._read_live()
+            self._ask()
+            reports = self._continuity.take()
+            if reports or (deadline is not None and time.monotonic() >= deadline):
+                return reports
+            self._wait(deadline)
+
+    def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.rcvhwm = self._max_queued
+        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a machine that vanished is noticed
+        socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise EndpointError(endpoint, error.strerror or "cannot be connected to") from None
+        return socket
+
+    def _ask(self) -> None:
+        """Ask for a replay, if one is wanted: by a new socket, so that no late answer to an old question mixes in."""
+        start = self._continuity.take_request()
+        if start is None:
+            return
+        assert self._replay is not None
+        self._stop_asking()
+        self._asking = self._connect(zmq.DEALER, self._replay)
+        self._asking.send_multipart(replay_request(start))
+
+    def _stop_asking(self) -> None:
+        if self._asking is not None:
+            self._asking.close()
+        self._asking = self._waiting_since = None
+
+    def _read_answers(self) -> None:
+        if self._asking is None:
+            return
+        for _ in range(_READ_AT_ONCE):
+            frames = _receive(self._asking)
+            if frames is None:
+                break
+            self._waiting_since = None
+            try:
+                message = parse_answer(frames)
+            except EventDecodeError:
+                self.malformed += 1
+                continue
+            if message is None:
+                self._end_replay()
+                return
+            self._continuity.answer(message)
+        if self._patience() == 0:
+            self._end_replay()
+
+    def _end_replay(self) -> None:
+        self._stop_asking()
+        self._continuity.end_of_replay()
+
+    def _patience(self) -> float | None:
+        """Seconds until waiting for an answer is given up; None: nothing is waiting for it."""
+        if self._asking is None or not self._continuity.holding:
+            return None
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return max(0.0, self._waiting_since + self._replay_timeout - now)
+
+    def _read_live(self) -> None:
+        for _ in range(_READ_AT_ONCE):
+            if self._continuity.holding >= HELD_MAX or (frames := _receive(self._live)) is None:
+                return
+            try:
+                message = parse_message(frames)
+            except EventDecodeError:
+                self.malformed += 1
+                continue
+            self._continuity.live(message)
+
+    def _wait(self, deadline: float | None) -> None:
+        """Until a message comes, the deadline, or the end of patience."""
+        poller = zmq.Poller()
+        if self._continuity.holding < HELD_MAX:
+            poller.register(self._live, zmq.POLLIN)
+        if self._asking is not None:
+            poller.register(self._asking, zmq.POLLIN)
+        waits = [] if deadline is None else [max(0.0, deadline - time.monotonic())]
+        if (patience := self._patience()) is not None:
+            waits.append(patience)
+        # Rounded up: a wait that is cut short would turn into a busy loop.
+        poller.poll(int(min(waits) * 1000) + 1 if waits else None)
+
+
+def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The frames of the next message, if there is one."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None

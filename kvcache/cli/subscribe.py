@@ -1,0 +1,188 @@
+"""``kvcache subscribe``: what a publisher of KV events in vLLM's wire format says, live."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvcache.cli.arguments import positive
+from kvcache.cli.output import Output, count, paint
+from kvcache.cli.stopping import StopSignals
+from sinks.render import NAME_DIGITS, text
+
+if TYPE_CHECKING:
+    from events.formats.vllm import Hash, VLLMEvent
+    from events.index import Index
+    from events.subscriber import Missed, Report, Restarted, Subscriber
+
+_POLL_MS = 200
+_COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
+_TYPE_WIDTH = max(map(len, _COLORS))
+
+
+def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "subscribe",
+        parents=parents,
+        help="listen to a live stream of KV events",
+        description=(
+            "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of "
+            "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
+        ),
+        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("endpoint", metavar="ENDPOINT", help="where it publishes, as tcp://127.0.0.1:5557")
+    parser.add_argument(
+        "--replay",
+        metavar="ENDPOINT",
+        help="its replay socket: begin with all that it can still tell, and ask for what is missed",
+    )
+    parser.add_argument("--topic", default="", metavar="TOPIC", help="only topics that begin with this")
+    parser.add_argument("--count", type=positive, metavar="N", help="end after N batches with events")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type, fields",
+    )
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Print reports until there were enough, or a signal comes."""
+    # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
+    from events.index import Index
+    from events.subscriber import Subscriber
+
+    index = Index()
+    lines = _json_lines if args.json else _lines
+    start = None if args.replay is None else 0
+    with (
+        StopSignals() as stop,
+        Subscriber(args.endpoint, replay=args.replay, topic=args.topic, start=start) as subscriber,
+    ):
+        out.note(f"listening to {args.endpoint}")
+        for report in _reports(subscriber, stop, args.count):
+            index.fold(report)
+            for line in lines(report):
+                print(line, flush=True)
+    out.note(_summary(index))
+    return stop.exit_code
+
+
+def _reports(subscriber: Subscriber, stop: StopSignals, limit: int | None) -> Iterator[Report]:
+    """What the subscriber reports, until a signal or the last batch wanted."""
+    batches = 0
+    while not stop.is_set():
+        for report in subscriber.poll(_POLL_MS):
+            yield report
+            batches += bool(_events(report))
+            if batches == limit:
+                return
+
+
+def _events(report: Report) -> tuple[VLLMEvent, ...]:
+    batch = getattr(report, "batch", None)
+    return () if batch is None else batch.events
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """For people."""
+    from events.subscriber import Received
+
+    if not isinstance(report, Received):
+        yield paint(f"{'':>9}  {_interruption(report)}", "yellow")
+        return
+    for number, event in enumerate(report.batch.events):
+        kind, address = type(event).__name__, f"{report.seq}.{number}"
+        name = paint(f"{kind:<{_TYPE_WIDTH}}", _COLORS.get(kind))
+        replayed = " (replayed)" if report.replayed else ""
+        yield f"{paint(f'{address:>9}', 'dim')}  {name}  {_details(event)}{replayed}".rstrip()
+
+
+def _interruption(report: Missed | Restarted) -> str:
+    from events.subscriber import Missed
+
+    if not isinstance(report, Missed):
+        return f"the publisher restarted: batch {report.first} came after {report.last}"
+    batches = count(report.last - report.first + 1, "batch", "batches")
+    span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
+    fate = "got by replay, above" if report.recovered else f"lost: {report.reason}"
+    return f"missed {batches} ({span}), {fate}"
+
+
+def _details(event: VLLMEvent) -> str:
+    from events.formats.vllm import BlockRemoved, BlockStored, Unknown
+
+    if isinstance(event, Unknown):
+        return f"type={text(event.name)}"
+    if not isinstance(event, BlockStored | BlockRemoved):
+        return ""
+    where = "" if event.medium is None else f"{text(event.medium)} "
+    line = f"{where}group={event.group_idx or 0} blocks={len(event.block_hashes)}{_names(event.block_hashes)}"
+    if isinstance(event, BlockRemoved):
+        return line
+    parent = "" if event.parent_block_hash is None else f" after {_name(event.parent_block_hash)}"
+    adapter = event.lora_id if event.lora_name is None else event.lora_name
+    lora = "" if adapter is None else f" lora={text(adapter)}"
+    return f"{line}{parent} tokens={len(event.token_ids)}{lora}"
+
+
+def _names(hashes: tuple[Hash, ...]) -> str:
+    if not hashes:
+        return ""
+    return f" {_name(hashes[0])}" if len(hashes) == 1 else f" {_name(hashes[0])}..{_name(hashes[-1])}"
+
+
+def _name(name: Hash) -> str:
+    return _hex(name)[:NAME_DIGITS]
+
+
+def _hex(name: Hash) -> str:
+    """16 digits. Of a whole digest the last 8 bytes, which are what its publisher would send as a number."""
+    return name[-8:].hex() if isinstance(name, bytes) else f"{name & 0xFFFF_FFFF_FFFF_FFFF:016x}"
+
+
+def _json_lines(report: Report) -> Iterator[str]:
+    """For programs; hashes in hex digits, since many read numbers as floats."""
+    from events.subscriber import Received
+
+    if not isinstance(report, Received):
+        yield _json({"type": type(report).__name__, **msgspec.structs.asdict(report)})
+        return
+    envelope = {"ts": report.batch.ts, "rank": report.batch.rank, "topic": report.topic}
+    for number, event in enumerate(report.batch.events):
+        address = {"seq": report.seq, "index": number, **envelope, "replayed": report.replayed}
+        yield _json({**address, "type": type(event).__name__, **_fields(event)})
+
+
+def _fields(event: VLLMEvent) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(event)
+    if "block_hashes" in fields:
+        fields["block_hashes"] = [_hex(name) for name in fields["block_hashes"]]
+    if fields.get("parent_block_hash") is not None:
+        fields["parent_block_hash"] = _hex(fields["parent_block_hash"])
+    return fields
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _summary(index: Index) -> str:
+    """What was heard, and what is resident now as far as it was told."""
+    from events.index import GPU, HOST, STORAGE
+
+    blocks = f"{count(index.count(GPU), 'block')} on GPU, {index.count(HOST):,} in host memory"
+    if index.count(STORAGE):
+        blocks += f", {index.count(STORAGE):,} in storage"
+    parts = [f"{count(index.batches, 'batch', 'batches')}, {count(index.events, 'event')}", blocks]
+    if index.recovered_batches:
+        parts.append(f"{index.recovered_batches:,} missed and got by replay")
+    parts.append(f"{count(index.missed_batches, 'batch', 'batches')} lost")
+    if index.restarts:
+        parts.append(count(index.restarts, "restart"))
+    return "; ".join(parts)
