@@ -9,38 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from events.types import Event
+from events.types import AnyEvent, Event
 
 Subscriber = Callable[[Any], None]
 
 
-_NOBODY: tuple[Subscriber, ...] = ()
+_KINDS: tuple[type[Event], ...] = AnyEvent.__args__
+"""All types of events."""
 
 
 class EventBus:
     """Collects the events of a step and passes each on to its subscribers."""
 
-    __slots__ = ("_by_type", "_subscribers", "pending")
+    __slots__ = ("pending", "subscribers")
 
     def __init__(self) -> None:
         self.pending: list[Event] = []
         """Published since the last `take`."""
-        self._by_type: dict[type[Event], list[Subscriber]] = {}
-        self._subscribers: list[Subscriber] = []
+        self.subscribers: dict[type[Event], list[Subscriber]] = {kind: [] for kind in _KINDS}
 
-    def subscribe(self, subscriber: Subscriber, *event_types: type[Event]) -> None:
+    def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> None:
         """Call `subscriber` with each event of these types (none named: with every event)."""
-        if not event_types:
-            self._subscribers.append(subscriber)
-        for event_type in event_types:
-            self._by_type.setdefault(event_type, []).append(subscriber)
+        for kind in kinds or _KINDS:
+            self.subscribers[kind].append(subscriber)
 
     def publish(self, event: Event) -> None:
         """Pass an applied event on."""
         self.pending.append(event)
-        for subscriber in self._by_type.get(type(event), _NOBODY):
-            subscriber(event)
-        for subscriber in self._subscribers:
+        for subscriber in self.subscribers[type(event)]:
             subscriber(event)
 
     def take(self) -> tuple[Any, ...]:

@@ -106,7 +106,10 @@ class Subscriber:
             yield from self.poll()
 
     def poll(self, timeout_ms: int | None = None) -> list[Report]:
-        """Wait until there is something to report, and return it in order; empty after `timeout_ms`."""
+        """Wait until there is something to report, and return it in order; empty after `timeout_ms`.
+
+        To be called all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
+        """
         deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
             self._read_answers()

@@ -114,7 +114,10 @@ class BlockManager:
             self._grow(batch.sequences, full, None)
         self._emit(TokensAppended(batch.handles, b"", tokens))
         batch.advance()
-        return self._store(full) if full else {}
+        for sequence in full:
+            if not self.window.store_filled(sequence):
+                return self._store(full)
+        return {}
 
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: int

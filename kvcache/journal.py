@@ -47,6 +47,11 @@ class Journal:
     ) -> None:
         self.state = CacheState()
         self.bus = EventBus()
+        self._handlers, self._pending, self._subscribers = (
+            self.state.handlers,
+            self.bus.pending,
+            self.bus.subscribers,
+        )
         self.counter = StatsCounter(self.bus)
         self.latest = (
             LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
@@ -79,8 +84,12 @@ class Journal:
 
     def emit(self, event: Event) -> None:
         """The only way in which anything changes."""
-        self.state.apply(event)
-        self.bus.publish(event)
+        # What `state.apply` and `bus.publish` do, without the calls: this runs several times per engine step.
+        kind = type(event)
+        self._handlers[kind](event)
+        self._pending.append(event)
+        for subscriber in self._subscribers[kind]:
+            subscriber(event)
 
     def flush(self) -> EventBatch | None:
         """Hand over what happened as one batch; an empty one is not made."""

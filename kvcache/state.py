@@ -58,7 +58,7 @@ class CacheState:
         """Raised by each release."""
         self.changed_blocks = 0
         """Blocks stored, moved and removed since the last checkpoint."""
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self.handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
             ev.EpochStarted: self._start_epoch,
             ev.StateExported: self._install,
@@ -82,7 +82,7 @@ class CacheState:
 
     def apply(self, event: ev.Event) -> None:
         """Change the state by one event."""
-        self._handlers[type(event)](event)
+        self.handlers[type(event)](event)
 
     # -- life of the cache
 

@@ -90,6 +90,7 @@ class WindowBlockManager:
         self._partial_reuse = partial_reuse and state.tokens_recorded
         self._offload_min_priority = offload_min_priority
         self._key_bytes = state.hashing.key_bytes
+        self._chain = state.hashing.chain
         self.tokens_per_block = state.tokens_per_block
 
     # -- reading
@@ -297,6 +298,35 @@ class WindowBlockManager:
             self._store_new(sequence, first, stop)
         return swaps
 
+    def store_filled(self, sequence: Sequence) -> bool:
+        """The usual case of `store`, without its detours: decoding has filled one block behind the cached ones.
+
+        False if this is not the case, and nothing was done.
+        """
+        index, size = self.index, self.tokens_per_block
+        tail, table = sequence.tails[index], sequence.tables[index]
+        first = tail.end
+        if first != len(table) - 2 or tail.children or self.group.shared or not self._reuse:
+            return False
+        symbols = sequence.tokens[first * size : (first + 1) * size].tobytes()
+        parent = tail.key_of_last(self._key_bytes)
+        keys = self._chain(sequence.namespace, parent, symbols, len(symbols))
+        slots = table[first : first + 1].tobytes()
+        self._emit(
+            BlocksStored(
+                sequence.handle,
+                index,
+                first,
+                parent[:NAME_BYTES] if first else b"",
+                keys,
+                slots,
+                PRIMARY,
+                DEFAULT_PRIORITY,
+                size,
+            )
+        )
+        return True
+
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
         for index in range(first, len(table)):
@@ -351,7 +381,7 @@ class WindowBlockManager:
                 index,
                 first,
                 parent[:NAME_BYTES] if first else b"",
-                self._state.hashing.chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
+                self._chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
                 sequence.tables[index][first:last].tobytes(),
                 PRIMARY,
                 DEFAULT_PRIORITY,

@@ -34,8 +34,11 @@ def in_batches(changes: Iterable[Change], max_bytes: int) -> Iterator[list[Chang
     batch: list[Change] = []
     total = BATCH_BYTES
     for change in changes:
-        for piece in _cut(change, max_bytes - BATCH_BYTES):
-            size = change_bytes(piece)
+        size = change_bytes(change)
+        fits = size <= max_bytes - BATCH_BYTES
+        for piece in (change,) if fits else _cut(change, max_bytes - BATCH_BYTES):
+            if not fits:
+                size = change_bytes(piece)
             if batch and total + size > max_bytes:
                 yield batch
                 batch, total = [], BATCH_BYTES
@@ -55,15 +58,15 @@ def at_most(batches: Sequence[list[Change]], count: int) -> list[list[Change]]:
 
 
 def _cut(change: Change, max_bytes: int) -> Iterator[Change]:
-    if change_bytes(change) <= max_bytes:
-        yield change
-    elif isinstance(change, Stored):
+    if isinstance(change, Stored):
         fixed = CHANGE_BYTES + _lora_bytes(change)
         yield from _cut_stored(change, max(1, (max_bytes - fixed) // _block_bytes(change)))
     elif isinstance(change, Removed):
         step = max(1, (max_bytes - CHANGE_BYTES) // BLOCK_BYTES) * NAME_BYTES
         for at in range(0, len(change.names), step):
             yield Removed(change.group, change.level, change.names[at : at + step])
+    else:
+        yield change
 
 
 def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:

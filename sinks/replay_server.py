@@ -41,6 +41,9 @@ STOP_POLL_MS = 50
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
 
+_NOBLOCK = int(zmq.NOBLOCK)
+"""As a plain number: combining flags of the enumeration takes longer than sending."""
+
 Encode = Callable[[Sequence[Change], Sequence[GroupCreated]], bytes]
 """Changes to a payload; called on the server's thread."""
 
@@ -204,7 +207,7 @@ class ReplayServer:
             if message is None:
                 return sent, False
             try:
-                self._socket.send_multipart((answer.reader, b"", *message), zmq.NOBLOCK)
+                self._socket.send_multipart((answer.reader, b"", *message), _NOBLOCK)
             except zmq.Again:
                 answer.held = message
                 return sent, self._has_patience(answer, sent)

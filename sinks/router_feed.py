@@ -22,7 +22,7 @@ from typing import Protocol
 
 from events.feed import Change, Cleared, Feed
 from events.types import EventBatch, GroupCreated
-from sinks.feed_batches import change_bytes, in_batches
+from sinks.feed_batches import BATCH_BYTES, change_bytes, in_batches
 from sinks.feed_numbers import FeedNumbers
 from sinks.queue import Overflow
 
@@ -180,12 +180,17 @@ class RouterFeed:
 
     def _flush(self) -> None:
         """Send everything that was held back."""
-        changes, self._pending, self._pending_bytes = self._pending, [], 0
+        changes, self._pending = self._pending, []
+        size, self._pending_bytes = self._pending_bytes, 0
         if self._restate:
             self._restate = False
-            changes = [Cleared(), *self._feed.snapshot()]
-        for batch in in_batches(changes, self._max_bytes):
-            self._send(batch)
+            for batch in in_batches([Cleared(), *self._feed.snapshot()], self._max_bytes):
+                self._send(batch)
+        elif changes and size + BATCH_BYTES <= self._max_bytes:
+            self._send(changes)
+        else:
+            for batch in in_batches(changes, self._max_bytes):
+                self._send(batch)
 
     def _send(self, changes: Sequence[Change]) -> None:
         try:

@@ -42,8 +42,8 @@ from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.feed_numbers import FeedNumbers
 from sinks.quantities import parse_bytes, parse_seconds
 from sinks.replay_ring import ReplayRing
-from sinks.replay_server import ReplayServer
-from sinks.router_feed import FeedBatch, FeedState, FeedTransport, RouterFeed
+from sinks.replay_server import STALL_SECONDS, ReplayServer
+from sinks.router_feed import FeedBatch, FeedState, RouterFeed
 
 MAX_INBOUND_BYTES = 4096
 """Subscriptions and requests are short; whoever sends more is cut off."""
@@ -51,6 +51,8 @@ REPLAY_HWM = 256
 """Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
 MAX_CHUNK_BYTES = 8 << 20
 
+_NOBLOCK = int(zmq.NOBLOCK)
+"""As a plain number: combining flags of the enumeration takes longer than sending."""
 _SUBSCRIPTIONS = {b"\x01": 1, b"\x00": -1}
 """What the first byte of a message from a subscriber says: it came, or it left. Anything else is ignored."""
 
@@ -94,9 +96,11 @@ class ZMQSettings:
     chunk_bytes: int = 1 << 20
     hwm: int = 1000
     linger_seconds: float = 1.0
+    stall_seconds: float = STALL_SECONDS
+    """After this a replay's reader that takes nothing is given up."""
 
 
-class ZMQTransport(FeedTransport):
+class ZMQTransport:
     """Publishes a feed on a socket, and answers readers that missed something on another.
 
     The publishing socket is an XPUB: like a PUB, and it says who subscribes.
@@ -129,7 +133,7 @@ class ZMQTransport(FeedTransport):
         """Publish a batch. Subscribers without room lose it."""
         payload = self._encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
         self._ring.append(batch.seq, payload)
-        self._socket.send_multipart((self._topic, vllm.encode_seq(batch.seq), payload), zmq.NOBLOCK)
+        self._socket.send_multipart((self._topic, vllm.encode_seq(batch.seq), payload), _NOBLOCK)
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
         """Note who came and went; hand the state to readers that need it."""
@@ -155,7 +159,12 @@ class ZMQTransport(FeedTransport):
             router = self._bound(zmq.ROUTER, settings.replay_port, REPLAY_HWM)
             self.replay_endpoint = _last_endpoint(router)
             self.replay = ReplayServer(
-                router, self._ring, self._topic, self._encode, chunk_bytes=settings.chunk_bytes
+                router,
+                self._ring,
+                self._topic,
+                self._encode,
+                chunk_bytes=settings.chunk_bytes,
+                stall_seconds=settings.stall_seconds,
             )
             self.replay.start()
 

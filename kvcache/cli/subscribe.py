@@ -169,7 +169,7 @@ def _fields(event: VLLMEvent) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return msgspec.json.encode(value, enc_hook=lambda item: type(item).__name__).decode()
 
 
 def _summary(index: Index) -> str:

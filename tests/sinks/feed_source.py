@@ -86,10 +86,8 @@ class Source:
         return self.batch(BlocksRemoved(0, 0, pack_i32(slots[::-1]), gone, RemoveReason.CAPACITY))
 
     def gap(self, batches: int) -> EventBatch:
-        """Stands for lost batches, as a runner writes it."""
-        first = self.seq
-        self.seq += batches
-        return EventBatch(self.seq - 1, 0, (Gap(first, self.seq - 1, "overflow"),))
+        """Stands for the last batches, as a runner writes it when it has lost them."""
+        return EventBatch(self.seq - 1, 0, (Gap(self.seq - batches, self.seq - 1, "overflow"),))
 
     def exported(self) -> EventBatch:
         runs, symbols, slots, keys = [], b"", [], b""

@@ -23,7 +23,6 @@ def stored(handle: int, blocks: int, space: Namespace = SPACES[0]) -> Stored:
     return Stored(0, 0, names(handle, blocks), b"", tokens(handle, blocks), BLOCK, space)
 
 
-
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("blocks", [1, 15, 16, 1000, 70_000])
 def test_the_bound_holds(space: Namespace, blocks: int) -> None:

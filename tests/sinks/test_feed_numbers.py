@@ -83,7 +83,7 @@ def test_reservation_is_durable_before_its_first_number_is_used(
     sync, replace = os.fsync, Path.replace
 
     def note_sync(descriptor: int) -> None:
-        calls.append("sync directory" if os.path.isdir(f"/dev/fd/{descriptor}") else "sync file")
+        calls.append("sync directory" if Path(f"/dev/fd/{descriptor}").is_dir() else "sync file")
         sync(descriptor)
 
     def note_replace(self: Path, target: Path) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from events.feed import Cleared, Removed, Stored
-from events.types import EventBatch
+from events.types import EventBatch, Namespace
 from sinks import SinkRunner
 from sinks.feed_numbers import FeedNumbers
 from sinks.router_feed import FeedBatch, FeedState, RouterFeed
@@ -31,7 +31,9 @@ class Clock:
 class Rig:
     """A feed with one transport, driven by hand as the runner would."""
 
-    def __init__(self, coalesce: float = 0.05, heartbeat: float = 1.0, max_batch_bytes: int = 1 << 20) -> None:
+    def __init__(
+        self, coalesce: float = 0.05, heartbeat: float = 1.0, max_batch_bytes: int = 1 << 20
+    ) -> None:
         self.clock = Clock()
         self.transport = RecordingTransport()
         self.source = Source()
@@ -72,7 +74,7 @@ def rig() -> Rig:
     """A feed whose start is over: "cleared" and the empty cache are out."""
     rig = Rig()
     rig.write(rig.source.created())
-    rig.tick(0.05)
+    rig.tick(0.06)
     rig.transport.sent.clear()
     return rig
 
@@ -88,9 +90,7 @@ class TestPace:
         """Nobody waits for more to come when nothing went out lately."""
         rig.write(rig.source.store(1, 2))
         (batch,) = rig.sent()
-        assert batch.changes == [
-            Stored(0, 0, names(1, 2), b"", tokens(1, 2), BLOCK, batch.changes[0].namespace)
-        ]
+        assert batch.changes == [Stored(0, 0, names(1, 2), b"", tokens(1, 2), BLOCK, Namespace())]
         assert batch.ts == 1.5e9 + rig.clock.now
 
     def test_what_follows_is_held_back_and_sent_together(self, rig: Rig) -> None:
@@ -150,7 +150,10 @@ class TestPace:
         rig.tick(0.02)
         rig.tick(0.99)
         rig.tick(0.02)
-        assert [(batch.seq, list(batch.changes)) for batch in rig.sent()] == [(first + 1, []), (first + 2, [])]
+        assert [(batch.seq, list(batch.changes)) for batch in rig.sent()] == [
+            (first + 1, []),
+            (first + 2, []),
+        ]
 
     def test_changes_put_heartbeats_off(self, rig: Rig) -> None:
         """Silence is counted from the last batch of any kind."""
@@ -178,7 +181,9 @@ class TestPace:
 class TestState:
     def test_is_that_of_the_last_number(self, rig: Rig) -> None:
         """What was held back goes out first, so that number and state belong together."""
-        rig.write(rig.source.store(1, 3), rig.source.store(2, 1), rig.source.remove(1), rig.source.store(3, 2))
+        rig.write(
+            rig.source.store(1, 3), rig.source.store(2, 1), rig.source.remove(1), rig.source.store(3, 2)
+        )
         rig.transport.wants_state = True
         rig.tick(0.02)
         (state,) = rig.transport.states
@@ -240,14 +245,14 @@ class TestLoss:
     def test_nothing_piles_up_while_sending_fails(self, rig: Rig) -> None:
         """The fold is what is kept: a feed that cannot send for long holds no list of changes."""
         rig.transport.fails = 10**6
-        for handle in range(1, 500):
+        for handle in range(1, 60):
             rig.feed.write(rig.source.store(handle, 1))
             with pytest.raises(OSError, match="broken"):
                 rig.tick(1)
         assert rig.feed._pending == []
         rig.transport.fails = 0
         rig.tick(1)
-        assert len(state_of([batch.changes for batch in rig.sent()])) == 499
+        assert len(state_of([batch.changes for batch in rig.sent()])) == 59
 
 
 class TestOpening:
@@ -355,7 +360,7 @@ class TestRunner:
         sink.overflow = "drop_newest"  # type: ignore[attr-defined]
         kept = []
         for overflow in (None, "drop_oldest"):
-            runner = SinkRunner(sink, "r", max_events=2, overflow=overflow)  # type: ignore[arg-type]
+            runner = SinkRunner(sink, "r", max_events=2, overflow=overflow)
             for seq in range(4):
                 runner.put(make_batch(seq))
             runner.start()
