@@ -83,7 +83,7 @@ class KVCacheManager:
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None
         created = cache_created(config, self.layout, heard=heard)
-        context = SinkContext(key_bytes=created.key_bytes, tokens_per_block=config.tokens_per_block)
+        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
             self._journal = Journal(created, outlets, wall_ns, config.event_buffer_max_size, first)
@@ -359,6 +359,12 @@ class KVCacheManager:
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
         return self._journal.outlets.sink_stats()
+
+    def wait_subscribers(
+        self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`."""
+        return self._journal.outlets.wait_subscribers(count, timeout, stop)
 
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
         """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.

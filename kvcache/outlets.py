@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
@@ -15,6 +16,7 @@ from kvcache.config import LogConfig
 from kvcache.replay import replay
 from kvcache.state import CacheState
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
+from sinks.router_feed import RouterFeed
 
 LogTarget = LogWriter | str | PathLike[str] | None
 
@@ -25,9 +27,7 @@ class Outlets:
     def __init__(self, log: LogWriter | None, runners: Sequence[SinkRunner]) -> None:
         self.log = log
         self._runners = list(runners)
-        self._folding: list[Any] = [
-            runner.sink for runner in self._runners if hasattr(runner.sink, "needs_state")
-        ]
+        self._folding = [runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed)]
 
     @classmethod
     def open(
@@ -35,6 +35,8 @@ class Outlets:
     ) -> Outlets:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
         writer = log if isinstance(log, LogWriter) or log is None else open_log(Path(log), config)
+        if writer is not None:
+            context = replace(context, state_dir=writer.directory)
         runners: list[SinkRunner] = []
         try:
             for sink in sinks:
@@ -74,6 +76,11 @@ class Outlets:
     def take_gap(self) -> Gap | None:
         """What the log has lost, once there is room again."""
         return self.log.take_gap() if self.log is not None else None
+
+    def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool]) -> bool:
+        """Wait until each feed for routers has so many readers; False if the time is over or `stop()` says so."""
+        deadline = time.monotonic() + timeout
+        return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self._folding)
 
     @property
     def state_needed(self) -> bool:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from events.feed import Change, Cleared, Feed
-from events.types import EventBatch, GroupCreated
+from events.types import EventBatch, Gap, GroupCreated
 from sinks.feed_batches import BATCH_BYTES, change_bytes, in_batches
 from sinks.feed_numbers import FeedNumbers
 from sinks.queue import Overflow
@@ -108,13 +108,16 @@ class RouterFeed:
         """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._opened: tuple[FeedTransport, ...] = ()
+        self.lost_seq: int | None = None
+        """The last batch that is missing, if any: the state is needed in a batch after it. One that was published
+        since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
         self._subscribers_changed = threading.Condition()
 
     @property
     def needs_state(self) -> bool:
         """Whether batches are missing and nothing goes out until a `StateExported` comes. For any thread."""
-        return self._feed.lost
+        return self.lost_seq is not None
 
     @property
     def subscribers(self) -> int:
@@ -148,6 +151,10 @@ class RouterFeed:
     def write(self, batch: EventBatch) -> None:
         """Fold a batch. What it changes goes out with one of the next ticks."""
         changes = self._feed.fold(batch)
+        if not self._feed.lost:
+            self.lost_seq = None
+        elif self.lost_seq is None or any(isinstance(event, Gap) for event in batch.events):
+            self.lost_seq = batch.seq
         if changes and not self._restate:
             self._pending += changes
             self._pending_bytes += sum(map(change_bytes, changes))
@@ -158,7 +165,7 @@ class RouterFeed:
         if self._is_due(now):
             self._flush()
         elif self._heartbeat and now - self._sent_at >= self._heartbeat:
-            self._send(())
+            self._send([()])
         if now - self._served_at >= SERVE_SECONDS:
             self._served_at = now
             self._serve()
@@ -181,25 +188,20 @@ class RouterFeed:
     def _flush(self) -> None:
         """Send everything that was held back."""
         changes, self._pending = self._pending, []
-        size, self._pending_bytes = self._pending_bytes, 0
+        size, self._pending_bytes = self._pending_bytes + BATCH_BYTES, 0
         if self._restate:
-            self._restate = False
-            for batch in in_batches([Cleared(), *self._feed.snapshot()], self._max_bytes):
-                self._send(batch)
-        elif changes and size + BATCH_BYTES <= self._max_bytes:
-            self._send(changes)
-        else:
-            for batch in in_batches(changes, self._max_bytes):
-                self._send(batch)
+            changes, size = [Cleared(), *self._feed.snapshot()], self._max_bytes + 1
+        if changes:
+            self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
-    def _send(self, changes: Sequence[Change]) -> None:
-        try:
+    def _send(self, batches: Iterable[Sequence[Change]]) -> None:
+        # Until all of it is out, what readers hold is not to be trusted.
+        self._restate = True
+        for changes in batches:
             batch = FeedBatch(self._numbers.take(), self._wall(), changes, self._feed.groups)
             for transport in self.transports:
                 transport.send(batch)
-        except BaseException:
-            self._restate = True
-            raise
+        self._restate = False
         self._sent_at = self._monotonic()
 
     def _serve(self) -> None:

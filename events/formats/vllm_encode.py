@@ -106,16 +106,18 @@ def _array(length: int) -> bytes:
 
 def _names(names: bytes, blocks: int) -> bytes | bytearray:
     """Fixed-width uint64; the names are big-endian already."""
-    if blocks == 1:
-        return _UINT64 + names
+    if blocks <= 1:
+        return _UINT64 + names if names else b""
     items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
     np.ndarray(blocks, _RAW64, items, 1, 9)[:] = np.ndarray(blocks, _RAW64, names)
     return items
 
 
-def _token_ids(tokens: bytes) -> bytearray:
+def _token_ids(tokens: bytes) -> bytes | bytearray:
     """Fixed-width uint32."""
     count = len(tokens) // TOKEN_BYTES
+    if not count:
+        return b""
     items = bytearray(b"\xce\0\0\0\0") * count
     np.ndarray(count, _BIG, items, 1, 5)[:] = np.ndarray(count, _LITTLE, tokens)
     return items

@@ -101,7 +101,14 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="sinks",
         metavar="URL",
-        help="publish events, as in stdout: or file:e.jsonl",
+        help="publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
+    )
+    group.add_argument(
+        "--wait-subscribers",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="begin when each zmq+pub: sink has N readers",
     )
     group.add_argument("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
     group.add_argument(
@@ -202,6 +209,9 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
         removed = directory.temporary and not args.keep
         describe_start(out, source, config, pools, directory.path, temporary=removed)
     manager = _open_manager(args, config, pools, writer, clock)
+    if args.wait_subscribers:
+        out.note(f"waiting for {args.wait_subscribers} readers of the feed; Ctrl-C ends that")
+        manager.wait_subscribers(args.wait_subscribers, stop=stop.is_set)
     played = _drive(args, out, stop, manager, source, pools, clock)
     return _finish(args, out, stop, manager, writer, played)
 

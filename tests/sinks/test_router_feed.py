@@ -218,6 +218,22 @@ class TestLoss:
         assert batch.changes[0] == Cleared()
         assert len(state_of([batch.changes])) == 6
 
+    def test_says_after_which_batch_the_state_is_needed(self, rig: Rig) -> None:
+        """One state published since the loss is enough; a later loss, which may have taken it, asks for another."""
+        rig.write(rig.source.store(1, 2))
+        assert rig.feed.lost_seq is None
+        rig.source.silent()
+        rig.write(rig.source.gap(1))
+        lost = rig.feed.lost_seq
+        assert lost == rig.source.seq - 1
+        rig.write(rig.source.silent())
+        assert rig.feed.lost_seq == lost
+        rig.source.exported()
+        rig.write(rig.source.gap(1))
+        assert rig.feed.lost_seq == rig.source.seq - 1 > lost
+        rig.write(rig.source.exported())
+        assert rig.feed.lost_seq is None
+
     def test_what_failed_on_its_way_is_told_again_as_a_whole(self, rig: Rig) -> None:
         """After a transport has raised, "cleared" and everything visible go out, under a new number."""
         rig.write(rig.source.store(1, 2))

@@ -1,0 +1,379 @@
+"""vLLM's wire format against bytes that other code made, and against a decoder that knows nothing of events.
+
+`tests/golden/vllm_wire.json` holds what batches mean, written down by hand, and their bytes, made by
+`tests.events.wire_packer`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.errors import EventDecodeError
+from events.feed import Change, Cleared, Removed, Stored
+from events.formats.vllm import (
+    END_OF_REPLAY,
+    decode_batch,
+    decode_seq,
+    encode_batch,
+    encode_seq,
+    parse_answer,
+    parse_message,
+    replay_request,
+)
+from events.packed import pack_i32
+from events.types import GroupCreated, Namespace
+from tests.conftest import ROOT
+from tests.events.wire_packer import pack_wire
+
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
+READ = {vector["name"]: vector for vector in GOLDEN["read"]}
+WRITTEN = {vector["name"]: vector for vector in GOLDEN["written"]}
+FRAMES = {vector["name"]: vector for vector in GOLDEN["frames"]}
+TS = 1700000000.5
+H1, H2, H3 = 0x1122334455667788, 0xF0E1D2C3B4A59687, 0x0000000100000002
+PLAIN = Namespace()
+ADAPTER = Namespace(7, "adapter", bytes(range(32)))
+SALTED = Namespace(None, None, bytes(range(32)))
+NUMBERED = Namespace(7, None, None)
+
+
+def names(*hashes: int) -> bytes:
+    return struct.pack(f">{len(hashes)}Q", *hashes)
+
+
+def stored(
+    hashes: Sequence[int],
+    tokens: Sequence[int],
+    parent: int | None = None,
+    group: int = 0,
+    level: int = 0,
+    namespace: Namespace = PLAIN,
+) -> Stored:
+    above = b"" if parent is None else names(parent)
+    size = len(tokens) // len(hashes)
+    return Stored(group, level, names(*hashes), above, pack_i32(tokens), size, namespace)
+
+
+def group(window: int, kind: str = "self") -> GroupCreated:
+    return GroupCreated(window, kind, (0,), (), (1, 1))
+
+
+WINDOWS = (group(512), group(4096), group(4096, "cross"))
+
+CHANGES: dict[str, tuple[list[Change], int, Sequence[GroupCreated]]] = {
+    "root": ([stored([H1], [7, 300, 70000, 5])], 0, WINDOWS[1:2]),
+    "child_on_host": ([stored([H2, 1], [1, 2, 3, 4], H1, level=1)], 2, ()),
+    "namespace": (
+        [
+            stored([H1, H2], [1, 2, 3, 4], namespace=ADAPTER),
+            stored([H3], [5, 6], H2, namespace=ADAPTER),
+            stored([H1], [1, 2], namespace=SALTED),
+            stored([H1], [1, 2], namespace=NUMBERED),
+        ],
+        0,
+        (),
+    ),
+    "windows": ([stored([H1], [1, 2], group=index) for index in range(3)], 300, WINDOWS),
+    "removed": ([Removed(0, 0, names(H3, H2)), Removed(1, 1, names(H1))], 0, WINDOWS),
+    "cleared": ([Cleared()], 0, WINDOWS),
+    "heartbeat": ([], 0, ()),
+    "long": ([stored([H1 + i for i in range(20)], range(40))], 0, ()),
+    "symbols": ([stored([H1], [2**31 - 1, -1])], 0, ()),
+}
+"""What the golden batches that we write were made of: changes, rank, groups."""
+
+
+def plain(value: Any) -> Any:
+    """As JSON would have it."""
+    if isinstance(value, bytes):
+        return "0x" + value.hex()
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def said(event: Any) -> dict[str, Any]:
+    """The type and the fields of an event that are not None."""
+    fields = {
+        name: plain(value) for name, value in msgspec.structs.asdict(event).items() if value is not None
+    }
+    return {"type": type(event).__name__, **fields}
+
+
+class TestGolden:
+    """Bytes that other code made."""
+
+    @pytest.mark.parametrize(
+        "vector", [*GOLDEN["read"], *GOLDEN["written"]], ids=lambda vector: vector["name"]
+    )
+    def test_bytes_are_those_of_an_independent_packer(self, vector: dict[str, Any]) -> None:
+        """The bytes in the file are the msgpack of what the file says, as msgpack's specification has it."""
+        assert pack_wire(vector["wire"]).hex() == vector["hex"]
+
+    @pytest.mark.parametrize("name", READ)
+    def test_reading(self, name: str) -> None:
+        """Every form of every event since vLLM 0.9 means what was written down for it."""
+        vector = READ[name]
+        batch = decode_batch(bytes.fromhex(vector["hex"]))
+        assert (batch.ts, type(batch.ts), batch.rank) == (vector["ts"], float, vector["rank"])
+        assert [said(event) for event in batch.events] == vector["events"]
+
+    def test_every_field_of_every_event_is_read(self) -> None:
+        """No field of the structs is missing from the golden batches."""
+        unread = {
+            (type(event).__name__, field): True
+            for vector in READ.values()
+            for event in decode_batch(bytes.fromhex(vector["hex"])).events
+            for field in event.__struct_fields__
+        }
+        for vector in READ.values():
+            for event in vector["events"]:
+                for field in event:
+                    unread.pop((event["type"], field), None)
+        assert unread == {}
+
+    @pytest.mark.parametrize("name", WRITTEN)
+    def test_writing(self, name: str) -> None:
+        """Changes become exactly these bytes: fixed-width hashes and tokens, all keys, media in capitals."""
+        changes, rank, groups = CHANGES[name]
+        assert encode_batch(changes, TS, rank, groups).hex() == WRITTEN[name]["hex"]
+
+    @pytest.mark.parametrize("name", WRITTEN)
+    def test_own_batches_are_read_back(self, name: str) -> None:
+        """What we write, we read: events, rank and time."""
+        changes, rank, _ = CHANGES[name]
+        batch = decode_batch(bytes.fromhex(WRITTEN[name]["hex"]))
+        assert (batch.ts, batch.rank, len(batch.events)) == (TS, rank, len(changes))
+
+    @pytest.mark.parametrize("name", FRAMES)
+    def test_frames(self, name: str) -> None:
+        """Messages and answers, of old and new servers, are taken apart into topic, number and batch."""
+        vector = FRAMES[name]
+        frames = [bytes.fromhex(frame) for frame in vector["frames"]]
+        found = parse_message(frames) if name.startswith("message") else parse_answer(frames)
+        if name.startswith("end"):
+            assert found is None
+        else:
+            assert found == (vector["topic"].encode(), vector["seq"], frames[-1])
+
+    def test_request(self) -> None:
+        """A replay is asked for with an empty frame and 8 bytes, big-endian."""
+        frames = [bytes.fromhex(frame) for frame in GOLDEN["request"]["frames"]]
+        assert replay_request(GOLDEN["request"]["start"]) == frames
+
+
+hashes = st.integers(0, 2**64 - 1)
+namespaces = st.sampled_from([PLAIN, ADAPTER, SALTED, NUMBERED])
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> Stored:
+    size = draw(st.sampled_from([1, 2, 16]))
+    found = draw(st.lists(hashes, min_size=1, max_size=40))
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=len(found), max_size=len(found)))
+    return stored(
+        found,
+        [token for token in tokens for _ in range(size)],
+        draw(st.none() | hashes),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 1)),
+        draw(namespaces),
+    )
+
+
+removals = st.builds(
+    Removed,
+    group=st.integers(0, 3),
+    level=st.integers(0, 1),
+    names=st.lists(hashes, max_size=40).map(lambda found: names(*found)),
+)
+
+
+def as_maps(change: Change) -> dict[str, Any]:
+    """What a router should find in an event."""
+    if isinstance(change, Cleared):
+        return {"type": "AllBlocksCleared"}
+    found = [int.from_bytes(change.names[at : at + 8], "big") for at in range(0, len(change.names), 8)]
+    shared = {"block_hashes": found, "medium": ["GPU", "CPU"][change.level], "group_idx": change.group}
+    if isinstance(change, Removed):
+        return {"type": "BlockRemoved", **shared}
+    space = change.namespace
+    adapter = {PLAIN: None, SALTED: None, ADAPTER: "adapter", NUMBERED: "7"}[space]
+    keys: list[list[str] | None] = [[adapter] if adapter else None for _ in found]
+    if space.salt_digest is not None and not change.parent:
+        keys[0] = [*(keys[0] or []), space.salt_digest.hex()]
+    return {
+        "type": "BlockStored",
+        **shared,
+        "parent_block_hash": int.from_bytes(change.parent, "big") if change.parent else None,
+        "token_ids": list(struct.unpack(f"<{len(change.tokens) // 4}i", change.tokens)),
+        "block_size": change.tokens_per_block,
+        "lora_id": space.lora_id,
+        "lora_name": adapter,
+        "extra_keys": keys,
+        "kv_cache_spec_kind": "full_attention",
+    }
+
+
+class TestEncoding:
+    """What we write, seen by a decoder that knows nothing of it."""
+
+    @given(
+        st.lists(stores() | removals | st.just(Cleared()), max_size=8),
+        st.floats(0, 2e9),
+        st.integers(0, 1 << 20),
+    )
+    def test_any_batch_is_valid_msgpack(self, changes: list[Change], ts: float, rank: int) -> None:
+        """A generic decoder finds the maps, with full widths, that the changes stand for."""
+        decoded = msgspec.msgpack.decode(encode_batch(changes, ts, rank))
+        assert decoded == [ts, [as_maps(change) for change in changes], rank]
+
+    def test_array_headers_of_all_sizes(self) -> None:
+        """Arrays of up to 15, up to 65535, and more items get the header that fits."""
+        for blocks in (15, 16, 65_535, 65_536):
+            tokens = np.arange(blocks, dtype="<i4")
+            store = Stored(0, 0, bytes(8 * blocks), b"", tokens.tobytes(), 1, PLAIN)
+            [_, [event], _] = msgspec.msgpack.decode(encode_batch([store], TS))
+            assert event["token_ids"] == tokens.tolist()
+            assert [len(event[key]) for key in ("block_hashes", "extra_keys")] == [blocks, blocks]
+        [_, events, _] = msgspec.msgpack.decode(encode_batch([Cleared()] * 70_000, TS))
+        assert events == [{"type": "AllBlocksCleared"}] * 70_000
+
+    def test_store_of_nothing(self) -> None:
+        """A store without blocks is a valid event, too."""
+        [_, [event], _] = msgspec.msgpack.decode(encode_batch([Stored(0, 0, b"", b"", b"", 1, SALTED)], TS))
+        assert (event["block_hashes"], event["token_ids"], event["extra_keys"]) == ([], [], [])
+
+    def test_adapter_without_a_name_goes_by_its_number(self) -> None:
+        """Blocks of an adapter known by number only are not announced as the base model's."""
+        [_, [event], _] = msgspec.msgpack.decode(encode_batch([stored([H1], [1], namespace=NUMBERED)], TS))
+        assert (event["lora_id"], event["lora_name"], event["extra_keys"]) == (7, "7", [["7"]])
+
+    def test_salt_is_on_the_first_block_of_a_prompt_only(self) -> None:
+        """The salt's digest is a key of the block without a parent, and of no other."""
+        digest = SALTED.salt_digest
+        assert digest is not None
+        changes = [
+            stored([H1, H2], [1, 2], namespace=SALTED),
+            stored([H3], [3], H2, namespace=SALTED),
+        ]
+        [_, [root, child], _] = msgspec.msgpack.decode(encode_batch(changes, TS))
+        assert (root["extra_keys"], child["extra_keys"]) == ([[digest.hex()], None], [None])
+
+
+class TestDecoding:
+    """What no decoder should trip over."""
+
+    @pytest.mark.parametrize(
+        "wire",
+        [
+            [],
+            [TS],
+            {"ts": TS},
+            ["1.5", [], 0],
+            [TS, {}, 0],
+            [TS, [], "0"],
+            [TS, [[]], 0],
+            [TS, [7], 0],
+            [TS, [{"block_hashes": [1]}], 0],
+            [TS, [{"type": 3}], 0],
+            [TS, [[3, 4]], 0],
+            [TS, [{"type": "BlockStored", "block_hashes": [1]}], 0],
+            [TS, [{"type": "BlockRemoved"}], 0],
+            [TS, [{"type": "BlockRemoved", "block_hashes": 1}], 0],
+            [TS, [{"type": "BlockRemoved", "block_hashes": ["secret"]}], 0],
+            [TS, [["BlockStored", [1], None, ["secret"], 4, None]], 0],
+            [TS, [["BlockStored", [1.5], None, [1], 1, None]], 0],
+            [TS, [["BlockStored", [1], None, [1], 1, None, 99]], 0],
+        ],
+    )
+    def test_wrong_shapes_are_refused(self, wire: Any) -> None:
+        """A batch that does not fit is an EventDecodeError, which repeats nothing of it and can be pickled."""
+        with pytest.raises(EventDecodeError) as caught:
+            decode_batch(pack_wire(wire))
+        assert "secret" not in str(caught.value)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        assert caught.value.__cause__ is None
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            b"",
+            b"\xc1",
+            b"\xdd\xff\xff\xff\xff",
+            b"\x92\x00" + b"\x91" * 5000 + b"\xc0",
+            b"\x92\x00\x91\x81\xa4type\xa1\xff",
+            b"\x92\x00\x91\x81\x80\x00",
+            b"\x92\x00\x90\x00",
+            b"\x93\x00\x90\xcf" + b"\xff" * 8 + b"\x00",
+        ],
+        ids=["nothing", "unused", "huge", "deep", "not_utf8", "unhashable", "more", "beyond"],
+    )
+    def test_bytes_that_are_no_msgpack_are_refused(self, data: bytes) -> None:
+        """Nonsense of every kind is an EventDecodeError."""
+        with pytest.raises(EventDecodeError):
+            decode_batch(data)
+
+    def test_mutations_are_read_or_refused(self) -> None:
+        """Whatever bytes change in a batch, it is read or refused with the one error; nothing else comes out."""
+        randomness = random.Random(7)
+        payloads = [bytes.fromhex(vector["hex"]) for vector in READ.values()]
+        outcomes = {True: 0, False: 0}
+        for _ in range(5000):
+            data = bytearray(randomness.choice(payloads))
+            for _ in range(randomness.randint(1, 3)):
+                data[randomness.randrange(len(data))] = randomness.randrange(256)
+            try:
+                decode_batch(bytes(data))
+                outcomes[True] += 1
+            except EventDecodeError:
+                outcomes[False] += 1
+        assert min(outcomes.values()) > 100
+
+
+class TestNumbers:
+    """The frame with the number."""
+
+    @given(st.integers(0, 2**64 - 1))
+    def test_round_trip(self, seq: int) -> None:
+        """Every number fits into 8 bytes that sort like it."""
+        frame = encode_seq(seq)
+        assert (len(frame), decode_seq(frame)) == (8, seq)
+        assert frame == struct.pack(">Q", seq)
+
+    @pytest.mark.parametrize("frame", [b"", b"\0" * 7, b"\0" * 9])
+    def test_other_lengths_are_refused(self, frame: bytes) -> None:
+        """A number that has not 8 bytes is none."""
+        with pytest.raises(EventDecodeError):
+            decode_seq(frame)
+
+    @pytest.mark.parametrize("frames", [[], [b"", bytes(8)], [b"", b"", bytes(8), b"x"]])
+    def test_messages_of_other_lengths_are_refused(self, frames: list[bytes]) -> None:
+        """A message has three frames."""
+        with pytest.raises(EventDecodeError):
+            parse_message(frames)
+
+    @pytest.mark.parametrize("frames", [[b""], [b"", b""], [b"x", bytes(8), b"x"], [b""] * 5])
+    def test_answers_of_other_shapes_are_refused(self, frames: list[bytes]) -> None:
+        """An answer has three or four frames, and an empty one first."""
+        with pytest.raises(EventDecodeError):
+            parse_answer(frames)
+
+    def test_batch_cannot_have_the_number_of_the_end(self) -> None:
+        """A message that is numbered like the end marker and yet holds a batch is refused."""
+        payload = pack_wire([TS, [], 0])
+        with pytest.raises(EventDecodeError):
+            parse_message([b"", END_OF_REPLAY, payload])
+        with pytest.raises(EventDecodeError):
+            parse_answer([b"", b"", END_OF_REPLAY, payload])
