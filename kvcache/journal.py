@@ -59,6 +59,8 @@ class Journal:
         self.outlets = outlets
         self._wall_ns = wall_ns
         self._next_seq = outlets.next_seq
+        self._exported_seq = -1
+        """The last batch that holds the whole state."""
         self._start(created, first)
 
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
@@ -96,8 +98,9 @@ class Journal:
         gap = self.outlets.take_gap()
         if gap is not None:
             self.bus.publish(gap)
-        if gap is not None or self.outlets.state_needed:
+        if gap is not None or self.outlets.lost_seq > self._exported_seq:
             self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
+            self._exported_seq = self._next_seq
         if not self.bus.pending:
             return None
         batch = EventBatch(self._next_seq, self._wall_ns(), self.bus.take())

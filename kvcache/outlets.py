@@ -83,9 +83,13 @@ class Outlets:
         return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self._folding)
 
     @property
-    def state_needed(self) -> bool:
-        """Whether a sink's fold has lost batches and must begin anew."""
-        return any(sink.needs_state for sink in self._folding)
+    def lost_seq(self) -> int:
+        """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none."""
+        lost = -1
+        for sink in self._folding:
+            if sink.lost_seq is not None and sink.lost_seq > lost:
+                lost = sink.lost_seq
+        return lost
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink."""

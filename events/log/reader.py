@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from events.codec import decode_batch
+from events.columns import are_keys, broken_column
 from events.errors import EventDecodeError, LogDamaged, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import Broken, Frame, Segment, is_log, segment_paths
+from events.packed import NAME_BYTES
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch
 
 _POLL_SECONDS = 0.05
@@ -56,6 +58,8 @@ class LogReader:
         self._stop = stop
         self._end: LogEnd | None = None
         self._last_seq: int | None = None
+        self._key_bytes = NAME_BYTES
+        """Of the cache created last; before any, the least that keys with names have."""
 
     @property
     def end(self) -> LogEnd:
@@ -68,6 +72,7 @@ class LogReader:
         if not is_log(self.directory):
             raise NotALog(self.directory)
         self._end = self._last_seq = None
+        self._key_bytes = NAME_BYTES
         end = LogEnd("open", None, self.directory, 0, 0)
         chain, previous = Chain(), None
         while (path := self._next(previous)) is not None:
@@ -159,8 +164,21 @@ class LogReader:
             raise LogDamaged(segment.path, frame.offset, header.seq, error.reason) from None
         if batch.seq != header.seq or len(batch.events) != header.events:
             raise LogDamaged(segment.path, frame.offset, header.seq, "header and payload disagree")
-        for event in batch.events:
-            if isinstance(event, CacheCreated) and event.format_version > FORMAT_VERSION:
-                raise LogTooNew(segment.path, event.format_version)
+        reason = self._what_is_broken(segment, batch)
+        if reason is not None:
+            raise LogDamaged(segment.path, frame.offset, header.seq, reason)
         self._last_seq = batch.seq
         return batch
+
+    def _what_is_broken(self, segment: Segment, batch: EventBatch) -> str | None:
+        """What no reader of the events could make sense of; None if there is nothing."""
+        for event in batch.events:
+            if type(event) is CacheCreated:
+                if event.format_version > FORMAT_VERSION:
+                    raise LogTooNew(segment.path, event.format_version)
+                if not are_keys(event.key_bytes):
+                    return f"keys cannot have {event.key_bytes} bytes"
+                self._key_bytes = event.key_bytes
+            elif (name := broken_column(event, self._key_bytes)) is not None:
+                return f"the column {name} of {type(event).__name__} does not hold whole entries"
+        return None

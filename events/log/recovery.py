@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
@@ -51,6 +52,9 @@ def _lock(directory: Path) -> int:
     # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotALog(directory)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +80,10 @@ class Broken:
 
 
 class Segment:
-    """One segment file, open for reading; `offset` is where the next frame begins."""
+    """One segment file, open for reading; `offset` is where the next frame begins.
+
+    Opening raises LogDamaged if it is no file, and OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -87,8 +91,12 @@ class Segment:
         self._window = memoryview(b"")
         self._window_start = 0
         self._seed = 0
-        # SECURITY: a link in the directory could make us read, and later cut, some other file.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make
+        # us wait for ever.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            os.close(self.descriptor)
+            raise LogDamaged(path, 0, None, "it is not a regular file")
 
     def __enter__(self) -> Self:
         return self

@@ -96,11 +96,12 @@ def _lines(report: Report) -> Iterator[str]:
     if not isinstance(report, Received):
         yield paint(f"{'':>9}  {_interruption(report)}", "yellow")
         return
+    replayed = ["(replayed)"] if report.replayed else []
     for number, event in enumerate(report.batch.events):
         kind, address = type(event).__name__, f"{report.seq}.{number}"
         name = paint(f"{kind:<{_TYPE_WIDTH}}", _COLORS.get(kind))
-        replayed = " (replayed)" if report.replayed else ""
-        yield f"{paint(f'{address:>9}', 'dim')}  {name}  {_details(event)}{replayed}".rstrip()
+        details = " ".join([*_details(event), *replayed])
+        yield f"{paint(f'{address:>9}', 'dim')}  {name}  {details}".rstrip()
 
 
 def _interruption(report: Missed | Restarted) -> str:
@@ -114,27 +115,31 @@ def _interruption(report: Missed | Restarted) -> str:
     return f"missed {batches} ({span}), {fate}"
 
 
-def _details(event: VLLMEvent) -> str:
+def _details(event: VLLMEvent) -> list[str]:
     from events.formats.vllm import BlockRemoved, BlockStored, Unknown
 
     if isinstance(event, Unknown):
-        return f"type={text(event.name)}"
+        return [f"type={text(event.name)}"]
     if not isinstance(event, BlockStored | BlockRemoved):
-        return ""
-    where = "" if event.medium is None else f"{text(event.medium)} "
-    line = f"{where}group={event.group_idx or 0} blocks={len(event.block_hashes)}{_names(event.block_hashes)}"
-    if isinstance(event, BlockRemoved):
-        return line
-    parent = "" if event.parent_block_hash is None else f" after {_name(event.parent_block_hash)}"
-    adapter = event.lora_id if event.lora_name is None else event.lora_name
-    lora = "" if adapter is None else f" lora={text(adapter)}"
-    return f"{line}{parent} tokens={len(event.token_ids)}{lora}"
+        return []
+    words = [] if event.medium is None else [text(event.medium)]
+    words += [
+        f"group={event.group_idx or 0}",
+        f"blocks={len(event.block_hashes)}",
+        *_names(event.block_hashes),
+    ]
+    if isinstance(event, BlockStored):
+        if event.parent_block_hash is not None:
+            words.append(f"after {_name(event.parent_block_hash)}")
+        words.append(f"tokens={len(event.token_ids)}")
+        adapter = event.lora_id if event.lora_name is None else event.lora_name
+        if adapter is not None:
+            words.append(f"lora={text(adapter)}")
+    return words
 
 
-def _names(hashes: tuple[Hash, ...]) -> str:
-    if not hashes:
-        return ""
-    return f" {_name(hashes[0])}" if len(hashes) == 1 else f" {_name(hashes[0])}..{_name(hashes[-1])}"
+def _names(hashes: tuple[Hash, ...]) -> list[str]:
+    return ["..".join(map(_name, dict.fromkeys((hashes[0], hashes[-1]))))] if hashes else []
 
 
 def _name(name: Hash) -> str:

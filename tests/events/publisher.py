@@ -50,6 +50,7 @@ class Publisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
         self._socket.linger = 0
+        self._socket.sndhwm = 0  # nothing is lost that a test does not lose on purpose
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -104,6 +105,7 @@ class ReplayServer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
+        self._socket.sndhwm = 0
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve)

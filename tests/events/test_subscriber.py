@@ -137,9 +137,9 @@ class TestLive:
     @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:5557", "http://127.0.0.1:1", "tcp://127.0.0.1"])
     def test_wrong_endpoints(self, endpoint: str) -> None:
         """An endpoint that can never work is refused at once, wherever it is given."""
-        for arguments in ({"endpoint": endpoint}, {"endpoint": "tcp://127.0.0.1:1", "replay": endpoint}):
+        for given, replay in ((endpoint, None), ("tcp://127.0.0.1:1", endpoint)):
             with pytest.raises(EndpointError, match=r"write tcp://HOST:PORT") as caught:
-                Subscriber(**arguments)
+                Subscriber(given, replay=replay)
             assert caught.value.endpoint == endpoint
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -327,8 +327,13 @@ class TestIndex:
             medium: level_of(medium) for medium in (None, "GPU", "CPU", "cpu", "CPU_PINNED", "DISK", "X")
         }
         assert levels == {
-            **{None: GPU, "GPU": GPU, "CPU": HOST, "cpu": HOST, "CPU_PINNED": HOST},
-            **{"DISK": STORAGE, "X": STORAGE},
+            None: GPU,
+            "GPU": GPU,
+            "CPU": HOST,
+            "cpu": HOST,
+            "CPU_PINNED": HOST,
+            "DISK": STORAGE,
+            "X": STORAGE,
         }
 
     def test_reports(self) -> None:

@@ -1,0 +1,183 @@
+"""`kvcache subscribe` at a real publisher."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cli.conftest import Kvcache, Start
+from tests.conftest import RunPython
+from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+
+H1, H2 = 0x1122334455667788, 0xF0E1D2C3B4A59687
+TOKENS = (1 << 30) + 12345
+"""A token id that would be recognized in any output."""
+
+
+def secret(*hashes: int, **options: object) -> dict[str, object]:
+    return {**stored(*hashes), "token_ids": [TOKENS] * (2 * len(hashes)), **options}
+
+
+STORY = {
+    0: batch(CLEARED),
+    1: batch(secret(H1, H2, lora_name="chat bot"), secret(3, medium="CPU")),
+    2: batch(),
+    3: batch(secret(5, parent_block_hash=H2), removed(5), {"type": "Later\x1b[2J"}),
+}
+LINES = [
+    "      0.0  AllBlocksCleared",
+    "      1.0  BlockStored       GPU group=0 blocks=2 11223344..f0e1d2c3 tokens=4 lora='chat bot'",
+    "      1.1  BlockStored       CPU group=0 blocks=1 00000000 tokens=2",
+    "      3.0  BlockStored       GPU group=0 blocks=1 00000000 after f0e1d2c3 tokens=2",
+    "      3.1  BlockRemoved      GPU group=0 blocks=1 00000000",
+    "      3.2  Unknown           type='Later\\x1b[2J'",
+]
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher() as publisher:
+        yield publisher
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err.splitlines()
+
+
+class TestLines:
+    """For people."""
+
+    def test_live(self, start: Start, publisher: Publisher) -> None:
+        """Each event is a line as it comes, without token ids; --count ends it; a summary is on stderr."""
+        process = start("subscribe", publisher.endpoint, "--count", 3)
+        publisher.wait_subscribed()
+        for seq, payload in STORY.items():
+            publisher.send(seq, payload)
+        code, out, err = ended(process)
+        assert (code, out.splitlines()) == (0, LINES)
+        assert str(TOKENS) not in out
+        assert err == [
+            f"kvcache: listening to {publisher.endpoint}",
+            "kvcache: 4 batches, 6 events; 2 blocks on GPU, 1 in host memory; 0 batches lost",
+        ]
+
+    def test_replay(self, kvcache: Kvcache, publisher: Publisher) -> None:
+        """With --replay it begins with all that the publisher still knows, and says what was forgotten."""
+        kept = {seq: STORY[seq] for seq in (1, 2, 3)}
+        with replaying(kept) as server:
+            done = kvcache("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 2)
+        assert done.code == 0
+        assert done.out.splitlines() == [
+            "           missed 1 batch (0), lost: not received",
+            *(f"{line} (replayed)" for line in LINES[1:]),
+        ]
+        assert done.err.splitlines()[1] == (
+            "kvcache: 3 batches, 5 events; 2 blocks on GPU, 1 in host memory; 1 batch lost"
+        )
+
+    def test_gaps_and_restarts(self, start: Start, publisher: Publisher) -> None:
+        """What was missed and recovered, and a publisher that begins anew, are lines of their own."""
+        with replaying({seq: batch(CLEARED) for seq in range(1, 4)}) as server:
+            process = start("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 5)
+            publisher.wait_subscribed()
+            assert server.asked.acquire(timeout=60)
+            publisher.send(6, batch(CLEARED, ts=9.0))
+            assert server.asked.acquire(timeout=60)
+            publisher.send(0, batch(CLEARED, ts=10.0))
+            code, out, err = ended(process)
+        assert code == 0
+        assert [line.strip() for line in out.splitlines()] == [
+            "missed 1 batch (0), lost: not received",
+            *(f"{seq}.0  AllBlocksCleared  (replayed)" for seq in (1, 2, 3)),
+            "missed 2 batches (4-5), lost: not received",
+            "6.0  AllBlocksCleared",
+            "the publisher restarted: batch 0 came after 6",
+            "0.0  AllBlocksCleared",
+        ]
+        assert err[-1].endswith("3 batches lost; 1 restart")
+
+    def test_quiet(self, kvcache: Kvcache, publisher: Publisher) -> None:
+        """-q leaves the events only."""
+        with replaying({0: batch(CLEARED)}) as server:
+            done = kvcache("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 1, "-q")
+        assert done == (0, "      0.0  AllBlocksCleared  (replayed)\n", "")
+
+
+def test_json(kvcache: Kvcache, publisher: Publisher) -> None:
+    """Programs get every field, tokens included, and hashes as hex digits, which no reader rounds."""
+    later = secret(H1, parent_block_hash=-1, extra_keys=[["0x0102", 5]])
+    story = {
+        1: batch(later, ts=2.5, rank=3),
+        2: batch({**removed(), "block_hashes": ["0x" + "00" * 8 + f"{H2:016x}"]}),
+    }
+    with replaying(story) as server:
+        done = kvcache(
+            *("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 2, "--json", "-q")
+        )
+    missed, store, removal = map(json.loads, done.out.splitlines())
+    assert missed == {
+        "type": "Missed",
+        "first": 0,
+        "last": 0,
+        "recovered": False,
+        "reason": "not received",
+    }
+    assert {key: value for key, value in store.items() if value is not None} == {
+        "seq": 1,
+        "index": 0,
+        "ts": 2.5,
+        "rank": 3,
+        "topic": "kv",
+        "replayed": True,
+        "type": "BlockStored",
+        "block_hashes": [f"{H1:016x}"],
+        "parent_block_hash": "f" * 16,
+        "token_ids": [TOKENS] * 2,
+        "block_size": 2,
+        "medium": "GPU",
+        "group_idx": 0,
+        "extra_keys": [["AQI=", 5]],
+    }
+    assert (removal["type"], removal["block_hashes"]) == ("BlockRemoved", [f"{H2:016x}"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_it_with_a_summary(start: Start, publisher: Publisher, number: signal.Signals) -> None:
+    """Ctrl-C and SIGTERM end it without a traceback, with the summary of what was heard."""
+    process = start("subscribe", publisher.endpoint)
+    publisher.wait_subscribed()
+    publisher.send(0, STORY[1])
+    assert process.stdout is not None
+    assert process.stdout.readline().rstrip() == LINES[1].replace("1.0", "0.0")
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert code == 128 + number
+    assert err[1:] == ["kvcache: 1 batch, 2 events; 2 blocks on GPU, 1 in host memory; 0 batches lost"]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["http://127.0.0.1:1"], "http://127.0.0.1:1: "),
+        (["tcp://127.0.0.1:1", "--replay", "nonsense"], "nonsense: "),
+        (["tcp://127.0.0.1:1", "--count", "0"], "'0' is not an integer of at least 1"),
+        ([], "the following arguments are required: ENDPOINT"),
+    ],
+)
+def test_wrong_requests(kvcache: Kvcache, args: list[str], says: str) -> None:
+    """An endpoint or a count that cannot be is one line, and exits with 2."""
+    done = kvcache("subscribe", *args, "-q")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert done.err.startswith("kvcache: error: ")
+    assert says in done.err
+
+
+def test_other_commands_do_not_load_zeromq(run_python: RunPython) -> None:
+    """Declaring the command costs the others nothing."""
+    done = run_python("import sys; from kvcache.cli.parser import build_parser\nprint('zmq' in sys.modules)")
+    assert (done.stdout, done.stderr) == ("False\n", "")
