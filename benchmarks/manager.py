@@ -22,11 +22,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
 from events.log import LogWriter
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.errors import OutOfBlocks
 from kvcache.workload.mooncake import TraceRequest, read_trace
 from kvcache.workload.tokens import output_tokens, prompt_tokens
+from sinks import SinkContext, SinkRunner, open_sink
 
 TOKENS_PER_BLOCK = 16
 PRIMARY_BLOCKS = 65_536
@@ -36,8 +38,10 @@ MODES = {
     "off-named": "v2_sha256_64",
     "log": "auto",
     "log-xxh3": "xxh3_64",
+    "wire": "auto",
 }
-"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3."""
+"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, and
+the feed for routers: projected, encoded and sent over ZMQ, one batch per step, as the peers do."""
 
 
 class Clock:
@@ -137,6 +141,13 @@ def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -
     return engine
 
 
+def feed(config: KVCacheConfig) -> SinkRunner:
+    """The feed without coalescing; the engine waits for it, so that nothing is left out."""
+    url = "zmq+pub://127.0.0.1:0?coalesce=0"
+    context = SinkContext(ALGORITHMS[DEFAULT_ALGORITHM].key_bytes, config.tokens_per_block)
+    return SinkRunner(open_sink(url, context), url, overflow="block", drain_seconds=60)
+
+
 def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict[str, Any]:
     """One run in this process."""
     requests = list(read_trace(trace, count))
@@ -153,7 +164,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         gc.freeze()
         clock = Clock(by_call=by_call)
         log = LogWriter(f"{directory}/log", overflow="block", fsync="never") if mode.startswith("log") else None
-        manager = KVCacheManager(config, log=log)
+        manager = KVCacheManager(config, log=log, sinks=[feed(config)] if mode == "wire" else [])
         engine = drive(manager, requests, clock)
         clock.timed(manager.close)()
         cpu = clock.cpu
@@ -233,7 +244,8 @@ def main() -> None:
         report(results)
         return
     summary = {"modes": results}
-    for key, mode in (("cpu_seconds_per_1000", "log"), ("cpu_seconds_per_1000_events_off", "off")):
+    keys = {"log": "cpu_seconds_per_1000", "off": "cpu_seconds_per_1000_events_off", "wire": "cpu_seconds_per_1000_wire"}
+    for mode, key in keys.items():
         if mode in results:
             summary[key] = results[mode]["cpu_seconds_per_1000"]
             summary["hit_tokens"] = results[mode]["hit_tokens"]

@@ -258,16 +258,14 @@ class Feed:
                 columns.set_state(slots, WAITING)
             self._waiting.append((group, level, slots, stored.names))
 
-    def _withdraw(self, group: int, level: int, slots: array[int]) -> bytes:
-        """The blocks are not in these slots any more, shallowest last; returns the names of all that were."""
+    def _withdraw(self, group: int, level: int, slots: array[int]) -> None:
+        """The blocks are not in these slots any more, shallowest last."""
         columns, hidden = self._columns[group][level], self._hidden[group]
-        names = columns.names_in(slots)
+        if hidden:
+            hidden.difference_update(_split(columns.names_in(slots)))
         told = columns.take_out(slots)
         if told:
             self._changes.append(Removed(group, level, told))
-        if hidden:
-            hidden.difference_update(_split(names))
-        return names
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         self._withdraw(event.group, event.level, array("i", event.slots))
@@ -284,7 +282,8 @@ class Feed:
             to_slots.reverse()
         target.copy_from(source, from_slots, to_slots, event.transfer)
         from_slots.reverse()
-        names = self._withdraw(event.group, event.from_level, from_slots)
+        names = source.names_in(from_slots)
+        self._withdraw(event.group, event.from_level, from_slots)
         self._hidden[event.group].update(_split(names))
         if event.transfer:
             self._expect(event.transfer, event.group, event.to_level, to_slots)

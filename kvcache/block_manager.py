@@ -26,6 +26,7 @@ from events.types import (
     TransferLanded,
 )
 from kvcache.admission import Plan, admit, fitting
+from kvcache.arguments import checked_request_id
 from kvcache.config import KVCacheConfig
 from kvcache.decoding import DecodeBatch
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
@@ -35,6 +36,8 @@ from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.window_manager import Swap, WindowBlockManager
+
+_PLAIN_IDS = frozenset((str, int))
 
 
 class BlockManager:
@@ -78,23 +81,37 @@ class BlockManager:
             self._emit(ContextComputed(sequence.handle, num_tokens))
         return self.window.store(sequence)
 
-    def running(self, request_ids: Items[RequestId]) -> list[Sequence]:
-        """The sequences of these requests; raises `UnknownRequest`, or `UsageError` for one named twice."""
-        handles, sequences = self._state.handles, self._state.sequences
-        try:
-            running = [sequences[handles[request_id]] for request_id in request_ids]
-        except KeyError as error:
-            raise UnknownRequest(error.args[0]) from None
+    def sequence(self, request_id: RequestId) -> Sequence:
+        """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
+        if type(request_id) is not str and type(request_id) is not int:
+            request_id = checked_request_id(request_id)
+        handle = self._state.handles.get(request_id)
+        if handle is None:
+            raise UnknownRequest(request_id)
+        return self._state.sequences[handle]
+
+    def running(self, request_ids: list[RequestId]) -> list[Sequence]:
+        """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
+        if _PLAIN_IDS.issuperset(map(type, request_ids)):
+            handles, sequences = self._state.handles, self._state.sequences
+            try:
+                running = [sequences[handles[request_id]] for request_id in request_ids]
+            except KeyError as error:
+                raise UnknownRequest(error.args[0]) from None
+        else:
+            running = [self.sequence(request_id) for request_id in request_ids]
         if len(set(running)) != len(running):
             raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
         return running
 
-    def decode_batch(self, request_ids: Items[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
+    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
         """The sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self._decoding
-        if not isinstance(request_ids, list):
-            request_ids = list(request_ids)
-        if batch is None or batch.ids != request_ids:
+        try:
+            same = batch is not None and batch.ids == request_ids
+        except Exception:  # noqa: BLE001  what cannot be compared is no id, which is said below
+            same = False
+        if batch is None or not same:
             batch = DecodeBatch(request_ids, self.running(request_ids), self._state.tokens_per_block, limit)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(

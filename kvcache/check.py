@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 
+import numpy as np
+
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.group_state import GroupState
@@ -20,8 +22,14 @@ from kvcache.state import CacheState
 
 def check(state: CacheState) -> None:
     """Verify the whole state."""
-    for index, group in enumerate(state.groups):
+    for group in state.groups:
         _check_tree(group)
+    check_slots(state)
+
+
+def check_slots(state: CacheState) -> None:
+    """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
+    for index, group in enumerate(state.groups):
         references: Counter[int] = Counter()
         private: Counter[int] = Counter()
         for sequence in state.sequences.values():
@@ -98,9 +106,12 @@ def _check_references(group: GroupState, references: Counter[int], private: Coun
 
 def _check_level(group: GroupState, level: Level, private: Counter[int]) -> None:
     runs = [run for run in group.tree.runs.values() if run.level == level.index]
-    cached = Counter(slot for run in runs for slot in run.slots)
-    everything = [*level.free, *cached.elements(), *private]
-    invariant(sorted(everything) == list(range(level.size)), "a slot is in two places or in none")
+    cached = array("i")
+    for run in runs:
+        cached += run.slots
+    everything = np.sort(np.array(level.free + cached + array("i", private), np.int32))
+    once = len(everything) == level.size and np.array_equal(everything, np.arange(level.size))
+    invariant(once, "a slot is in two places or in none")
     for run in runs:
         invariant(all(level.owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
     invariant(int((level.owners >= 0).sum()) == len(cached), "an uncached slot has an owner")

@@ -7,9 +7,19 @@ may find others after folding from the start), only what is cached, held and fre
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from events.types import GroupExported, SequenceExported, StateExported, TransferExported
+from events.packed import SLOT_BYTES
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    GroupExported,
+    SequenceExported,
+    StateExported,
+    TransferExported,
+)
+from kvcache.check import check_slots
 from kvcache.errors import invariant
 from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node, Run, runs_below
@@ -85,7 +95,7 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
 
 
 def install(state: CacheState, event: StateExported) -> None:
-    """Replace the state by an exported one."""
+    """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
     from kvcache.state import Transfer  # state installs by this module
 
     invariant(state.created is not None, "a state was exported before the cache was created")
@@ -99,48 +109,83 @@ def install(state: CacheState, event: StateExported) -> None:
     state.sequences.clear()
     state.handles.clear()
     for entry in event.sequences:
+        invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
         _install_sequence(state, entry)
+    invariant(len(state.sequences) == len(event.sequences), "two sequences have one handle")
     state.transfers = {
         item.transfer: Transfer(item.group, item.level, array("i", item.slots), item.handle, item.first_block)
         for item in event.transfers
     }
     for transfer_id, transfer in state.transfers.items():
+        invariant(transfer.level in (PRIMARY, SECONDARY), "there is no such level")
         state.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
     state.next_handle, state.next_transfer = event.next_handle, event.next_transfer
     state.stamp, state.changed_blocks = event.stamp, event.changed_blocks
+    check_slots(state)
 
 
 def _install_group(state: CacheState, group: GroupState, exported: GroupExported) -> None:
     roots = [group.root(namespace, state.root_key(namespace)) for namespace in exported.namespaces]
-    numbers = array("q", exported.runs)
-    symbols = exported.symbols if state.tokens_recorded else exported.keys
-    slots, runs = array("i", exported.slots), list[Run]()
-    block = symbol_at = 0
-    for at in range(0, len(numbers), COLUMNS):
-        parent, count, last_tokens, *columns = numbers[at : at + COLUMNS]
-        partial = last_tokens if last_tokens < group.tokens_per_block else 0
-        size = count * group.tree.block_bytes
-        if partial and state.tokens_recorded:
-            size -= (group.tokens_per_block - partial) * SYMBOL_BYTES
-        key_range = slice(block * group.tree.key_bytes, (block + count) * group.tree.key_bytes)
-        run = group.tree.new_run(
-            runs[parent] if parent >= 0 else roots[-1 - parent],
-            bytearray(symbols[symbol_at : symbol_at + size]),
-            slots[block : block + count],
-            bytearray(exported.keys[key_range]),
-        )
-        run.partial = partial
-        run.level, run.priority, run.expiry, run.stamp, run.refs, run.transfer = columns
-        _place(group, run)
-        runs.append(run)
-        block += count
-        symbol_at += size
+    columns = _Columns(state, group, exported)
+    runs = list[Run]()
+    for parent, numbers in columns.rows():
+        runs.append(columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers))
+        _place(group, runs[-1])
+    columns.check_used_up()
     for run in runs:
         group.levels[run.level].add_leaf(run)
     for level, free in zip(group.levels, exported.free, strict=True):
         level.free = array("i", free)
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
+
+
+class _Columns:
+    """The columns of a group, from which the runs are cut one after the other."""
+
+    def __init__(self, state: CacheState, group: GroupState, exported: GroupExported) -> None:
+        self._group = group
+        self._with_tokens = state.tokens_recorded
+        self._numbers = array("q", exported.runs)
+        self._symbols = exported.symbols if state.tokens_recorded else exported.keys
+        self._slots = array("i", exported.slots)
+        self._keys = exported.keys
+        self._block = self._symbol = 0
+        whole = len(self._keys) == len(self._slots) * group.tree.key_bytes
+        invariant(whole, "the exported keys are not those of the exported blocks")
+
+    def rows(self) -> Iterator[tuple[int, array[int]]]:
+        """Each run's parent and its other numbers."""
+        invariant(len(self._numbers) % COLUMNS == 0, "the exported runs are cut short")
+        for at in range(0, len(self._numbers), COLUMNS):
+            yield self._numbers[at], self._numbers[at + 1 : at + COLUMNS]
+
+    def run(self, parent: Node, count: int, last_tokens: int, level: int, *rest: int) -> Run:
+        """The next run."""
+        group, begin, symbol = self._group, self._block, self._symbol
+        invariant(0 < count <= len(self._slots) - begin, "an exported run has an impossible number of blocks")
+        invariant(0 < last_tokens <= group.tokens_per_block, "an exported block has an impossible number of tokens")
+        invariant(level in (PRIMARY, SECONDARY), "there is no such level")
+        partial = last_tokens % group.tokens_per_block
+        size = count * group.tree.block_bytes
+        if partial and self._with_tokens:
+            size -= (group.tokens_per_block - partial) * SYMBOL_BYTES
+        self._block, self._symbol = begin + count, symbol + size
+        key_bytes = group.tree.key_bytes
+        run = group.tree.new_run(
+            parent,
+            bytearray(self._symbols[symbol : self._symbol]),
+            self._slots[begin : self._block],
+            bytearray(self._keys[begin * key_bytes : self._block * key_bytes]),
+        )
+        run.partial, run.level = partial, level
+        run.priority, run.expiry, run.stamp, run.refs, run.transfer = rest
+        return run
+
+    def check_used_up(self) -> None:
+        """The runs are all there is."""
+        fits = self._block == len(self._slots) and self._symbol == len(self._symbols)
+        invariant(fits, "the exported runs do not fit their blocks and tokens")
 
 
 def _place(group: GroupState, run: Run) -> None:
@@ -156,9 +201,12 @@ def _install_sequence(state: CacheState, entry: SequenceExported) -> None:
     for group, stored, slots in zip(state.groups, entry.stored, entry.slots, strict=True):
         root = group.root(entry.namespace, state.root_key(entry.namespace))
         root.users += 1
-        last = array("i", slots)[stored - 1] if stored else None
-        tails.append(root if last is None else group.owner(0, last))
-    tokens = array("i", entry.tokens if state.tokens_recorded else bytes(SYMBOL_BYTES * entry.num_tokens))
+        invariant(0 <= stored <= len(slots) // SLOT_BYTES, "a sequence has more cached blocks than blocks")
+        tail = group.owner(PRIMARY, array("i", slots)[stored - 1]) if stored else root
+        invariant(tail.end == stored, "a sequence's cached blocks end inside a run")
+        tails.append(tail)
+    tokens = state.tokens_of(entry.num_tokens, entry.tokens)
+    invariant(0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty")
     sequence = Sequence(entry.handle, entry.request_id, entry.namespace, tokens, tails)
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
     sequence.tables = [array("i", slots) for slots in entry.slots]

@@ -22,10 +22,15 @@ class Guard:
         self.closed = False
         self.failure: str | None = None
 
+    def refuse_other_threads(self) -> None:
+        """Refuse a call from another thread only: closing must work after a failure."""
+        if threading.get_ident() != self._owner:
+            raise WrongThread(self._owner_name, threading.current_thread().name)
+
     def enter(self) -> None:
         """Refuse a call from another thread, after a failure, or after closing."""
         if threading.get_ident() != self._owner:
-            raise WrongThread(self._owner_name, threading.current_thread().name)
+            self.refuse_other_threads()
         if self.failure is not None:
             raise Poisoned(self.failure)
         if self.closed:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass
+from typing import Any
 
 from events.types import Namespace, RequestId
+from kvcache.arguments import checked_request_id, listed
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, UsageError
-from kvcache.lookup import checked_integer, checked_text, namespace_of
+from kvcache.lookup import namespace_of
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Request
 from kvcache.tokens import pack_tokens
@@ -28,28 +30,21 @@ class Incoming:
         return len(self.symbols) // SYMBOL_BYTES
 
 
-def incoming(request: Request) -> Incoming:
-    """Validate a request; raises `UsageError` or `InvalidTokens`."""
-    given: object = request.request_id
-    request_id: RequestId
-    if isinstance(given, str):
-        request_id = checked_text(given, "a request id")
-    elif isinstance(given, int) and not isinstance(given, bool):
-        request_id = checked_integer(given, "an integer request id")
-    else:
-        raise UsageError(f"a request id must be a string or an integer, not {type(given).__name__}")
+def incoming(request: Any, max_tokens: int) -> Incoming:
+    """Validate a `Request`; raises `UsageError`, `InvalidTokens` or `PromptTooLong`."""
+    if not isinstance(request, Request):
+        raise UsageError(f"each request must be a Request, not {type(request).__name__}")
+    request_id = checked_request_id(request.request_id)
     namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt)
-    symbols = pack_tokens(request.tokens)
+    symbols = pack_tokens(request.tokens, max_tokens)
     if not symbols:
         raise InvalidTokens("the prompt is empty: at least one token is needed")
     return Incoming(request_id, namespace, symbols)
 
 
-def incoming_batch(
-    requests: Iterable[Request], running: Container[RequestId], max_tokens: int
-) -> list[Incoming]:
-    """Validate a batch; raises `DuplicateRequest` and `PromptTooLong` as well."""
-    batch = [incoming(request) for request in requests]
+def incoming_batch(requests: object, running: Container[RequestId], max_tokens: int) -> list[Incoming]:
+    """Validate a batch, given as a list or iterator; raises `DuplicateRequest` as well."""
+    batch = [incoming(request, max_tokens) for request in listed(requests, "requests")]
     seen: set[RequestId] = set()
     for request in batch:
         if request.request_id in running or request.request_id in seen:

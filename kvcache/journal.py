@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from events.bus import EventBus
@@ -41,7 +39,6 @@ class Journal:
         self,
         created: CacheCreated,
         outlets: Outlets,
-        wall_ns: Callable[[], int],
         event_buffer_max_size: int = 0,
         first: StateExported | None = None,
     ) -> None:
@@ -57,7 +54,7 @@ class Journal:
             LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
         )
         self.outlets = outlets
-        self._wall_ns = wall_ns
+        self._state_due = False
         self._next_seq = outlets.next_seq
         self._exported_seq = -1
         """The last batch that holds the whole state."""
@@ -93,17 +90,24 @@ class Journal:
         for subscriber in self._subscribers[kind]:
             subscriber(event)
 
-    def flush(self) -> EventBatch | None:
-        """Hand over what happened as one batch; an empty one is not made."""
+    def due(self) -> bool:
+        """Whether there is something to flush; to be asked before each flush."""
         gap = self.outlets.take_gap()
         if gap is not None:
             self.bus.publish(gap)
         if gap is not None or self.outlets.lost_seq > self._exported_seq:
+            self._state_due = True
+        return self._state_due or bool(self.bus.pending)
+
+    def flush(self, now: int) -> EventBatch | None:
+        """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
+        if self._state_due:
+            self._state_due = False
             self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
             self._exported_seq = self._next_seq
         if not self.bus.pending:
             return None
-        batch = EventBatch(self._next_seq, self._wall_ns(), self.bus.take())
+        batch = EventBatch(self._next_seq, now, self.bus.take())
         self._next_seq += 1
         self.counter.publish(self.state, len(batch.events))
         self.outlets.publish(batch)

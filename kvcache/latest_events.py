@@ -34,9 +34,8 @@ class LatestEvents:
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
 
-    def get(self, timeout_ms: float | None) -> list[dict[str, Any]]:
-        """Take everything visible; wait for something that long (None: for ever)."""
-        timeout = None if timeout_ms is None else timeout_ms / 1000
+    def get(self, timeout: float | None) -> list[dict[str, Any]]:
+        """Take everything visible; wait for something so many seconds (None: for ever)."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._visible), timeout)
             events = list(self._visible)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from operator import index
-
 from events.hashing import salt_digest
 from events.packed import NAME_BYTES
 from events.types import Namespace
-from kvcache.errors import Unsupported, UsageError
+from kvcache.arguments import checked_integer, checked_text
+from kvcache.errors import Unsupported
 from kvcache.matching import PathMatch, match
 from kvcache.prefix_tree import SYMBOL_BYTES, Run
 from kvcache.results import Match, MatchedBlock
@@ -20,27 +19,6 @@ def namespace_of(lora_id: int | None, lora_name: str | None, cache_salt: str | N
     name = None if lora_name is None else checked_text(lora_name, "a lora_name")
     salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
     return Namespace(number, name, salt)
-
-
-def checked_integer(value: object, what: str) -> int:
-    """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise UsageError(f"{what} must be an integer, not {type(value).__name__}")
-    number = index(value)
-    if not -(2**63) <= number < 2**64:
-        raise UsageError(f"{what} must fit 64 bits")
-    return number
-
-
-def checked_text(value: object, what: str) -> str:
-    """A plain str that the log can hold, as UTF-8."""
-    if not isinstance(value, str):
-        raise UsageError(f"{what} must be a string, not {type(value).__name__}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{what} has characters that are no Unicode text (lone surrogates)") from None
-    return str.__str__(value)
 
 
 def lookup(state: CacheState, namespace: Namespace, symbols: bytes, *, partial: bool = True) -> Match:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
+from kvcache.arguments import listed
 from kvcache.config import LogConfig
+from kvcache.errors import UsageError
 from kvcache.replay import replay
 from kvcache.state import CacheState
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
@@ -34,7 +37,8 @@ class Outlets:
         cls, log: LogTarget, sinks: Sequence[str | Sink | SinkRunner], context: SinkContext, config: LogConfig
     ) -> Outlets:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
-        writer = log if isinstance(log, LogWriter) or log is None else open_log(Path(log), config)
+        sinks = [_checked_sink(sink) for sink in listed(sinks, "sinks")]
+        writer = log if isinstance(log, LogWriter) or log is None else open_log(_directory(log), config)
         if writer is not None:
             context = replace(context, state_dir=writer.directory)
         runners: list[SinkRunner] = []
@@ -121,6 +125,21 @@ def open_log(directory: Path, config: LogConfig, *, resume: bool = False) -> Log
         fsync=config.fsync,
         software=f"kvcache {__version__}",
     )
+
+
+def _directory(log: object) -> Path:
+    if not isinstance(log, str | PathLike):
+        raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
+    return Path(log)
+
+
+def _checked_sink(sink: Any) -> Any:
+    """A mistake is told before anything is opened: later it would be a sink that fails for ever."""
+    if isinstance(sink, str | SinkRunner) or all(
+        callable(getattr(sink, method, None)) for method in ("open", "write", "close")
+    ):
+        return sink
+    raise UsageError(f"a sink must be a URL or have open, write and close; {type(sink).__name__} has not")
 
 
 def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:

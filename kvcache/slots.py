@@ -10,8 +10,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvcache.errors import invariant
 from kvcache.prefix_tree import Run
@@ -36,9 +38,9 @@ class Level:
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
-        self.free = array("i", range(size - 1, -1, -1))
+        self.free = _column("i", np.arange(size - 1, -1, -1, dtype=np.int32))
         """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
-        self.owner = array("q", [-1]) * size
+        self.owner = _column("q", np.full(size, -1, np.int64))
         """Id of the run that holds the slot; -1 where none does."""
         self.owners = np.frombuffer(self.owner, np.int64) if size else np.empty(0, np.int64)
         """The same memory, for many slots at a time."""
@@ -123,6 +125,13 @@ class Level:
                 _entry(run) for run in runs.values() if run.level == self.index and not run.refs | run.kin
             ]
             heapify(self.leaves)
+
+
+def _column(code: str, values: npt.NDArray[Any]) -> array[int]:
+    """An array of many numbers, without making each of them an object."""
+    column = array(code)
+    column.frombytes(values.data.cast("B") if len(values) else b"")
+    return column
 
 
 def eviction_order(run: Run) -> tuple[int, int, int]:

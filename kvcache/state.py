@@ -19,6 +19,7 @@ from kvcache.errors import InvariantViolated, invariant
 from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node
 from kvcache.sequence import Sequence
+from kvcache.shape import check_created, longest_sequence
 
 
 class Transfer:
@@ -48,6 +49,8 @@ class CacheState:
         self.groups: list[GroupState] = []
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
         self.tokens_per_block = 1
+        self.longest = 0
+        """Tokens that a sequence can have at most."""
         self.sequences: dict[int, Sequence] = {}
         self.handles: dict[RequestId, int] = {}
         self.running = RunningTokens(self.sequences)
@@ -87,7 +90,9 @@ class CacheState:
     # -- life of the cache
 
     def _create(self, event: ev.CacheCreated) -> None:
+        check_created(event)
         self.created = event
+        self.longest = longest_sequence(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
         block_bytes = event.tokens_per_block * SYMBOL_BYTES if self.tokens_recorded else event.key_bytes
@@ -140,8 +145,8 @@ class CacheState:
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         invariant(event.handle >= self.next_handle, "a handle was used twice")
         invariant(event.request_id not in self.handles, "a request was admitted twice")
+        tokens = self.tokens_of(event.num_tokens, event.tokens)
         roots = self._roots(event.namespace)
-        tokens = array("i", event.tokens if self.tokens_recorded else bytes(SYMBOL_BYTES * event.num_tokens))
         self.sequences[event.handle] = Sequence(
             event.handle, event.request_id, event.namespace, tokens, roots
         )
@@ -150,15 +155,40 @@ class CacheState:
         for group in self.groups:
             group.tree.roots[event.namespace].users += 1
 
+    def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
+        """A sequence's tokens as an event has them; zeros where the log records none."""
+        # Checked before so much is made of so little: a log without tokens could claim any number of them.
+        invariant(0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none")
+        if not self.tokens_recorded:
+            return array("i", bytes(SYMBOL_BYTES * num_tokens))
+        invariant(len(recorded) == SYMBOL_BYTES * num_tokens, "a sequence has other tokens than it counts")
+        return array("i", recorded)
+
     def _append_tokens(self, event: ev.TokensAppended) -> None:
-        self.running.append(event)
         if event.counts:
-            for handle in array("I", event.handles):
-                sequence = self.sequences[handle]
-                sequence.computed = sequence.num_tokens - 1
+            self._append_many(event)
+        elif len(event.tokens) != len(event.handles):
+            raise InvariantViolated("not each sequence got one token")
+        else:
+            self.running.append(event)
+
+    def _append_many(self, event: ev.TokensAppended) -> None:
+        handles, counts = array("I", event.handles), array("I", event.counts)
+        if self.tokens_recorded or event.tokens:
+            invariant(len(event.tokens) == SYMBOL_BYTES * sum(counts), "other tokens were appended than counted")
+        lengths: dict[int, int] = {}
+        for handle, count in zip(handles, counts, strict=True):
+            lengths[handle] = lengths.get(handle, self.sequences[handle].num_tokens) + count
+        invariant(max(lengths.values(), default=0) <= self.longest, "a sequence outgrows the cache")
+        self.running.append(event)
+        for handle, length in lengths.items():
+            self.sequences[handle].computed = length - 1
 
     def _compute(self, event: ev.ContextComputed) -> None:
-        self._set_computed(self.sequences[event.handle], event.num_tokens)
+        sequence = self.sequences[event.handle]
+        if not 0 <= event.num_tokens <= sequence.num_tokens:
+            raise InvariantViolated("more is computed than there is")
+        self._set_computed(sequence, event.num_tokens)
 
     def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
         self.running.leave(sequence)
@@ -197,6 +227,7 @@ class CacheState:
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
+        _check_level(event.level)
         slots = array("i", event.slots)
         tail = group.claim(sequence.tails[event.group], event.level, slots)
         sequence.tails[event.group] = tail
@@ -240,6 +271,7 @@ class CacheState:
 
     def _move(self, event: ev.BlocksMoved) -> None:
         group = self.groups[event.group]
+        _check_level(event.to_level)
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
         self.changed_blocks += len(from_slots)
         if event.why == MoveReason.RECOMPUTED:
@@ -289,6 +321,7 @@ class CacheState:
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         group = self.groups[event.group]
+        _check_level(event.level)
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
         for run, parent in group.remove(event.level, slots):
@@ -324,6 +357,11 @@ class CacheState:
             if sequence is not None:
                 kept = min(sequence.computed, transfer.first_block * self.tokens_per_block)
                 self._set_computed(sequence, kept)
+
+
+def _check_level(level: int) -> None:
+    if level not in (PRIMARY, SECONDARY):
+        raise InvariantViolated("there is no such level")
 
 
 def _ignore(event: ev.Event) -> None:

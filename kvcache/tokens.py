@@ -7,46 +7,65 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
 
-from kvcache.errors import InvalidTokens
+from kvcache.errors import InvalidTokens, PromptTooLong
 
-Tokens = Iterable[int] | Any
-"""A list or tuple of ints, `array`, numpy array, CPU torch tensor, or any buffer of integers."""
+Tokens = Sequence[int] | Any
+"""A list or tuple of ints, `array`, numpy array, CPU torch tensor, or any buffer of integers. No iterator: how many
+there are must be known before any is looked at."""
 
 _LIMIT = 2**31
 
 
-def pack_tokens(tokens: Tokens) -> bytes:
-    """The tokens as int32 LE; raises `InvalidTokens` if they are not one row of numbers in [0, 2**31)."""
+def pack_tokens(tokens: Tokens, limit: int | None = None) -> bytes:
+    """The tokens as int32 LE; raises `InvalidTokens` if they are not one row of numbers in [0, 2**31).
+
+    More than `limit` tokens raise `PromptTooLong`, those that are only described (ranges, repeated views) before they
+    take any memory.
+    """
     if isinstance(tokens, list | tuple):
         return _pack_list(tokens)
     if isinstance(tokens, str | bytes | bytearray):
         raise InvalidTokens("text or bytes were given: pass token ids as integers (a list, array, or tensor)")
-    return _pack_buffer(tokens)
+    return _pack_buffer(tokens, limit)
 
 
 def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
     try:
         packed = array("i", tokens)
-    except OverflowError:
-        position = next(i for i, t in enumerate(tokens) if not -_LIMIT <= t < _LIMIT)
-        raise InvalidTokens("a token id must be below 2**31", position) from None
-    except TypeError:
-        wrong = next((i for i, t in enumerate(tokens) if not hasattr(t, "__index__")), None)
-        raise InvalidTokens("a token id must be an integer", wrong) from None
+    except Exception:  # noqa: BLE001  whatever an item's __index__ raised may quote a token
+        raise InvalidTokens(*_first_wrong(tokens)) from None
     if packed and min(packed) < 0:
         raise InvalidTokens("a token id must not be negative", next(i for i, t in enumerate(packed) if t < 0))
     return packed.tobytes()
 
 
-def _pack_buffer(tokens: Any) -> bytes:
+def _first_wrong(tokens: Iterable[Any]) -> tuple[str, int | None]:
+    """Why a token cannot be packed, and its position."""
+    for position, token in enumerate(tokens):
+        try:
+            number = index(token)
+        except Exception:  # noqa: BLE001
+            return "a token id must be an integer", position
+        if number < 0:
+            return "a token id must not be negative", position
+        if number >= _LIMIT:
+            return "a token id must be below 2**31", position
+    return "they change while they are read", None
+
+
+def _pack_buffer(tokens: Any, limit: int | None) -> bytes:
     try:
-        values = np.asarray(tokens)
-    except Exception as error:
-        raise InvalidTokens(f"{type(tokens).__name__} cannot be read as an array of integers") from error
+        length = len(tokens)
+        values = np.asarray(tokens) if limit is None or length <= limit else None
+    except Exception:  # noqa: BLE001
+        raise InvalidTokens(f"{type(tokens).__name__} cannot be read as an array of integers") from None
+    if values is None:
+        raise PromptTooLong(length, limit or 0)
     if values.ndim != 1:
         raise InvalidTokens(f"one row of token ids is needed, not an array of {values.ndim} dimensions")
     if values.size == 0:
@@ -60,10 +79,16 @@ def _pack_buffer(tokens: Any) -> bytes:
     return values.astype("<i4", copy=False).tobytes()
 
 
-def pack_counts(counts: Sequence[int], num_sequences: int, num_tokens: int) -> array[int]:
+def pack_counts(counts: Any, num_sequences: int, num_tokens: int) -> array[int]:
     """How many of `num_tokens` tokens belong to each sequence, as uint32; raises `InvalidTokens`."""
-    if len(counts) != num_sequences or min(counts, default=1) < 1 or sum(counts) != num_tokens:
+    try:
+        # The bytes of bytes would be taken for packed numbers.
+        fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
+        packed = array("I", counts) if fitting else None
+    except Exception:  # noqa: BLE001
+        packed = None
+    if packed is None or min(packed, default=1) < 1 or sum(packed) != num_tokens:
         raise InvalidTokens(
             f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens"
         )
-    return array("I", counts)
+    return packed

@@ -4,6 +4,8 @@ Deciding never waits for bytes. While events are published the engine only notes
 `start` arranges all of them in as few batches as their order allows and submits these; `poll` tells which
 transfers have landed or failed, so that the manager can make events of that.
 
+A ticket that raises anything at all has failed: whether the bytes will ever come is unknown then.
+
 Failures spread: a block that was copied from a slot that never got its bytes is not there either. That holds
 for copies noted before the failure was reported. Later ones were decided by a manager that knew of it, so
 what they find in the slot was written since. A slot that a forward pass rewrites before the report counts as
@@ -107,11 +109,11 @@ class TransferEngine:
                 if not batch.ticket.done():
                     break
                 arrived = batch.transfers
-            except CopyFailed as failure:
+            except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
                 # What stays where it is needed nothing from the copier.
                 arrived = tuple(each for each in batch.transfers if each.copy.moves_nothing)
                 lost = [each for each in batch.transfers if not each.copy.moves_nothing]
-                failed += [(transfer, failure.reason) for transfer in lost]
+                failed += [(transfer, _reason(failure)) for transfer in lost]
                 self._spoil(lost)
             self._sort_out(arrived, landed, failed)
             self._in_flight.popleft()
@@ -124,7 +126,7 @@ class TransferEngine:
         for batch in self._in_flight:
             try:
                 batch.ticket.wait()
-            except CopyFailed:
+            except Exception:  # noqa: BLE001
                 continue  # poll() reports it
 
     def _note(self, transfer: int, copy: Copy) -> None:
@@ -168,6 +170,11 @@ class TransferEngine:
         if self._bad:
             for key in _targets(transfer.copy):
                 self._bad.pop(key, None)
+
+
+def _reason(failure: Exception) -> str:
+    """Why a batch did not arrive. Of what is no `CopyFailed` only the type is told: its text may say anything."""
+    return failure.reason if isinstance(failure, CopyFailed) else type(failure).__name__
 
 
 def _targets(copy: Copy) -> list[SlotKey]:

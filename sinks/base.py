@@ -43,7 +43,7 @@ class SinkURLError(SinkError, ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"sink {self.url}: {self.reason}"
+        return f"sink {self.url!r}: {self.reason}"
 
 
 class SinkOpenError(SinkError):
@@ -55,7 +55,8 @@ class SinkOpenError(SinkError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"sink {self.name} could not be opened: {self.reason}"
+        # The runner's reason names the method and the kind of error, of which a SinkError's text says enough.
+        return f"sink {self.name} could not be opened: {self.reason.removeprefix('open: ').removeprefix('SinkError: ')}"
 
 
 class Sink(Protocol):
@@ -112,7 +113,8 @@ class SinkURL:
         """Parse, or raise SinkURLError."""
         try:
             parts = urlsplit(url)
-            pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+            query = parts.query.removesuffix("&")
+            pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
             parsed = cls(
                 scheme=parts.scheme,
                 host=parts.hostname,

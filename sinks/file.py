@@ -43,8 +43,14 @@ class FileSink:
         self._fd = -1
 
     def open(self) -> None:
-        """Create the file, or open it for appending. Raises SinkError if it would mix two runs."""
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        """Create the file, or open it for appending.
+
+        Raises SinkError if there is no such directory or two runs would be mixed, OSError if it cannot be opened.
+        """
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except FileNotFoundError:
+            raise SinkError(f"no such directory: {Path(self._path).parent}") from None
         try:
             self._prepare(fd)
         except BaseException:

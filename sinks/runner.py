@@ -168,7 +168,7 @@ class SinkRunner:
     # --- the sink's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        opened = self._call("open", self._sink.open)
+        opened = self._call("open", lambda: self._sink.open())
         if not opened:
             self._quarantine()
         self._opened.set()
@@ -178,7 +178,7 @@ class SinkRunner:
         if opened and not self._forked:
             if self._may_go_on():
                 self._settle()
-            self._call("close", self._sink.close)
+            self._call("close", lambda: self._sink.close())
 
     def _may_go_on(self) -> bool:
         # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.

@@ -39,7 +39,8 @@ _SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
 _UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
 
 _CLEARED = _pack({"type": "AllBlocksCleared"})
-_STORED_KEYS, _WINDOW_KEYS, _REMOVED_KEYS = b"\x8b", b"\x8c", b"\x84"
+_STORED_KEYS, _REMOVED_KEYS = 0x8B, b"\x84"
+"""Headers of the maps: 11 keys, and 4."""
 _STORED_START = _pack("type") + _pack("BlockStored") + _pack("block_hashes")
 _REMOVED_START = _REMOVED_KEYS + _pack("type") + _pack("BlockRemoved") + _pack("block_hashes")
 _PARENT, _NO_PARENT = _pack("parent_block_hash") + _UINT64, _pack("parent_block_hash") + _NIL
@@ -68,8 +69,9 @@ def encode_batch(
 
 def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence[GroupCreated]) -> None:
     blocks = len(stored.names) // NAME_BYTES
-    keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group))
     parent, namespace = stored.parent, stored.namespace
+    salt = _salt(namespace)
+    keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group), bool(salt))
     first, other = _extra_keys(namespace, not parent)
     parts += (
         keys,
@@ -84,6 +86,7 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence
         first if blocks else b"",
         other * (blocks - 1),
         attention,
+        salt,
     )
 
 
@@ -167,12 +170,21 @@ def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, i
 
 
 @lru_cache(maxsize=256)
-def _attention(group: int, kind: str, window: int | None) -> tuple[bytes, bytes]:
-    """A store's start, which says how many keys there are, and its end."""
+def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple[bytes, bytes]:
+    """A store's start, which says how many keys there are, and its end but for the salt."""
     end = _GROUP + _pack(group) + _KIND + _pack(kind)
-    if window is None:
-        return _STORED_KEYS + _STORED_START, end
-    return _WINDOW_KEYS + _STORED_START, end + _WINDOW + _pack(window)
+    if window is not None:
+        end += _WINDOW + _pack(window)
+    keys = _STORED_KEYS + (window is not None) + salted
+    return bytes((keys,)) + _STORED_START, end
+
+
+@lru_cache(maxsize=1024)
+def _salt(namespace: Namespace) -> bytes:
+    """A key that vLLM does not know, by which Dynamo keeps salted blocks apart; the salt itself stays here."""
+    if namespace.salt_digest is None:
+        return b""
+    return _pack("cache_salt") + _pack(namespace.salt_digest.hex())
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,8 @@
-"""``kvcache config``: the settings that would hold here, and where each comes from."""
+"""``kvcache config``: the settings that would hold here, and where each comes from.
+
+What `kvcache run` takes from its requests cannot be known here, and is shown as such: a file that `run` accepts
+is accepted here, too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,9 @@ from kvcache.cli import settings
 from kvcache.cli.output import Output, printable
 from kvcache.config import KVCacheConfig
 
+_PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
+"""What no cache can be without, to check all the rest."""
+
 
 def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     """Declare the command."""
@@ -20,7 +27,8 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         parents=parents,
         help="the effective settings, or their schema",
         description="Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults.",
-        epilog="Settings that cannot be used exit with 2 and say why, so this checks a file, too.",
+        epilog="Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON holds no\n"
+        "settings that `kvcache run` takes from its requests.",
     )
     parser.set_defaults(run=run)
     settings.add_options(parser)
@@ -35,14 +43,30 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(KVCacheConfig.model_json_schema())
         return 0
     sets = settings.parse_sets(args.sets)
-    config = settings.load(args.config, sets, {})
-    if args.json:
-        out.json(config.model_dump(mode="json"))
-        return 0
     sources = settings.by_source(args.config, sets)
-    rows = [(name, _spelled(value), _origin(name, sources)) for name, value in _leaves(config)]
+    derived = settings.derived(settings.given(args.config, sets))
+    config = settings.load(
+        args.config, sets, {name: value for name, value in _PLACEHOLDERS.items() if name in derived}
+    )
+    if args.json:
+        out.json(config.model_dump(mode="json", exclude=set(derived)))
+        return 0
+    rows = [
+        (name, f"({derived[name]})", "run derives it")
+        if name in derived
+        else (name, _spelled(value), settings.origin(name, sources) or _default(name))
+        for name, value in _leaves(config)
+    ]
     out.table(("setting", "value", "from"), rows)
     return 0
+
+
+def _default(name: str) -> str:
+    """Say that it is the default, and where `kvcache run` has another."""
+    own: Any = settings.RUN_DEFAULTS
+    for step in name.split("."):
+        own = own.get(step, ...) if isinstance(own, dict) else ...
+    return "default" if own is ... else f"default ({_spelled(own)} in run)"
 
 
 def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -53,17 +77,6 @@ def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _origin(name: str, sources: dict[str, settings.Values]) -> str:
-    found = "default"
-    for source, values in sources.items():
-        inner: Any = values
-        for step in name.split("."):
-            inner = inner.get(step, ...) if isinstance(inner, dict) else ...
-        if inner is not ...:
-            found = f"KVCACHE_{name.upper().replace('.', '__')}" if source == "environment" else source
-    return found
 
 
 def _spelled(value: Any) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from events.log import LogEnd
 from events.types import Gap
-from kvcache.check import check
 from kvcache.cli.arguments import natural
 from kvcache.cli.output import Output, count, paint, printable
 from kvcache.cli.progress import progress
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with progress("replaying", None, shown=not out.quiet) as update:
         replayed = replay(args.log, args.at, verify=args.verify, progress=update)
     if args.verify:
-        check(replayed.state)
+        replayed.check()
     if args.json:
         out.json(to_json(replayed, verified=args.verify))
     else:

@@ -32,6 +32,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.outlets import open_log
 from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
+from kvcache.workload.waiting import Limits
 from sinks import SinkContext, open_sink
 
 if TYPE_CHECKING:
@@ -147,8 +148,6 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     result = outcome.result
     if outcome.verification.disagrees:
         raise LogDisagrees(outcome.verification.differences)
-    if result.refused and not result.requests and not result.interrupted:
-        raise UsageError(f"none of the requests fits: {result.refusals[0].reason}")
     if result.refused:
         first = result.refusals[0]
         out.note(
@@ -200,11 +199,13 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
     clock = StepClock(parse_speed(args.speed))
     source = _open_source(args, stop)
     config = _config(args, source)
+    if not stop.is_set():
+        _require_room(config, source)
     for url in args.sinks:
         # A URL that cannot be understood should be known before there are pools and a log.
         open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
     pools = None if args.no_pools else _pools(config)
-    writer = _open_log(directory.path, config, resume=args.resume)
+    writer = _open_log(directory.path, config, out, resume=args.resume)
     if not (args.json or out.quiet):
         removed = directory.temporary and not args.keep
         describe_start(out, source, config, pools, directory.path, temporary=removed)
@@ -227,20 +228,24 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
     for name in ("tokens_per_block", "primary_blocks", "secondary_blocks"):
         if getattr(args, name) is not None:
             sets[name] = getattr(args, name)
-    # What decides about the other defaults is read and checked first.
-    first = {
-        "tokens_per_block": 64,
-        "max_sequence_length": source.sizes.longest,
-        "log": {"overflow": "block"},
-    }
     known = settings.given(args.config, sets)
+    # What decides about the other defaults is read and checked first.
+    first = settings.RUN_DEFAULTS | {"max_sequence_length": source.sizes.longest}
     config = settings.load(args.config, sets, first | {"primary_blocks": 1})
     blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)
-    if "max_tokens" not in known:
-        first["primary_blocks"] = blocks
-    if "host_cache_size" not in known:
-        first["secondary_blocks"] = known.get("primary_blocks") or blocks
-    return settings.load(args.config, sets, first)
+    sizes = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
+    derived = settings.derived(known)
+    return settings.load(args.config, sets, first | {name: sizes[name] for name in sizes if name in derived})
+
+
+def _require_room(config: KVCacheConfig, source: Source) -> None:
+    """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
+    limits = Limits(
+        config.max_sequence_length, Layout.of(config).groups[0].num_blocks[0], config.tokens_per_block
+    )
+    obstacle = limits.obstacle(source.sizes.shortest)
+    if obstacle is not None:
+        raise UsageError(f"none of the requests fits: {obstacle}")
 
 
 def _pools(config: KVCacheConfig) -> Pools:
@@ -251,13 +256,18 @@ def _pools(config: KVCacheConfig) -> Pools:
     return Pools(Layout.of(config))
 
 
-def _open_log(directory: Path, config: KVCacheConfig, *, resume: bool) -> LogWriter:
+def _open_log(directory: Path, config: KVCacheConfig, out: Output, *, resume: bool) -> LogWriter:
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"{directory} is a file; --log takes a directory")
     try:
-        return open_log(directory, config.log, resume=resume)
+        writer = open_log(directory, config.log, resume=resume)
     except LogExists:
         raise UsageError(
             f"{directory} holds a log already: choose another directory, or add --continue to append to it"
         ) from None
+    if resume and writer.epoch_started.previous_epoch is None:
+        out.note(f"{directory} is new: nothing to continue")
+    return writer
 
 
 def _open_manager(

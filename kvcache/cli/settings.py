@@ -1,4 +1,8 @@
-"""Settings from the command line: ``--config FILE`` and ``--set FIELD=VALUE``, and what was given where."""
+"""Settings from the command line: ``--config FILE`` and ``--set FIELD=VALUE``, and what was given where.
+
+The commands load settings here rather than by `KVCacheConfig.load`, which cannot say which of its sources a wrong
+value came from.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,12 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from kvcache.config import KVCacheConfig, LogConfig, _merged, _read_env, _read_file
-from kvcache.errors import UsageError
+from kvcache.errors import ConfigError, UsageError
 
 Values = dict[str, Any]
+
+RUN_DEFAULTS: Values = {"tokens_per_block": 64, "log": {"overflow": "block"}}
+"""Where `kvcache run` has defaults of its own."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +61,18 @@ def _may_be_none(outer: list[str], field: str) -> bool:
 def by_source(path: Path | None, sets: Values) -> dict[str, Values]:
     """What is given, by where; later ones win. Raises ConfigError."""
     return {
-        "file": {} if path is None else _read_file(path),
+        "file": {} if path is None else _from_file(path),
         "environment": _read_env(os.environ)[0],
         "--set": sets,
     }
+
+
+def _from_file(path: Path) -> Values:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from error
+    return _read_file(path)
 
 
 def given(path: Path | None, sets: Values) -> Values:
@@ -68,10 +83,46 @@ def given(path: Path | None, sets: Values) -> Values:
     return values
 
 
+def derived(known: Values) -> dict[str, str]:
+    """The settings that `kvcache run` takes from its requests if these are given, and how."""
+    found = {"max_sequence_length": "from the requests"}
+    if "max_tokens" not in known:
+        found["primary_blocks"] = "from the requests"
+    if "host_cache_size" not in known:
+        found["secondary_blocks"] = "as many as primary"
+    return {name: how for name, how in found.items() if name not in known}
+
+
 def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
     """The settings, with `defaults` for what is given nowhere. Raises ConfigError."""
-    missing = _without(defaults, given(path, sets))
-    return KVCacheConfig.load(path, **_merged(missing, sets))
+    sources = by_source(path, sets)
+    values: Values = {}
+    for each in sources.values():
+        values = _merged(values, each)
+    try:
+        return KVCacheConfig(**_merged(_without(defaults, values), values))
+    except ConfigError as error:
+        raise ConfigError([_located(problem, sources, path) for problem in error.problems]) from None
+
+
+def origin(name: str, sources: dict[str, Values]) -> str | None:
+    """Where a setting was given last, the environment by the variable's name; None: nowhere."""
+    found = None
+    for source, values in sources.items():
+        inner: Any = values
+        for step in name.split("."):
+            inner = inner.get(step, ...) if isinstance(inner, dict) else ...
+        if inner is not ...:
+            found = f"KVCACHE_{name.upper().replace('.', '__')}" if source == "environment" else source
+    return found
+
+
+def _located(problem: str, sources: dict[str, Values], path: Path | None) -> str:
+    """The problem behind the place where the setting that it begins with was given."""
+    place = origin(problem.partition(":")[0], sources)
+    if place is None or place == "--set":
+        return problem
+    return f"{path if place == 'file' else place}: {problem}"
 
 
 def _without(defaults: Values, known: Values) -> Values:

@@ -23,17 +23,19 @@ class Sizes:
     """Of all prompts and outputs."""
     longest: int
     """Tokens of the longest request, prompt and output."""
+    shortest: int
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> Sizes:
         """Add up; ends early if `stop` is set."""
-        count = tokens = longest = 0
+        count = tokens = longest = shortest = 0
         for request in requests:
             length = request.input_length + request.output_length
-            count, tokens, longest = count + 1, tokens + length, max(longest, length)
+            longest, shortest = max(longest, length), min(shortest, length) if count else length
+            count, tokens = count + 1, tokens + length
             if stop.is_set():
                 break
-        return cls(count, tokens, longest)
+        return cls(count, tokens, longest, shortest)
 
     def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
         """Room for `concurrency` requests of average length, and for the longest one."""

@@ -147,6 +147,8 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
     stats, result = outcome.stats, outcome.result
     moved = f"{stats.blocks_offloaded:,} offloaded, {stats.blocks_onboarded:,} onboarded"
     checked = f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
+    if not result.checked_blocks:
+        checked = "no block was reused: nothing to compare"
     if not outcome.with_pools:
         checked = "nothing to compare without pools"
     return [

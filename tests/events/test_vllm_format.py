@@ -223,6 +223,7 @@ def as_maps(change: Change) -> dict[str, Any]:
         "lora_name": adapter,
         "extra_keys": keys,
         "kv_cache_spec_kind": "full_attention",
+        **({"cache_salt": space.salt_digest.hex()} if space.salt_digest is not None else {}),
     }
 
 

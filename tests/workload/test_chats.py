@@ -8,13 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.errors import UsageError
+from kvcache.workload import DriveOptions, drive
 from kvcache.workload.chats import ChatOptions, generate_chats
 from kvcache.workload.mooncake import TraceRequest, read_trace, write_trace
 from tests.conftest import ROOT
 
 SMALL = ChatOptions(
-    seed=7, users=6, system_prompts=2, system_tokens=512, turns=(2, 3), arrival_ms=50, think_ms=500
+    seed=7,
+    users=16,
+    system_prompts=2,
+    system_tokens=512,
+    turns=(3, 4),
+    question_tokens=(20, 120),
+    answer_tokens=(5, 25),
+    arrival_ms=50,
+    think_ms=500,
 )
 SMALL_TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
 
@@ -100,7 +110,16 @@ def test_impossible_sizes_are_refused(name: str, value: object, rule: str) -> No
 
 
 def test_recorded_trace_is_small_and_complete() -> None:
-    """The recorded file holds the turns of all six conversations."""
+    """The recorded file holds the turns of all sixteen conversations."""
     requests = list(read_trace(SMALL_TRACE))
-    assert len(conversations(requests, system_blocks=1)) == 6
-    assert 12 <= len(requests) <= 18
+    assert len(conversations(requests, system_blocks=1)) == SMALL.users
+    assert 48 <= len(requests) <= 64
+
+
+def test_recorded_trace_reuses_as_it_is_played_by_default() -> None:
+    """The recorded file is longer than one admission of `kvcache run`, so later turns find the earlier ones."""
+    requests = list(read_trace(SMALL_TRACE))
+    config = KVCacheConfig(max_sequence_length=2048, primary_blocks=1024)
+    result = drive(KVCacheManager(config), requests, DriveOptions())
+    assert result.requests == len(requests) > DriveOptions().concurrency
+    assert result.hit_rate > 0.3

@@ -1,0 +1,70 @@
+"""What callers pass, turned into plain Python values before anything looks at the state.
+
+Foreign objects may do anything when they are converted: raise, quote a token, or call the manager. So all of them are
+converted first, and whatever goes wrong becomes a `UsageError` that shows only types.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from events.types import RequestId
+from kvcache.errors import UsageError
+
+
+def checked_integer(value: object, what: str) -> int:
+    """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
+    if type(value) is int:
+        number = value
+    elif isinstance(value, bool):
+        raise UsageError(f"{what} must be an integer, not bool")
+    else:
+        try:
+            number = index(value)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001
+            raise UsageError(f"{what} must be an integer, not {type(value).__name__}") from None
+    if not -(2**63) <= number < 2**64:
+        raise UsageError(f"{what} must fit 64 bits")
+    return number
+
+
+def checked_text(value: object, what: str) -> str:
+    """A plain str that the log can hold, as UTF-8."""
+    if not isinstance(value, str):
+        raise UsageError(f"{what} must be a string, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} has characters that are no Unicode text (lone surrogates)") from None
+    return str.__str__(value)
+
+
+def checked_flag(value: object, what: str) -> bool:
+    """True or False, and nothing that is merely true or false in an `if`."""
+    if value is not True and value is not False:
+        raise UsageError(f"{what} must be True or False, not {type(value).__name__}")
+    return value
+
+
+def checked_request_id(value: object) -> RequestId:
+    """A plain str or int. A flag is neither: to Python True is 1, and would name that request."""
+    if isinstance(value, str):
+        return checked_text(value, "a request id")
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return checked_integer(value, "an integer request id")
+    raise UsageError(f"a request id must be a string or an integer, not {type(value).__name__}")
+
+
+def listed(values: Any, what: str) -> list[Any]:
+    """The items of a sequence or iterator; a text is one thing, not a row of letters."""
+    if isinstance(values, list):
+        return values
+    if not isinstance(values, str | bytes | bytearray):
+        try:
+            return list(values)
+        except Exception:  # noqa: BLE001
+            pass  # said below, without what it said
+    raise UsageError(f"{what} must be a list, not {type(values).__name__}")

@@ -1,0 +1,47 @@
+"""What any thread may ask of a manager: progress and what was flushed, never the state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+from kvcache.errors import UsageError
+from kvcache.journal import Journal
+from kvcache.stats import Stats
+
+_LONGEST_WAIT_MS = 1e12
+"""30 years: platforms refuse to wait for much longer."""
+
+
+class Observed:
+    """The part of a manager that is not bound to its thread."""
+
+    _journal: Journal
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last flush; may be called from any thread."""
+        return self._journal.counter.read()
+
+    def wait_subscribers(
+        self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`."""
+        return self._journal.outlets.wait_subscribers(count, timeout, stop)
+
+    def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
+        """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
+
+        Waits up to `timeout_ms` (None: for ever) for some. Empty if `event_buffer_max_size` is 0.
+        """
+        timeout = _seconds(timeout_ms)
+        return self._journal.latest.get(timeout) if self._journal.latest is not None else []
+
+
+def _seconds(timeout_ms: Any) -> float | None:
+    if timeout_ms is None:
+        return None
+    # NaN is neither.
+    if isinstance(timeout_ms, Real) and (timeout_ms <= 0 or timeout_ms > 0):
+        return float(max(0, min(timeout_ms, _LONGEST_WAIT_MS))) / 1000
+    raise UsageError(f"timeout_ms must be a number or None, not {type(timeout_ms).__name__} or NaN")
