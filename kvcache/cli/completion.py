@@ -1,6 +1,8 @@
 """``kvcache completion``: a script that lets a shell complete commands and options.
 
-It is made from the parser itself, so it knows every option, and only those.
+It is made from the parser itself, so it knows every option, and only those. The metavar of an option says what its
+values are: FILE and DIR files, URL a sink's scheme, words in lower case themselves (``real|N|max``), all others
+nothing that could be offered.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import argparse
 from typing import Any, NamedTuple
 
 from kvcache.cli.output import Output
+from sinks import known_schemes
 
+_NOTHING, _FILES = "NOTHING", "FILE"
 
 class Option(NamedTuple):
     """An option of a command."""
@@ -79,10 +83,19 @@ def _option(action: argparse.Action) -> Option:
         names=tuple(action.option_strings),
         help=(action.help or "").split(";")[0],
         takes_value=action.nargs != 0,
-        choices=tuple(map(str, action.choices or ())),
+        choices=_choices(action),
         is_path=action.metavar in ("FILE", "DIR"),
         repeated=isinstance(action, argparse._AppendAction),
     )
+
+
+def _choices(action: argparse.Action) -> tuple[str, ...]:
+    if action.choices:
+        return tuple(map(str, action.choices))
+    if action.metavar == "URL":
+        return tuple(f"{scheme}:" for scheme in known_schemes())
+    alternatives = str(action.metavar or "").split("|")
+    return tuple(word for word in alternatives if word.islower()) if len(alternatives) > 1 else ()
 
 
 # --- bash
@@ -103,8 +116,12 @@ _kvcache() {{
 {cases}
     *) ;;
   esac
-  if [ -n "$values" ]; then
-    [ "$values" = FILE ] || COMPREPLY=( $(compgen -W "$values" -- "$current") )
+  if [ "$values" = {_FILES} ]; then
+    return
+  elif [ -n "$values" ]; then
+    compopt +o default 2>/dev/null
+    case "$values" in *:*) compopt -o nospace 2>/dev/null ;; esac
+    [ "$values" = {_NOTHING} ] || COMPREPLY=( $(compgen -W "$values" -- "$current") )
   else
     case "$current" in
       -*) COMPREPLY=( $(compgen -W "$options" -- "$current") ) ;;
@@ -117,7 +134,7 @@ complete -o default -F _kvcache kvcache"""
 
 def _bash_case(command: Command) -> str:
     values = [
-        f'        {"|".join(option.names)}) values="{" ".join(option.choices) or "FILE"}" ;;'
+        f'        {"|".join(option.names)}) values="{_bash_values(option)}" ;;'
         for option in command.options
         if option.takes_value
     ]
@@ -126,6 +143,10 @@ def _bash_case(command: Command) -> str:
     if inner:
         body += f'\n      case "$previous" in\n{inner}\n      esac'
     return f"    {command.name})\n{body} ;;"
+
+
+def _bash_values(option: Option) -> str:
+    return " ".join(option.choices) or (_FILES if option.is_path else _NOTHING)
 
 
 def _names(command: Command) -> str:
@@ -170,7 +191,8 @@ def _zsh_spec(option: Option, name: str) -> str:
     text = option.help.replace("[", "(").replace("]", ")").replace(":", " -")
     spec = f"{'*' if option.repeated else ''}{name}[{text}]"
     if option.takes_value:
-        values = f"({' '.join(option.choices)})" if option.choices else "_files" if option.is_path else " "
+        listed = " ".join(option.choices).replace(":", "\\:")
+        values = f"({listed})" if listed else "_files" if option.is_path else " "
         spec += f":value:{values}"
     return _quoted(spec)
 

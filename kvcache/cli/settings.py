@@ -89,7 +89,7 @@ def derived(known: Values) -> dict[str, str]:
     if "max_tokens" not in known:
         found["primary_blocks"] = "from the requests"
     if "host_cache_size" not in known:
-        found["secondary_blocks"] = "as many as primary"
+        found["secondary_blocks"] = "as many as primary" if "primary_blocks" in known else "from the requests"
     return {name: how for name, how in found.items() if name not in known}
 
 

@@ -31,6 +31,10 @@ ZSH = shutil.which("zsh") or ""
         (["kvcache", "completion", ""], {"bash", "zsh"}),
         (["kvcache", "run", "--log", ""], set()),
         (["kvcache", "run", ""], set()),
+        (["kvcache", "run", "--limit", ""], set()),
+        (["kvcache", "run", "--speed", ""], {"real", "max"}),
+        (["kvcache", "run", "--sink", ""], {"file:", "stdout:", "zmq+pub:"}),
+        (["kvcache", "run", "--sink", "f"], {"file:"}),
     ],
 )
 def test_bash_completes(kvcache: Kvcache, words: list[str], expected: set[str]) -> None:
@@ -41,6 +45,27 @@ def test_bash_completes(kvcache: Kvcache, words: list[str], expected: set[str]) 
     done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
     assert done.stderr == ""
     assert set(done.stdout.split()) == expected
+
+
+@pytest.mark.skipif(not BASH, reason="needs bash")
+@pytest.mark.parametrize(
+    ("option", "changes"),
+    [
+        ("--limit", ["+o default"]),
+        ("--hold", ["+o default"]),
+        ("--speed", ["+o default"]),
+        ("--sink", ["+o default", "-o nospace"]),
+        ("--config", []),
+        ("--log", []),
+    ],
+)
+def test_bash_offers_files_only_where_they_fit(kvcache: Kvcache, option: str, changes: list[str]) -> None:
+    """Bash's own completion, which is files, is turned off for values that are none; a URL goes on after its scheme."""
+    script = kvcache("completion", "bash").out
+    call = f'compopt() {{ echo "$*"; }}\n{script}\nCOMP_WORDS=(kvcache run {option} ""); COMP_CWORD=3; _kvcache'
+    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == changes
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
