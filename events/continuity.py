@@ -4,6 +4,7 @@ Live messages are numbered, and some may never arrive. A number that is too high
 asked, live messages are held while it answers. An answer is used up to its end, beyond the first live message that
 is held, because a publisher may answer with its whole state as of now instead of what it once said; the live
 messages up to there are then known already and are dropped. What the answer lacks is reported as missing for good.
+An answer that breaks off may be a part of such a state, to which no live message fits: the rest is asked for.
 
 A live number that goes back means that the publisher has started anew, with one exception: after a replay, live
 messages that it has told already are still on their way. Those are older than the newest thing that it told, by the
@@ -68,6 +69,8 @@ class Continuity:
         self._request: int | None = None
         self._in_vain: int | None = None
         """A start that was asked for because of a gap, and was not answered: not worth asking again."""
+        self._broken_first: int | None = None
+        """Where an answer began that broke off and was not completed since."""
         self._gap_last: int | None = None
         self._run_first = 0
         """Where the unbroken part of the answer begins."""
@@ -109,9 +112,19 @@ class Continuity:
             self._run_first = message.seq
         self._deliver(message, replayed=True)
 
-    def end_of_replay(self) -> None:
+    def end_of_replay(self, *, complete: bool = True) -> None:
         """The answer is complete, or the publisher does not answer any more."""
+        assert self._next is not None
         self._report_recovered()
+        if not complete and self._asked is not None and self._next > self._asked:
+            if self._broken_first is None:
+                self._broken_first = self._asked
+            self._ask(self._next, self._gap_last)
+            return
+        if not complete and self._broken_first is not None:
+            reason = "the publisher broke off its answer, so what it told may be a part of something"
+            self._reports.append(Missed(self._broken_first, self._next - 1, recovered=False, reason=reason))
+        self._broken_first = None
         # Only if live messages are there that prove it: a publisher that had said nothing yet may have by now.
         self._in_vain = self._asked if self._next == self._asked and self._gap_last is not None else None
         self._asked = None

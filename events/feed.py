@@ -72,6 +72,8 @@ class Feed:
         self.groups: tuple[GroupCreated, ...] = ()
         self.lost = False
         """Batches are missing: nothing is said until the whole state comes (`StateExported`)."""
+        self._beginning = False
+        """A cache was created in this batch: a state in it is the one that the cache begins with."""
         self.last_seq: int | None = None
         self.tokens_per_block = 1
         self._key_bytes = 0
@@ -116,7 +118,7 @@ class Feed:
                 handler = handlers.get(kind)
                 if handler is not None:
                     handler(event)
-        self.last_seq = batch.seq
+        self.last_seq, self._beginning = batch.seq, False
         changes, self._changes = self._changes, []
         return changes
 
@@ -137,7 +139,7 @@ class Feed:
             self.lost = True
 
     def _create(self, event: ev.CacheCreated) -> None:
-        self.lost = False
+        self.lost, self._beginning = False, True
         self.groups = event.groups
         self.tokens_per_block, self._key_bytes = event.tokens_per_block, event.key_bytes
         self._forget()
@@ -307,7 +309,7 @@ class Feed:
 
     def _install(self, event: ev.StateExported) -> None:
         """Begin with an exported state, unless this fold has it already."""
-        if not self.lost:
+        if not self.lost and not self._beginning:
             return
         self.lost = False
         self._forget()

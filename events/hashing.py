@@ -10,6 +10,7 @@ The namespace seeds the root key, so that equal prompts in two namespaces have d
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,11 +64,18 @@ def _sha256_root(namespace: Namespace) -> bytes:
 
 
 def _sha256_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_bytes: int) -> bytes:
-    sha256 = hashlib.sha256
+    if len(symbols) <= block_bytes:
+        return hashlib.sha256(parent + symbols).digest()
+    copy_empty = hashlib.sha256().copy  # cheaper than to construct
+    full = len(symbols) // block_bytes * block_bytes
     keys = []
-    for start in range(0, len(symbols), block_bytes):
-        parent = sha256(parent + symbols[start : start + block_bytes]).digest()
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", memoryview(symbols)[:full]):
+        digest = copy_empty()
+        digest.update(parent + block)
+        parent = digest.digest()
         keys.append(parent)
+    if full < len(symbols):
+        keys.append(hashlib.sha256(parent + symbols[full:]).digest())
     return b"".join(keys)
 
 

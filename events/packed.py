@@ -75,9 +75,6 @@ def names_of_keys(keys: bytes, key_bytes: int) -> bytes:
     """Cut the 8-byte names out of a column of keys of `key_bytes` each (0: blocks have no names)."""
     if key_bytes <= NAME_BYTES:
         return keys
-    return (
-        np.frombuffer(keys, dtype=f"V{key_bytes}")
-        .view(f"V{NAME_BYTES}")
-        .reshape(-1, key_bytes // NAME_BYTES)[:, 0]
-        .tobytes()
-    )
+    if len(keys) == key_bytes:
+        return bytes(keys[:NAME_BYTES])
+    return np.frombuffer(keys, np.uint64)[:: key_bytes // NAME_BYTES].tobytes()

@@ -162,15 +162,15 @@ class Subscriber:
                 self.malformed += 1
                 continue
             if message is None:
-                self._end_replay()
+                self._end_replay(complete=True)
                 return
             self._continuity.answer(message)
         if self._patience() == 0:
-            self._end_replay()
+            self._end_replay(complete=False)
 
-    def _end_replay(self) -> None:
+    def _end_replay(self, *, complete: bool) -> None:
         self._stop_asking()
-        self._continuity.end_of_replay()
+        self._continuity.end_of_replay(complete=complete)
 
     def _patience(self) -> float | None:
         """Seconds until waiting for an answer is given up; None: nothing is waiting for it."""

@@ -6,6 +6,7 @@ converted first, and whatever goes wrong becomes a `UsageError` that shows only 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -58,13 +59,25 @@ def checked_request_id(value: object) -> RequestId:
     raise UsageError(f"a request id must be a string or an integer, not {type(value).__name__}")
 
 
+def time_from(wall_ns: Callable[[], int]) -> int:
+    """What a clock of the caller's says, as the log can hold it."""
+    try:
+        now = wall_ns()
+    except Exception as error:
+        raise UsageError(f"wall_ns, the clock, raised {type(error).__name__}") from error
+    number = checked_integer(now, "what wall_ns returns")
+    if number >= 2**63:
+        raise UsageError("what wall_ns returns must fit 63 bits and a sign")
+    return number
+
+
 def listed(values: Any, what: str) -> list[Any]:
     """The items of a sequence or iterator; a text is one thing, not a row of letters."""
     if isinstance(values, list):
         return values
-    if not isinstance(values, str | bytes | bytearray):
-        try:
+    try:
+        if not isinstance(values, str | bytes | bytearray):
             return list(values)
-        except Exception:  # noqa: BLE001
-            pass  # said below, without what it said
-    raise UsageError(f"{what} must be a list, not {type(values).__name__}")
+    except Exception:  # noqa: BLE001
+        raise UsageError(f"{what} must be a list, not {type(values).__name__}") from None
+    raise UsageError(f"{what} must be a list, not one {type(values).__name__}")

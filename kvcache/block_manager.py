@@ -37,8 +37,6 @@ from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.window_manager import Swap, WindowBlockManager
 
-_PLAIN_IDS = frozenset((str, int))
-
 
 class BlockManager:
     """Decides for the whole cache. One window so far, though the state and the events hold several."""
@@ -92,13 +90,10 @@ class BlockManager:
 
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:
         """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
-        if _PLAIN_IDS.issuperset(map(type, request_ids)):
-            handles, sequences = self._state.handles, self._state.sequences
-            try:
-                running = [sequences[handles[request_id]] for request_id in request_ids]
-            except KeyError as error:
-                raise UnknownRequest(error.args[0]) from None
-        else:
+        handles, sequences = self._state.handles, self._state.sequences
+        try:
+            running = [sequences[handles[request_id]] for request_id in request_ids]
+        except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
             running = [self.sequence(request_id) for request_id in request_ids]
         if len(set(running)) != len(running):
             raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")

@@ -24,7 +24,10 @@ def refuse_too_much(layout: Layout) -> None:
     free = free_bytes()
     if needed > free:
         raise NotEnoughMemory(
-            needed, free, "host memory for their bookkeeping", "primary_blocks, max_tokens or secondary_blocks"
+            needed,
+            free,
+            "host memory for their bookkeeping",
+            "primary_blocks, max_tokens or secondary_blocks",
         )
 
 

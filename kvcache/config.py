@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -37,8 +38,15 @@ ENV_PREFIX = "KVCACHE_"
 ENV_NESTING = "__"
 MAX_BLOCKS = 2**31 - 1
 """Slots are int32."""
+MAX_BYTES = 2**62
+"""Sizes in bytes are int64 in the log."""
+MAX_LAYERS = 65536
 _SHOWN = 60
 """A given value is quoted up to this many characters."""
+_QUOTES = reprlib.Repr()
+"""Quotes no more of a nested value than will be shown: through references, a short file may hold an endless one."""
+_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * _SHOWN, 2 * _SHOWN, 2 * _SHOWN
+_QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class _Accepts:
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
         raise ValueError("not a power of two")
+    return value
+
+
+def _unicode(value: str) -> str:
+    value.encode()  # what a variable or a file holds beside UTF-8 has no place in a log
     return value
 
 
@@ -69,17 +82,20 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, int | str) else value
 
 
-_Positive = Annotated[int, Field(ge=1), _Accepts("an integer, at least 1")]
-_Natural = Annotated[int, Field(ge=0), _Accepts("an integer, at least 0")]
+_Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), _Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
+_Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), _Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
 _Flag = Annotated[bool, _Accepts("true or false")]
-_OneUp = Annotated[int, Field(ge=1)]
+_OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
+_Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), _Accepts("bytes, from 1 to 2**62")]
 _MaybeBlocks = Annotated[
     int | None, Field(ge=1, le=MAX_BLOCKS), _Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")
 ]
 _MaybeNoBlocks = Annotated[
     int | None, Field(ge=0, le=MAX_BLOCKS), _Accepts(f"an integer from 0 to {MAX_BLOCKS}, or none")
 ]
-_MaybeTokens = Annotated[int | None, Field(ge=1), _Accepts("tokens, at least tokens_per_block, or none")]
+_MaybeTokens = Annotated[
+    int | None, Field(ge=1, le=MAX_BYTES), _Accepts("tokens, from tokens_per_block to 2**62, or none")
+]
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid"):
@@ -88,7 +104,7 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
     # Type checkers take the constructor's parameters from the fields as long as they see no constructor here.
     if not TYPE_CHECKING:
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, /, **values: Any) -> None:
             try:
                 super().__init__(**values)
             except ValidationError as error:
@@ -100,6 +116,8 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
         """To Python True is 1, but who writes it for a number means something else."""
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("a flag, not a number")
+        if isinstance(value, Mapping) and not all(isinstance(name, str) for name in value):
+            raise ValueError("names of fields must be text")
         return value
 
 
@@ -110,13 +128,15 @@ class LogConfig(_Settings, frozen=True):
     """Whether token ids, which are the prompts, are written. Without them the log cannot be continued."""
     overflow: Annotated[Literal["block", "drop"], _Accepts("block or drop")] = "drop"
     """When the disk is too slow: let the engine wait, or lose batches and record the loss."""
-    segment_bytes: Annotated[int, Field(ge=4096), _Accepts("bytes, at least 4096")] = 64 * 1024 * 1024
+    segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), _Accepts("bytes, from 4096 to 2**62")] = (
+        64 * 1024 * 1024
+    )
     """A file is followed by the next one when it has grown to this size."""
     fsync: Annotated[Literal["group", "never"], _Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
     max_queued_batches: _Positive = 4096
     """Batches that may wait for the disk."""
-    max_queued_bytes: _Positive = 32 * 1024 * 1024
+    max_queued_bytes: _Bytes = 32 * 1024 * 1024
     """Bytes that may wait for the disk."""
 
 
@@ -126,13 +146,16 @@ class KVCacheConfig(_Settings, frozen=True):
     max_sequence_length: _Positive
     """Tokens of the longest sequence, prompt and output."""
     tokens_per_block: Annotated[
-        int, Field(ge=1), AfterValidator(_power_of_two), _Accepts("a power of two, at least 1")
+        int,
+        Field(ge=1, le=2**30),
+        AfterValidator(_power_of_two),
+        _Accepts("a power of two, at least 1, at most 2**30"),
     ] = 32
-    num_layers: _Positive = 2
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), _Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
     num_kv_heads: Annotated[
         _OneUp | tuple[_OneUp, ...],
         BeforeValidator(_integers),
-        _Accepts("an integer, at least 1, or one such integer per layer"),
+        _Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
     ] = 2
     head_dim: _Positive = 8
     dtype: Annotated[
@@ -153,7 +176,9 @@ class KVCacheConfig(_Settings, frozen=True):
     """Tokens that the blocks on the device hold, for each group of layers with the same window."""
     secondary_blocks: _MaybeNoBlocks = None
     """Blocks in host memory, for each group of layers with the same window."""
-    host_cache_size: Annotated[int | None, Field(ge=0), _Accepts("bytes, at least 0, or none")] = None
+    host_cache_size: Annotated[
+        int | None, Field(ge=0, le=MAX_BYTES), _Accepts("bytes, from 0 to 2**62, or none")
+    ] = None
     """Host memory of all groups together, in bytes. With `secondary_blocks`, the smaller wins; with neither,
     there is none."""
     enable_block_reuse: _Flag = True
@@ -168,7 +193,7 @@ class KVCacheConfig(_Settings, frozen=True):
         _Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
     ] = "auto"
     """How blocks are named for the outside; reuse never depends on it."""
-    model: str = ""
+    model: Annotated[str, AfterValidator(_unicode), _Accepts("text")] = ""
     """What computed the K and V. Caches of different models never exchange bytes."""
     checkpoint_spacing: _Positive = 10
     """A fingerprint is recorded whenever this many times as many blocks have changed as the cache has slots."""
@@ -197,10 +222,10 @@ class KVCacheConfig(_Settings, frozen=True):
         ``KVCACHE_<FIELD>`` sets a field, ``KVCACHE_LOG__<FIELD>`` one of `log`; ``none`` stands for no value,
         and an empty variable for an unset one. `env` defaults to the process's environment. Raises ConfigError.
         """
-        from_file = {} if path is None else _read_file(Path(path))
-        from_env, variables = _read_env(os.environ if env is None else env)
+        from_file = {} if path is None else read_file(Path(path))
+        from_env, variables = read_env(os.environ if env is None else env)
         try:
-            return cls(**_merged(_merged(from_file, from_env), overrides))
+            return cls(**merged(merged(from_file, from_env), overrides))
         except ConfigError as error:
             sources = [] if path is None else [str(path)]
             raise ConfigError(error.problems, ", ".join(sources + variables)) from None
@@ -244,8 +269,15 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
     accepted = f"accepted: {_accepted(model.model_fields[name])}"
     if detail["type"] == "missing":
         return [f"{name}: missing; {accepted}"]
-    given = repr(values[name])
-    return [f"{name}: given {given if len(given) <= _SHOWN else given[:_SHOWN] + '…'}; {accepted}"]
+    return [f"{name}: given {_quoted(values[name])}; {accepted}"]
+
+
+def _quoted(value: object) -> str:
+    try:
+        given = _QUOTES.repr(value)
+    except Exception:  # noqa: BLE001  integers of thousands of digits have none
+        return f"a value of type {type(value).__name__}"
+    return given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
 
 
 def _accepted(field: FieldInfo) -> str:
@@ -263,8 +295,8 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
 
 
-def _read_env(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings in the environment, and the variables that hold them."""
+def read_env(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The settings in the environment, and the variables that hold them; raises ConfigError."""
     given = {
         name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
     }
@@ -298,19 +330,25 @@ def _may_be_none(field: FieldInfo) -> bool:
     return type(None) in get_args(field.annotation)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """The settings in a file; raises ConfigError."""
     if path.suffix not in _PARSERS:
         raise ConfigError([f"the file's name must end in {', '.join(_PARSERS)}"], str(path))
     try:
         values = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
     except ConfigError as error:
         raise ConfigError(error.problems, str(path)) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"cannot be read: {error}"], str(path)) from error
+    except Exception as error:
+        # Parsers raise what they like at what is no settings file, RecursionError at the deepest of them.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ConfigError([f"cannot be read: {reason}"], str(path)) from error
     if not isinstance(values, dict):
         raise ConfigError(
             [f"given {type(values).__name__}; accepted: a mapping of fields to values"], str(path)
         )
+    wrong = [name for name in values if not isinstance(name, str)]
+    if wrong:
+        raise ConfigError([f"{_quoted(name)}: names of fields must be text" for name in wrong], str(path))
     return values
 
 
@@ -321,8 +359,9 @@ def _parse_yaml(text: str) -> object:
         raise ConfigError(["YAML needs an extra: pip install 'kvcache[cli]', or use TOML"]) from error
     try:
         return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark is not None else ""
+        raise ValueError(f"{error.problem}{line}") from error
 
 
 _PARSERS: dict[str, Callable[[str], object]] = {
@@ -332,10 +371,10 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`above` wins; mappings on both sides are merged."""
-    merged = dict(below)
+    both = dict(below)
     for name, value in above.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if both else value
-    return merged
+        mappings = isinstance(value, Mapping) and isinstance(both.get(name), Mapping)
+        both[name] = merged(both[name], value) if mappings else value
+    return both

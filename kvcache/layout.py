@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import cycle, islice
 
 from events.types import GroupCreated, PoolCreated
-from kvcache.config import KVCacheConfig
+from kvcache.config import MAX_BLOCKS, MAX_BYTES, KVCacheConfig
 from kvcache.errors import ConfigError
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
@@ -96,13 +97,10 @@ class Layout:
         reusable only as far as all groups have it. Raises ConfigError if `host_cache_size` is given and too
         small for one block of each group.
         """
-        windows = _window_of_each_layer(config)
-        by_window = {
-            window: tuple(layer for layer, its in enumerate(windows) if its == window)
-            for window in sorted(set(windows))
-        }
-        pools = [_pools(config, layers) for layers in by_window.values()]
-        num_blocks = _num_blocks(config, sum(pool.bytes_per_block for group in pools for pool in group))
+        by_window = _layers_by(_window_of_each_layer(config), range(config.num_layers))
+        heads = _heads_of_each_layer(config)
+        pools = [_pools(config, heads, layers) for layers in by_window.values()]
+        num_blocks = _num_blocks(config, _bytes_per_block(pools))
         groups = tuple(
             GroupLayout(index, window, "self", layers, group_pools, num_blocks)
             for index, ((window, layers), group_pools) in enumerate(
@@ -123,19 +121,35 @@ def _heads_of_each_layer(config: KVCacheConfig) -> tuple[int, ...]:
     return (heads,) * config.num_layers if isinstance(heads, int) else heads
 
 
-def _pools(config: KVCacheConfig, layers: tuple[int, ...]) -> tuple[PoolLayout, ...]:
-    heads = _heads_of_each_layer(config)
+def _layers_by(values: Sequence[int], layers: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """The layers that share a value, ascending values."""
+    found: dict[int, list[int]] = {}
+    for layer in layers:
+        found.setdefault(values[layer], []).append(layer)
+    return {value: tuple(found[value]) for value in sorted(found)}
+
+
+def _pools(config: KVCacheConfig, heads: Sequence[int], layers: tuple[int, ...]) -> tuple[PoolLayout, ...]:
     return tuple(
         PoolLayout(
             num_kv_heads=count,
-            layers=tuple(layer for layer in layers if heads[layer] == count),
+            layers=sharing,
             head_dim=config.head_dim,
             dtype=config.dtype,
             kv_layout=config.kv_layout,
             tokens_per_block=config.tokens_per_block,
         )
-        for count in sorted({heads[layer] for layer in layers})
+        for count, sharing in _layers_by(heads, layers).items()
     )
+
+
+def _bytes_per_block(pools: Sequence[tuple[PoolLayout, ...]]) -> int:
+    """Bytes of one block of each group."""
+    needed = sum(pool.bytes_per_block for group in pools for pool in group)
+    if needed > MAX_BYTES:
+        fields = "tokens_per_block, num_layers, num_kv_heads, head_dim"
+        raise ConfigError([f"{fields}: given a block of {needed} bytes; accepted: at most {MAX_BYTES}"])
+    return needed
 
 
 def _num_blocks(config: KVCacheConfig, bytes_of_all_groups: int) -> tuple[int, int]:
@@ -154,7 +168,11 @@ def _num_blocks(config: KVCacheConfig, bytes_of_all_groups: int) -> tuple[int, i
             accepted = f"0, or at least the {bytes_of_all_groups} bytes of one block of each group"
             raise ConfigError([f"host_cache_size: given {config.host_cache_size}; accepted: {accepted}"])
         secondary.append(fitting)
-    return min(primary), min(secondary, default=0)
+    blocks = min(primary), min(secondary, default=0)
+    for count, field in zip(blocks, ("max_tokens", "host_cache_size"), strict=True):
+        if count > MAX_BLOCKS:
+            raise ConfigError([f"{field}: given room for {count} blocks; accepted: at most {MAX_BLOCKS}"])
+    return blocks
 
 
 def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:

@@ -19,32 +19,28 @@ import numpy as np
 
 from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.admission import Plan
+from kvcache.arguments import checked_flag, checked_integer, listed, time_from
 from kvcache.block_manager import BlockManager
+from kvcache.bookkeeping import refuse_too_much
 from kvcache.check import check
 from kvcache.config import KVCacheConfig
-from kvcache.errors import (
-    OutOfBlocks,
-    TransfersPending,
-    UnknownRequest,
-    Unsupported,
-    UsageError,
-)
+from kvcache.errors import OutOfBlocks, TransfersPending, Unsupported, UsageError
 from kvcache.exported_state import export
 from kvcache.fingerprint import fingerprint
 from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming_batch
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
-from kvcache.lookup import checked_integer, lookup, namespace_of
+from kvcache.lookup import lookup, namespace_of
+from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.refusals import RefusalNotes
 from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
-from kvcache.stats import Stats
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
-from kvcache.transfer import TransferEngine
+from kvcache.transfer import engine_for
 from sinks import Sink, SinkContext, SinkRunner, SinkStats
 
 if TYPE_CHECKING:
@@ -52,7 +48,7 @@ if TYPE_CHECKING:
     from kvcache.pools import Pools
 
 
-class KVCacheManager:
+class KVCacheManager(Observed):
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
     `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default
@@ -71,6 +67,8 @@ class KVCacheManager:
         wall_ns: Callable[[], int] = time.time_ns,
         state: CacheState | None = None,
     ) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
         if state is not None and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         self.config = config
@@ -79,25 +77,29 @@ class KVCacheManager:
             raise Unsupported(
                 "an attention window shorter than max_sequence_length", "leave max_attention_window out"
             )
-        self._guard = Guard()
+        refuse_too_much(self.layout)
+        self._guard, self._wall_ns = Guard(), wall_ns
+        pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
+        self._max_tokens = min(config.max_sequence_length, pool)
+        self.transfers = engine_for(pools, copier)
+        sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
-            self._journal = Journal(created, outlets, wall_ns, config.event_buffer_max_size, first)
+            self._journal = Journal(created, outlets, config.event_buffer_max_size, first)
+            self.state, self.bus = self._journal.state, self._journal.bus
+            if self.transfers is not None:
+                self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
+            self._blocks = BlockManager(config, self.state, self._journal.emit)
+            self._refusals = RefusalNotes(self.bus.publish)
+            self._journal.due()
+            self._journal.flush(started)
         except BaseException:
             outlets.close()
             raise
-        self.state, self.bus = self._journal.state, self._journal.bus
-        copier = copier or (pools.copier() if pools is not None else None)
-        self.transfers = TransferEngine(copier) if copier is not None else None
-        if self.transfers is not None:
-            self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
-        self._blocks = BlockManager(config, self.state, self._journal.emit)
-        self._refusals = RefusalNotes(self.bus.publish)
-        self._journal.flush()
 
     @classmethod
     def resume(cls, state: CacheState, **options: Any) -> Self:
@@ -107,10 +109,8 @@ class KVCacheManager:
         without tokens: matching needs them.
         """
         if state.created is None or not state.tokens_recorded:
-            raise Unsupported(
-                "going on from this state",
-                "replay a log that records tokens, up to its first batch or beyond",
-            )
+            instead = "replay a log that records tokens, up to its first batch or beyond"
+            raise Unsupported("going on from this state", instead)
         config = KVCacheConfig.model_validate_json(state.created.config)
         # "auto" was decided then.
         return cls(config.model_copy(update={"block_hash": state.hashing.name}), state=state, **options)
@@ -118,10 +118,7 @@ class KVCacheManager:
     # -- housekeeping
 
     def _sequence(self, request_id: RequestId) -> Sequence:
-        handle = self.state.handles.get(request_id)
-        if handle is None:
-            raise UnknownRequest(request_id)
-        return self.state.sequences[handle]
+        return self._blocks.sequence(request_id)
 
     def __enter__(self) -> Self:
         return self
@@ -168,7 +165,7 @@ class KVCacheManager:
         return [self._admission(sequence, plan) for sequence, plan in admitted]
 
     def _incoming(self, requests: Items[Request]) -> list[Incoming]:
-        return incoming_batch(requests, self.state.handles, self.max_tokens)
+        return incoming_batch(requests, self.state.handles, self._max_tokens)
 
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
         request_id = sequence.request_id
@@ -183,8 +180,7 @@ class KVCacheManager:
     @property
     def max_tokens(self) -> int:
         """Tokens of the longest sequence that can be held."""
-        pool = self.layout.groups[0].num_blocks[0] * self.config.tokens_per_block
-        return min(self.config.max_sequence_length, pool)
+        return self._max_tokens
 
     def can_add(self, requests: Items[Request]) -> int:
         """How many requests of the batch, from the first on, could be admitted together now."""
@@ -194,6 +190,9 @@ class KVCacheManager:
     def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
         """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
         self._guard.enter()
+        max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
+        if max_new_tokens < 0:
+            raise UsageError("max_new_tokens must not be negative")
         sequence = self._sequence(request_id)
         return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
 
@@ -240,8 +239,8 @@ class KVCacheManager:
         (`StoreResult.swapped`): block tables read before are stale.
         """
         self._guard.enter()
-        sequence = self._sequence(request_id)
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
+        sequence = self._sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
@@ -262,20 +261,22 @@ class KVCacheManager:
         them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
         """
         self._guard.enter()
-        packed = pack_tokens(tokens)
+        ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
+        packed = pack_tokens(tokens, self._max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // SYMBOL_BYTES
         if counts is None:
-            batch = self._blocks.decode_batch(request_ids, num_tokens, self.max_tokens)
+            batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
             with self._guard:
                 return self._blocks.step(batch, packed)
-        running = self._blocks.running(request_ids)
-        sizes = pack_counts(counts, len(running), num_tokens)
+        sizes = pack_counts(counts, len(ids), num_tokens)
+        running = self._blocks.running(ids)
         with self._guard:
-            return self._blocks.append(running, packed, sizes, self.max_tokens)
+            return self._blocks.append(running, packed, sizes, self._max_tokens)
 
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
         self._guard.enter()
+        store = checked_flag(store, "store")
         sequence = self._sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store)
@@ -300,9 +301,10 @@ class KVCacheManager:
         """What a prompt would reuse now, block by block. Changes nothing."""
         self._guard.enter()
         namespace = namespace_of(lora_id, lora_name, cache_salt)
+        packed = pack_tokens(tokens, self._max_tokens)
         if not self.config.enable_block_reuse:
-            return Match(len(pack_tokens(tokens)) // SYMBOL_BYTES, (), None)
-        return lookup(self.state, namespace, pack_tokens(tokens), partial=self.config.enable_partial_reuse)
+            return Match(len(packed) // SYMBOL_BYTES, (), None)
+        return lookup(self.state, namespace, packed, partial=self.config.enable_partial_reuse)
 
     def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
         """Full blocks that a prompt would reuse now; takes the same namespace arguments as `match`."""
@@ -311,10 +313,9 @@ class KVCacheManager:
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
         """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
         self._guard.enter()
-        if window not in (None, self.layout.groups[0].window):
-            raise UsageError(
-                f"there is no window of {window} tokens, only one of {self.layout.groups[0].window}"
-            )
+        only = self.layout.groups[0].window
+        if window is not None and checked_integer(window, "a window") != only:
+            raise UsageError(f"there is no window of {window} tokens, only one of {only}")
         self._refuse_pending()
         return np.array(self._sequence(request_id).tables[0], np.int32)
 
@@ -322,7 +323,8 @@ class KVCacheManager:
         """Block tables of several sequences, [sequences, most blocks] int32, padded with -1."""
         self._guard.enter()
         self._refuse_pending()
-        tables = [self._sequence(request_id).tables[0] for request_id in request_ids]
+        ids = listed(request_ids, "request_ids")
+        tables = [self._sequence(request_id).tables[0] for request_id in ids]
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -352,26 +354,9 @@ class KVCacheManager:
         self._guard.enter()
         check(self.state)
 
-    def stats(self) -> Stats:
-        """Counters and gauges as of the last flush; may be called from any thread."""
-        return self._journal.counter.read()
-
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
         return self._journal.outlets.sink_stats()
-
-    def wait_subscribers(
-        self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
-    ) -> bool:
-        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`."""
-        return self._journal.outlets.wait_subscribers(count, timeout, stop)
-
-    def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
-        """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
-
-        Waits up to `timeout_ms` (None: for ever) for some. Empty if `event_buffer_max_size` is 0.
-        """
-        return self._journal.latest.get(timeout_ms) if self._journal.latest is not None else []
 
     # -- end of a step
 
@@ -382,12 +367,21 @@ class KVCacheManager:
             self._poll()
         with self._guard:
             self._blocks.checkpoint_if_due()
-            return self._journal.flush()
+        return self._flush()
+
+    def _flush(self) -> EventBatch | None:
+        if not self._journal.due():
+            return None
+        # Outside the guard: with a clock that fails, everything waits for the next flush.
+        now = time_from(self._wall_ns)
+        with self._guard:
+            return self._journal.flush(now)
 
     def close(self) -> None:
         """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless."""
         if self._guard.closed:
             return
+        self._guard.refuse_other_threads()
         try:
             if self._guard.failure is None:
                 self._finish()
@@ -403,4 +397,4 @@ class KVCacheManager:
         self._poll()
         with self._guard:
             self._blocks.checkpoint()
-            self._journal.flush()
+        self._flush()

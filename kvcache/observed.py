@@ -41,7 +41,8 @@ class Observed:
 def _seconds(timeout_ms: Any) -> float | None:
     if timeout_ms is None:
         return None
+    number: Any = timeout_ms if isinstance(timeout_ms, Real) else None
     # NaN is neither.
-    if isinstance(timeout_ms, Real) and (timeout_ms <= 0 or timeout_ms > 0):
-        return float(max(0, min(timeout_ms, _LONGEST_WAIT_MS))) / 1000
+    if number is not None and (number <= 0 or number > 0):
+        return float(max(0, min(number, _LONGEST_WAIT_MS))) / 1000
     raise UsageError(f"timeout_ms must be a number or None, not {type(timeout_ms).__name__} or NaN")

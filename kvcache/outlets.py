@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
-from kvcache.arguments import listed
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
 from kvcache.replay import replay
@@ -37,7 +35,8 @@ class Outlets:
         cls, log: LogTarget, sinks: Sequence[str | Sink | SinkRunner], context: SinkContext, config: LogConfig
     ) -> Outlets:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
-        sinks = [_checked_sink(sink) for sink in listed(sinks, "sinks")]
+        for sink in sinks:
+            _check_sink(sink)
         writer = log if isinstance(log, LogWriter) or log is None else open_log(_directory(log), config)
         if writer is not None:
             context = replace(context, state_dir=writer.directory)
@@ -133,13 +132,12 @@ def _directory(log: object) -> Path:
     return Path(log)
 
 
-def _checked_sink(sink: Any) -> Any:
-    """A mistake is told before anything is opened: later it would be a sink that fails for ever."""
-    if isinstance(sink, str | SinkRunner) or all(
+def _check_sink(sink: object) -> None:
+    """Tell a mistake before anything is opened: later it would be a sink that fails for ever."""
+    if not isinstance(sink, str | SinkRunner) and not all(
         callable(getattr(sink, method, None)) for method in ("open", "write", "close")
     ):
-        return sink
-    raise UsageError(f"a sink must be a URL or have open, write and close; {type(sink).__name__} has not")
+        raise UsageError(f"a sink must be a URL or have open, write and close; {type(sink).__name__} has not")
 
 
 def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:

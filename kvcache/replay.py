@@ -13,7 +13,8 @@ from os import PathLike
 from pathlib import Path
 
 from events.log import LogEnd, LogReader
-from events.types import Checkpoint, EventBatch, Gap
+from events.types import CacheCreated, Checkpoint, EventBatch, Gap
+from kvcache.bookkeeping import SLOT_BYTES, free_bytes
 from kvcache.check import check
 from kvcache.errors import CapacityError, InternalError, InvariantViolated
 from kvcache.fingerprint import fingerprint
@@ -34,6 +35,18 @@ class BeyondEnd(CapacityError):
         return f"batch {self.seq} is beyond the log's end: the last one is {self.last_seq}"
 
 
+class TooLarge(CapacityError):
+    """The cache of a log has more blocks than this machine can keep book of; both in bytes."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(needed, free)
+        self.needed = needed
+        self.free = free
+
+    def __str__(self) -> str:
+        return f"the log is of a cache whose replay needs {self.needed:,} bytes of memory, {self.free:,} are free"
+
+
 class Unreplayable(InternalError):
     """A batch does not fit the state before it: the log is not the record of one cache."""
 
@@ -46,6 +59,10 @@ class Unreplayable(InternalError):
         return f"batch {self.seq} does not follow from those before it: {self.reason}"
 
 
+_FINGERPRINT_BYTES = 128
+"""What a fingerprint takes per slot of a level, while it is made."""
+_ALWAYS_BYTES = 1 << 26
+"""So much is there, or nothing would run; asking the system takes longer than replaying a short log."""
 _OF_UNFITTING = (
     ArithmeticError,
     AssertionError,
@@ -59,7 +76,7 @@ _OF_UNFITTING = (
 
 
 @contextmanager
-def _fitting(seq: int) -> Iterator[None]:
+def fitting(seq: int) -> Iterator[None]:
     """Whatever fails inside is the fault of the batches up to this one."""
     try:
         yield
@@ -91,17 +108,17 @@ class Replayed:
     @property
     def fingerprint(self) -> bytes:
         """Of the state. Raises `Unreplayable` if it has none, since its log is no record of a cache."""
-        with _fitting(self.last_seq):
+        with fitting(self.last_seq):
             return fingerprint(self.state)
 
     def check(self) -> None:
         """Verify the invariants of the state; raises `Unreplayable`."""
-        with _fitting(self.last_seq):
+        with fitting(self.last_seq):
             check(self.state)
 
     def fold(self, batch: EventBatch, *, verify: bool) -> None:
         """Apply one batch; raises `Unreplayable`."""
-        with _fitting(batch.seq):
+        with fitting(batch.seq):
             for event in batch.events[self._first_known(batch) :]:
                 self._apply(batch.seq, event, verify)
         self.last_seq = batch.seq
@@ -114,7 +131,9 @@ class Replayed:
         return gaps[-1] if gaps else 0
 
     def _apply(self, seq: int, event: object, verify: bool) -> None:
-        if isinstance(event, Gap):
+        if isinstance(event, CacheCreated):
+            _refuse_too_large(event)
+        elif isinstance(event, Gap):
             self.gaps.append(event)
         elif verify and isinstance(event, Checkpoint):
             if fingerprint(self.state) == event.fingerprint:
@@ -122,6 +141,14 @@ class Replayed:
             else:
                 self.checkpoints_failed.append(seq)
         self.state.apply(event)  # type: ignore[arg-type]
+
+
+def _refuse_too_large(created: CacheCreated) -> None:
+    """A few bytes of a log can ask for any number of blocks."""
+    blocks = [count for group in created.groups for count in group.num_blocks]
+    needed = SLOT_BYTES * sum(blocks) + _FINGERPRINT_BYTES * max(blocks, default=0)
+    if needed > _ALWAYS_BYTES and needed > (free := free_bytes()):
+        raise TooLarge(needed, free)
 
 
 def replay(

@@ -10,10 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvcache.errors import invariant
 from kvcache.prefix_tree import Run
@@ -38,9 +36,10 @@ class Level:
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
-        self.free = _column("i", np.arange(size - 1, -1, -1, dtype=np.int32))
+        self.free = array("i")
+        self.free.frombytes(np.arange(size - 1, -1, -1, dtype=np.int32).tobytes())
         """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
-        self.owner = _column("q", np.full(size, -1, np.int64))
+        self.owner = array("q", [-1]) * size
         """Id of the run that holds the slot; -1 where none does."""
         self.owners = np.frombuffer(self.owner, np.int64) if size else np.empty(0, np.int64)
         """The same memory, for many slots at a time."""
@@ -125,13 +124,6 @@ class Level:
                 _entry(run) for run in runs.values() if run.level == self.index and not run.refs | run.kin
             ]
             heapify(self.leaves)
-
-
-def _column(code: str, values: npt.NDArray[Any]) -> array[int]:
-    """An array of many numbers, without making each of them an object."""
-    column = array(code)
-    column.frombytes(values.data.cast("B") if len(values) else b"")
-    return column
 
 
 def eviction_order(run: Run) -> tuple[int, int, int]:

@@ -235,7 +235,11 @@ class CacheState:
             slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
         table = sequence.tables[event.group]
         first = event.first_block
-        invariant(first <= len(table), "reused blocks leave a hole in the table")
+        invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
+        if event.replaced:
+            own = table[first : first + len(slots)]
+            own.reverse()
+            invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
         table[first : first + len(slots)] = slots
         if event.replaced:
             group.give_back(array("i", event.replaced))

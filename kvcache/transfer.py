@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTick
 from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
 from events.types import PRIMARY, BlocksCopied, BlocksMoved
+from kvcache.errors import UsageError
 
 SlotKey = tuple[int, int, int]
 """Group, level, slot."""
@@ -124,10 +126,8 @@ class TransferEngine:
     def wait(self) -> None:
         """Block until everything started has landed or failed; `poll` then tells which."""
         for batch in self._in_flight:
-            try:
+            with suppress(Exception):  # poll() reports it
                 batch.ticket.wait()
-            except Exception:  # noqa: BLE001
-                continue  # poll() reports it
 
     def _note(self, transfer: int, copy: Copy) -> None:
         self._pending.append(_Transfer(self._noted, transfer, copy))
@@ -170,6 +170,19 @@ class TransferEngine:
         if self._bad:
             for key in _targets(transfer.copy):
                 self._bad.pop(key, None)
+
+
+def engine_for(pools: Any, copier: Copier | None) -> TransferEngine | None:
+    """What moves the bytes of `pools`, or whatever `copier` moves; None without either. Raises `UsageError`."""
+    if copier is None and pools is not None:
+        if not callable(getattr(pools, "copier", None)):
+            raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
+        copier = pools.copier()
+    if copier is None:
+        return None
+    if not callable(getattr(copier, "submit", None)):
+        raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+    return TransferEngine(copier)
 
 
 def _reason(failure: Exception) -> str:

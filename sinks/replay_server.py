@@ -7,8 +7,10 @@ and gets ``[b"", topic, seq, payload]`` for each batch from there up to the late
 Batches that the ring still has are sent as they were. For older ones the whole state is laid over the numbers that
 were asked for (*compacted replay*): the first answer is "cleared" with the first part of the state, parents first,
 the next numbers bring the rest, and empty batches fill up to the latest. The numbers begin where the reader asked and
-have no holes, which some routers insist on, and folding the answer gives exactly the state at its last number. The
-state comes from the feed's thread, as of a number; encoding it happens here, part by part as the reader takes it.
+have no holes, which some routers insist on, and folding the answer gives exactly the state at its last number. A
+part of it is of no use, so the ring forgets those numbers: whoever was interrupted and asks for the rest gets the
+whole state again. The state comes from the feed's thread, as of a number; encoding it happens here, part by part as
+the reader takes it.
 
 No reader can hold up another: answers take turns, nothing is sent where the socket would wait, and a reader that takes
 nothing for `stall_seconds` loses the rest of its answer.

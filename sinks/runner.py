@@ -168,7 +168,8 @@ class SinkRunner:
     # --- the sink's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        opened = self._call("open", lambda: self._sink.open())
+        # Looked up in the call: what has no such method is a sink that fails.
+        opened = self._call("open", lambda: self._sink.open())  # noqa: PLW0108
         if not opened:
             self._quarantine()
         self._opened.set()
@@ -178,7 +179,7 @@ class SinkRunner:
         if opened and not self._forked:
             if self._may_go_on():
                 self._settle()
-            self._call("close", lambda: self._sink.close())
+            self._call("close", lambda: self._sink.close())  # noqa: PLW0108
 
     def _may_go_on(self) -> bool:
         # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.

@@ -141,7 +141,11 @@ class ZMQTransport:
             message = self._socket.recv()
             self.subscribers += _SUBSCRIPTIONS.get(message[:1], 0)
         if self.replay is not None and self.replay.wants_state:
-            self.replay.give_state(take_state())
+            state = take_state()
+            # Who has read a part of such an answer, and asks for the rest, must not get it from the ring: what was
+            # sent under those numbers is not what lies there in the answer.
+            self._ring.start(state.seq + 1)
+            self.replay.give_state(state)
 
     def close(self) -> None:
         """Close the sockets. Waits for readers to take what was sent, as long as the sockets linger."""

@@ -1,11 +1,24 @@
 """The command ``kvcache``: play requests through a cache, and read, replay and search the logs it leaves.
 
-One module per command, each with `add_parser` and `run`. `main` turns errors into one line and an exit code. No
-module here loads torch; of the commands only ``run`` (with pools) and ``doctor`` do.
+One module per command, each with `add_parser` and `run`. `kvcache.cli.command` turns errors into one line and an exit
+code. No module here loads torch; of the commands only ``run`` (with pools) and ``doctor`` do.
 """
 
 from __future__ import annotations
 
-from kvcache.cli.main import main
+from collections.abc import Sequence
 
 __all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Loads everything only now, when Ctrl-C has somewhere to go."""
+    try:
+        from kvcache.cli.streams import open_missing
+
+        open_missing()
+        from kvcache.cli.command import run
+
+        return run(argv)
+    except KeyboardInterrupt:
+        return 130

@@ -15,6 +15,7 @@ from sinks import known_schemes
 
 _NOTHING, _FILES = "NOTHING", "FILE"
 
+
 class Option(NamedTuple):
     """An option of a command."""
 

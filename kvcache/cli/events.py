@@ -183,7 +183,7 @@ class NamingBlock:
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
-        if not column:
+        if not column or not width:
             return False
         digits = self._digits[: 2 * width]
         text, step = column.hex(), 2 * width

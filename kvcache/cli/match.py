@@ -17,7 +17,7 @@ from kvcache.cli.progress import progress
 from kvcache.cli.replay import LEVELS
 from kvcache.errors import UsageError
 from kvcache.lookup import lookup, namespace_of
-from kvcache.replay import BeyondEnd, Replayed, fold
+from kvcache.replay import BeyondEnd, Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
 from kvcache.state import CacheState
 from kvcache.tokens import pack_tokens
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if replayed.state.created is None:
         raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
     namespace, symbols = given if given is not None else search.prompt(args.request)
-    found = _lookup(replayed.state, namespace, symbols)
+    with fitting(replayed.last_seq):
+        found = _lookup(replayed.state, namespace, symbols)
     if args.json:
         out.json(to_json(replayed, found))
     else:

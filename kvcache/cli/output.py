@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvcache.cli.streams import complain
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,7 +43,7 @@ class Output:
     def note(self, text: str) -> None:
         """Something to know that is not the result."""
         if not self.quiet:
-            print(f"kvcache: {printable(text)}", file=sys.stderr)
+            complain(f"kvcache: {printable(text)}")
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Labels with what there is to say about each; an empty label continues the one before."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any, NoReturn
 
 from kvcache._version import __version__
 from kvcache.cli import completion, config, doctor, events, match, replay, run, subscribe
+from kvcache.cli.output import printable
+from kvcache.cli.streams import complain
 
 COMMANDS = (run, replay, events, match, subscribe, config, doctor, completion)
 
@@ -19,7 +22,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        self.exit(2, f"kvcache: error: {message} (see `{self.prog} --help`)\n")
+        complain(f"kvcache: error: {printable(message)} (see `{self.prog} --help`)")
+        self.exit(2)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As the base class does, but output that cannot be written is an error."""
+        print(message, end="", file=file or sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from kvcache.config import KVCacheConfig, LogConfig, _merged, _read_env, _read_file
+from kvcache.config import KVCacheConfig, LogConfig, merged, read_env, read_file
 from kvcache.errors import ConfigError, UsageError
 
 Values = dict[str, Any]
@@ -62,7 +62,7 @@ def by_source(path: Path | None, sets: Values) -> dict[str, Values]:
     """What is given, by where; later ones win. Raises ConfigError."""
     return {
         "file": {} if path is None else _from_file(path),
-        "environment": _read_env(os.environ)[0],
+        "environment": read_env(os.environ)[0],
         "--set": sets,
     }
 
@@ -72,14 +72,14 @@ def _from_file(path: Path) -> Values:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from error
-    return _read_file(path)
+    return read_file(path)
 
 
 def given(path: Path | None, sets: Values) -> Values:
     """Everything that is given anywhere."""
     values: Values = {}
     for each in by_source(path, sets).values():
-        values = _merged(values, each)
+        values = merged(values, each)
     return values
 
 
@@ -98,9 +98,9 @@ def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
     sources = by_source(path, sets)
     values: Values = {}
     for each in sources.values():
-        values = _merged(values, each)
+        values = merged(values, each)
     try:
-        return KVCacheConfig(**_merged(_without(defaults, values), values))
+        return KVCacheConfig(**merged(_without(defaults, values), values))
     except ConfigError as error:
         raise ConfigError([_located(problem, sources, path) for problem in error.problems]) from None
 

@@ -17,10 +17,17 @@ from types import FrameType, TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE_SECONDS = 1.0
+"""Launchers pass on a signal that the terminal has sent to us as well: that is not somebody losing patience."""
+_LONGEST_SELECT = 3600.0
+"""The system takes no wait of any length."""
 
 
 class StopSignals(threading.Event):
-    """Set by SIGINT and SIGTERM while it is entered as a context. To be used on the main thread."""
+    """Set by SIGINT and SIGTERM while it is entered as a context. To be used on the main thread.
+
+    Where nobody looks at it, a further signal that comes a second later or more raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,6 +35,7 @@ class StopSignals(threading.Event):
         """The signal that came first."""
         self.received = 0
         """How many have come."""
+        self._unheeded_since: float | None = None
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe()
@@ -49,9 +57,15 @@ class StopSignals(threading.Event):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.first = self.first or signal.Signals(number)
         self.received += 1
+        now = time.monotonic()
+        if self._unheeded_since is None:
+            self._unheeded_since = now
+        elif now - self._unheeded_since >= _PATIENCE_SECONDS:
+            raise KeyboardInterrupt
 
     def is_set(self) -> bool:
         """Whether a signal has come."""
+        self._unheeded_since = None
         return self.received > 0
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -61,7 +75,7 @@ class StopSignals(threading.Event):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
-            select.select([self._reader], [], [], left)
+            select.select([self._reader], [], [], _LONGEST_SELECT if left is None else min(left, _LONGEST_SELECT))
             with contextlib.suppress(BlockingIOError):
                 # Signals that are not ours wake us, too.
                 os.read(self._reader, 4096)

@@ -17,6 +17,10 @@ from kvcache.errors import UsageError
 START_NS = 1_767_225_600_000_000_000
 """What the wall clock shows at the first step of an unpaced run (2026-01-01, UTC)."""
 _MS = 1_000_000
+_FOREVER_NS = 2**62
+"""More than a hundred years: what is due later than that never is."""
+_LONGEST_WAIT = 3600.0
+"""Seconds. Systems take no wait of any length, so a longer one is several."""
 
 
 def parse_speed(text: str) -> float | None:
@@ -78,8 +82,14 @@ class StepClock:
             return
         self.now_ms = max(self.now_ms, until_ms)
         if self._started_ns is None:
-            self._started_ns = self._real_monotonic_ns() - int(self.step_ms * _MS / self.speed)
-        due_ns = self._started_ns + int(self.now_ms * _MS / self.speed)
-        ahead_ns = due_ns - self._real_monotonic_ns()
-        if ahead_ns > 0:
-            stop.wait(ahead_ns / 1e9)
+            self._started_ns = self._real_monotonic_ns()
+        # The first step has passed when it is reported.
+        due_ns = self._started_ns + self._real_length_ns(self.now_ms - self.step_ms)
+        while (ahead_ns := due_ns - self._real_monotonic_ns()) > 0:
+            if stop.wait(min(ahead_ns / 1e9, _LONGEST_WAIT)):
+                break
+
+    def _real_length_ns(self, trace_ms: int) -> int:
+        """How long a part of the trace takes in real time."""
+        assert self.speed is not None
+        return int(min(trace_ms * _MS / self.speed, _FOREVER_NS))

@@ -21,7 +21,8 @@ from kvcache.workload.tokens import TRACE_BLOCK_TOKENS
 MAX_LINE_BYTES = 16 * 2**20
 """A longer line is no trace; the bound keeps a wrong file from being read into memory whole."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+_MAX_LENGTH = 2**31 - 1
+"""Tokens are counted by int32 in many places; no sequence is that long."""
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -41,11 +42,11 @@ class TraceError(UsageError):
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request of a trace. Fields of the file that are not named here are ignored."""
 
-    timestamp: Count
+    timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     """Arrival in milliseconds after the start of the trace."""
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
     """Tokens of the prompt."""
-    output_length: Count
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
     """Tokens to generate."""
     hash_ids: tuple[HashId, ...]
     """One number per 512 prompt tokens; the last may stand for fewer."""

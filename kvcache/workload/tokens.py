@@ -18,7 +18,8 @@ import numpy.typing as npt
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one number of a trace stands for."""
 PROMPT_VOCABULARY = 128_000
-"""Prompt ids are below it but for the first of a block; output ids are in [PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
+"""Prompt ids are below it but for the first of a block; output ids are in
+[PROMPT_VOCABULARY, 2 * PROMPT_VOCABULARY)."""
 _FIRST_TOKENS = 2 * PROMPT_VOCABULARY
 """A block begins with an id of its own above these, so that partial matches never come about by chance."""
 

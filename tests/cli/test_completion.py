@@ -20,7 +20,10 @@ ZSH = shutil.which("zsh") or ""
     ("words", "expected"),
     [
         (["kvcache", "re"], {"replay"}),
-        (["kvcache", ""], {"run", "replay", "events", "match", "config", "doctor", "completion"}),
+        (
+            ["kvcache", ""],
+            {"run", "replay", "events", "match", "subscribe", "config", "doctor", "completion"},
+        ),
         (["kvcache", "--ver"], {"--version", "--verbose"}),
         (
             ["kvcache", "replay", "--"],
@@ -62,7 +65,9 @@ def test_bash_completes(kvcache: Kvcache, words: list[str], expected: set[str]) 
 def test_bash_offers_files_only_where_they_fit(kvcache: Kvcache, option: str, changes: list[str]) -> None:
     """Bash's own completion, which is files, is turned off for values that are none; a URL goes on after its scheme."""
     script = kvcache("completion", "bash").out
-    call = f'compopt() {{ echo "$*"; }}\n{script}\nCOMP_WORDS=(kvcache run {option} ""); COMP_CWORD=3; _kvcache'
+    call = (
+        f'compopt() {{ echo "$*"; }}\n{script}\nCOMP_WORDS=(kvcache run {option} ""); COMP_CWORD=3; _kvcache'
+    )
     done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == changes

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.config import KVCacheConfig
-from tests.cli.conftest import Kvcache
+from kvcache.replay import replay
+from tests.cli.conftest import TRACE, Kvcache
 
 ENOUGH = ("--set", "max_sequence_length=64", "--set", "primary_blocks=4")
 
@@ -39,6 +40,62 @@ def test_json(kvcache: Kvcache, tmp_path: Path) -> None:
     done = kvcache("config", *ENOUGH, "--set", "log.segment_bytes=8192", "--json")
     config = KVCacheConfig(**json.loads(done.out))
     assert (config.max_sequence_length, config.primary_blocks, config.log.segment_bytes) == (64, 4, 8192)
+
+
+def test_what_run_derives(kvcache: Kvcache) -> None:
+    """What `kvcache run` takes from its requests is no error; it is shown as such, and missing in the JSON."""
+    done = kvcache("config")
+    assert (done.code, done.err) == (0, "")
+    shown = {line.split()[0]: " ".join(line.split()[1:]) for line in done.out.splitlines()}
+    for name in ("max_sequence_length", "primary_blocks", "secondary_blocks"):
+        assert shown[name] == "(from the requests) run derives it"
+    assert shown["tokens_per_block"] == "32 default (64 in run)"
+    assert shown["log.overflow"] == "drop default (block in run)"
+    found = json.loads(kvcache("config", "--json", "--set", "primary_blocks=3").out)
+    assert {"max_sequence_length", "primary_blocks", "secondary_blocks"} & set(found) == {"primary_blocks"}
+    assert "(as many as primary)" in kvcache("config", "--set", "primary_blocks=3").out
+
+
+@pytest.mark.parametrize(
+    "content", ["head_dim: 16\n", "max_tokens: 8192\n", "host_cache_size: 65536\n", "{}\n"]
+)
+def test_accepts_what_run_accepts(kvcache: Kvcache, tmp_path: Path, content: str) -> None:
+    """A file that is good for `kvcache run` is good here, and what is shown as derived there is derived there."""
+    file = tmp_path / "c.yaml"
+    file.write_text(content)
+    shown = kvcache("config", "--config", file, "--json")
+    run = kvcache("run", TRACE, "--no-pools", "--config", file, "--log", tmp_path / "log")
+    assert (shown.code, run.code) == (0, 0)
+    created = replay(tmp_path / "log").state.created
+    assert created is not None
+    used = json.loads(created.config)
+    own = {"tokens_per_block": 64, "log": used["log"]}
+    assert {name: used[name] for name in json.loads(shown.out)} == json.loads(shown.out) | own
+
+
+def test_problems_name_their_source(
+    kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong setting is blamed on the file or the variable that gave it, and on no other."""
+    file = tmp_path / "c.toml"
+    file.write_text("head_dim = 'x'\nnum_layers = 'y'\n[log]\nfsync = 'z'\n")
+    monkeypatch.setenv("KVCACHE_PRIMARY_BLOCKS", "abc")
+    monkeypatch.setenv("KVCACHE_NUM_LAYERS", "0")
+    for command in ("config", "run"):
+        err = kvcache(command, "--config", file, "--set", "dtype=int3").err
+        assert [line.removeprefix("kvcache: error: ").split(": given")[0] for line in err.splitlines()] == [
+            "KVCACHE_NUM_LAYERS: num_layers",
+            f"{file}: head_dim",
+            "dtype",
+            "KVCACHE_PRIMARY_BLOCKS: primary_blocks",
+            f"{file}: log.fsync",
+        ]
+
+
+def test_missing_file(kvcache: Kvcache) -> None:
+    """A file that is not there is named once, without the system's number for it."""
+    err = kvcache("config", "--config", "none.yaml").err
+    assert err == "kvcache: error: none.yaml: cannot be read: No such file or directory\n"
 
 
 def test_schema(kvcache: Kvcache) -> None:

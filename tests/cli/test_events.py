@@ -16,7 +16,7 @@ from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, Sequ
 from sinks.render import render_batch
 from tests.cli.conftest import Kvcache, Start, run_log
 
-REQUEST = 8
+REQUEST = 20
 
 
 def all_events(log: Path) -> Iterator[tuple[int, int, AnyEvent]]:

@@ -57,7 +57,7 @@ class TestErrors:
         done = kvcache("config", "--set", "head_dim=x", "--set", "dtype=int3")
         lines = done.err.splitlines()
         assert done.code == 2
-        assert [line.split(":")[2].strip() for line in lines] == ["max_sequence_length", "head_dim", "dtype"]
+        assert [line.split(":")[2].strip() for line in lines] == ["head_dim", "dtype"]
 
     def test_verbose_shows_where_an_error_comes_from(self, kvcache: Kvcache) -> None:
         """Without -v there is no traceback, with it there is, before the same line; it may stand on either side."""

@@ -109,6 +109,11 @@ class TestOutput:
         assert refused.code == 2
         assert "--json needs stdout for itself" in refused.err
 
+    def test_nothing_reused(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Where no block was reused the summary does not boast of having compared any."""
+        done = kvcache("run", trace_of(tmp_path / "t.jsonl", (100, 4)))
+        assert "bytes            no block was reused: nothing to compare\n" in done.out
+
     def test_quiet_leaves_the_summary(self, kvcache: Kvcache) -> None:
         """-q prints the summary and nothing before it."""
         assert kvcache("run", *SMALL, "-q").out.startswith("summary\n")
@@ -222,11 +227,14 @@ class TestTraces:
         assert "number 1: 2004 tokens need 32 blocks, primary has 4" in done.err
 
     def test_nothing_fits(self, kvcache: Kvcache, tmp_path: Path) -> None:
-        """If no request fits at all, the run was a mistake."""
-        trace = trace_of(tmp_path / "t.jsonl", (2000, 4))
+        """If not even the shortest request fits, nothing but that is said."""
+        trace = trace_of(tmp_path / "t.jsonl", (3000, 4), (2000, 4), (2500, 4))
         done = kvcache("run", trace, "--no-pools", "--primary-blocks", 4)
         assert done.code == 2
-        assert "none of the requests fits: 2004 tokens need 32 blocks" in done.err
+        assert (done.out, done.err) == (
+            "",
+            "kvcache: error: none of the requests fits: 2004 tokens need 32 blocks, primary has 4\n",
+        )
 
 
 class TestLog:
@@ -269,6 +277,19 @@ class TestLog:
         assert done.code == 2
         assert "is not a log directory" in done.err
 
+    def test_file_instead_of_a_directory(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A file cannot be a log; the error says what is needed."""
+        (tmp_path / "log").write_text("")
+        err = kvcache("run", *SMALL, "--log", tmp_path / "log").err
+        assert err == f"kvcache: error: {tmp_path}/log is a file; --log takes a directory\n"
+
+    def test_continuing_nothing(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """--continue with a new log is allowed, and said: the name may be mistyped."""
+        note = f"kvcache: {tmp_path}/log is new: nothing to continue\n"
+        args = ("run", *SMALL, "--log", tmp_path / "log", "--continue")
+        assert kvcache(*args)[::2] == (0, note)
+        assert kvcache(*args)[::2] == (0, "")
+
     def test_continue_needs_a_log(self, kvcache: Kvcache) -> None:
         """--continue alone does not say what is to be continued."""
         assert "--continue needs --log" in kvcache("run", *SMALL, "--continue").err
@@ -277,7 +298,7 @@ class TestLog:
         """If a sink cannot be opened, the log's directory can be used by the next attempt."""
         done = kvcache("run", *SMALL, "--log", tmp_path / "log", "--sink", "file:/nowhere/e.jsonl")
         assert done.code == 2
-        assert "No such file or directory" in done.err
+        assert "could not be opened: no such directory: /nowhere\n" in done.err
         assert kvcache("run", *SMALL, "--log", tmp_path / "log").code == 0
         assert kvcache("run", *SMALL, "--sink", "gopher:x").code == 2
         assert list(temporary.iterdir()) == []
@@ -318,6 +339,14 @@ class TestSinks:
         assert out.startswith("kvcache run: chats_small.jsonl\n")
         first, last = out.index("0.0  EpochStarted"), out.index("Checkpoint")
         assert out.index("  log  ") < first < last < out.index("summary")
+
+    def test_used_file(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A file that holds events already is refused with what to do, and nothing about how that was noticed."""
+        (tmp_path / "e.jsonl").write_text("{}\n")
+        url = f"file://{tmp_path}/e.jsonl"
+        err = kvcache("run", *SMALL, "--sink", url).err
+        says = f"{tmp_path}/e.jsonl is not empty: remove it, choose another, or add ?append=1"
+        assert err == f"kvcache: error: sink {url} could not be opened: {says}\n"
 
     def test_unknown_scheme(self, kvcache: Kvcache) -> None:
         """A URL of no sink is refused with the schemes that there are."""

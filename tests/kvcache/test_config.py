@@ -55,20 +55,55 @@ class TestFields:
         assert config(block_hash="none").block_hash == "none"
 
 
+POWER_OF_TWO = "a power of two, at least 1, at most 2**30"
+
+
 class TestProblems:
     @pytest.mark.parametrize(
         ("settings", "line"),
         [
-            ({"tokens_per_block": 33}, "tokens_per_block: given 33; accepted: a power of two, at least 1"),
-            ({"tokens_per_block": 0}, "tokens_per_block: given 0; accepted: a power of two, at least 1"),
-            ({"head_dim": "x"}, "head_dim: given 'x'; accepted: an integer, at least 1"),
-            ({"head_dim": True}, "head_dim: given True; accepted: an integer, at least 1"),
+            (
+                {"tokens_per_block": 33},
+                "tokens_per_block: given 33; accepted: a power of two, at least 1, at most 2**30",
+            ),
+            (
+                {"tokens_per_block": 0},
+                "tokens_per_block: given 0; accepted: a power of two, at least 1, at most 2**30",
+            ),
+            ({"head_dim": "x"}, "head_dim: given 'x'; accepted: an integer from 1 to 2147483647"),
+            ({"head_dim": True}, "head_dim: given True; accepted: an integer from 1 to 2147483647"),
             (
                 {"dtype": "fp4"},
                 "dtype: given 'fp4'; accepted: float16, bfloat16, float32, float8_e4m3fn or int8",
             ),
             ({"kv_layout": "nhd"}, "kv_layout: given 'nhd'; accepted: NHD or HND"),
             ({"model": 3}, "model: given 3; accepted: text"),
+            ({"model": "\udcff"}, r"model: given '\udcff'; accepted: text"),
+            ({"num_layers": 65537}, "num_layers: given 65537; accepted: an integer from 1 to 65536"),
+            (
+                {"event_buffer_max_size": 2**31},
+                "event_buffer_max_size: given 2147483648; accepted: an integer from 0 to 2147483647",
+            ),
+            (
+                {"host_cache_size": 2**62 + 1},
+                f"host_cache_size: given {2**62 + 1}; accepted: bytes, from 0 to 2**62, or none",
+            ),
+            (
+                {"max_tokens": 2**62 + 1},
+                f"max_tokens: given {2**62 + 1}; accepted: tokens, from tokens_per_block to 2**62, or none",
+            ),
+            (
+                {"log": {"segment_bytes": 2**62 + 1}},
+                f"log.segment_bytes: given {2**62 + 1}; accepted: bytes, from 4096 to 2**62",
+            ),
+            (
+                {"log": {1: 2}},
+                f"log: given {{1: 2}}; accepted: a mapping of {', '.join(LogConfig.model_fields)}",
+            ),
+            (
+                {"head_dim": 1 << 20_000},
+                "head_dim: given a value of type int; accepted: an integer from 1 to 2147483647",
+            ),
             (
                 {"primary_blocks": 2**31},
                 "primary_blocks: given 2147483648; accepted: an integer from 1 to 2147483647, or none",
@@ -79,7 +114,7 @@ class TestProblems:
             ),
             (
                 {"num_kv_heads": (2, 0)},
-                "num_kv_heads: given (2, 0); accepted: an integer, at least 1, or one such integer per layer",
+                "num_kv_heads: given (2, 0); accepted: an integer from 1 to 2147483647, or one such integer per layer",
             ),
             (
                 {"max_attention_window": []},
@@ -112,7 +147,9 @@ class TestProblems:
         """The one mandatory setting is asked for by name."""
         with pytest.raises(ConfigError) as caught:
             KVCacheConfig(primary_blocks=1)  # type: ignore[call-arg]
-        assert caught.value.problems == ("max_sequence_length: missing; accepted: an integer, at least 1",)
+        assert caught.value.problems == (
+            "max_sequence_length: missing; accepted: an integer from 1 to 2147483647",
+        )
 
     def test_all_problems_at_once(self) -> None:
         """Whoever makes three mistakes reads of three, not of the first."""
@@ -133,6 +170,19 @@ class TestProblems:
         """A value is quoted, but not at any length."""
         (line,) = problems(dtype="x" * 10_000)
         assert len(line) < 200
+
+    def test_nested_references_are_quoted_in_part(self) -> None:
+        """A value that a few references make endless is quoted as far as it is shown, at once."""
+        value: list[Any] = [1] * 10
+        for _ in range(30):
+            value = [value] * 10
+        (line,) = problems(primary_blocks=value)
+        assert len(line) < 200
+
+    def test_a_setting_may_be_called_anything(self) -> None:
+        """A wrong field is a wrong field, also where Python means something by its name."""
+        (line,) = problems(self=3)
+        assert line.startswith("self: no such field")
 
     def test_log_alone(self) -> None:
         """The part for the log raises the same kind of error when it is made alone."""
@@ -215,13 +265,25 @@ class TestLoad:
         with pytest.raises(ConfigError) as caught:
             KVCacheConfig.load(toml, env={"KVCACHE_HEAD_DIM": "x"})
         assert caught.value.source == f"{toml}, KVCACHE_HEAD_DIM"
-        assert caught.value.problems == ("head_dim: given 'x'; accepted: an integer, at least 1",)
+        assert caught.value.problems == ("head_dim: given 'x'; accepted: an integer from 1 to 2147483647",)
 
     @pytest.mark.parametrize(
         ("name", "text", "problem"),
         [
             ("cache.toml", "a = ", "cannot be read: "),
             ("cache.yaml", "a: [", "cannot be read: "),
+            ("cache.yaml", "1: 2", "1: names of fields must be text"),
+            ("cache.yaml", "null: 3", "None: names of fields must be text"),
+            ("cache.yaml", 'primary_blocks: !!int ""', "cannot be read: "),
+            ("cache.yaml", "a: !!bool foo", "cannot be read: "),
+            ("cache.yaml", "a: !!timestamp foo", "cannot be read: "),
+            ("cache.yaml", "a: " + "[" * 20_000, "cannot be read: "),
+            ("cache.toml", "a = " + "[" * 20_000, "cannot be read: "),
+            (
+                "cache.yaml",
+                "a:\n  b: [",
+                "cannot be read: expected the node content, but found '<stream end>' (line 2)",
+            ),
             ("cache.yaml", "- 1", "given list; accepted: a mapping of fields to values"),
             ("cache.json", "{}", "the file's name must end in .toml, .yaml, .yml"),
         ],
@@ -234,6 +296,7 @@ class TestLoad:
             KVCacheConfig.load(path, env={})
         assert caught.value.source == str(path)
         assert caught.value.problems[0].startswith(problem)
+        assert "\n" not in caught.value.problems[0]
 
     def test_absent_file(self, tmp_path: Path) -> None:
         """A file that does not exist is an error of the configuration, not a crash."""

@@ -103,6 +103,43 @@ def test_host_memory_below_one_block_is_refused() -> None:
         layout(head_dim=16, host_cache_size=1023)
 
 
+BLOCK_SIZES = "tokens_per_block, num_layers, num_kv_heads, head_dim"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"primary_blocks": None, "max_tokens": 2**62},
+            f"max_tokens: given room for {2**60} blocks; accepted: at most 2147483647",
+        ),
+        (
+            {"host_cache_size": 2**62, "head_dim": 1},
+            f"host_cache_size: given room for {2**56} blocks; accepted: at most 2147483647",
+        ),
+        (
+            {"head_dim": 2**30, "num_kv_heads": 2**30},
+            f"{BLOCK_SIZES}: given a block of {2**65} bytes; accepted: at most {2**62}",
+        ),
+    ],
+)
+def test_what_no_log_can_hold_is_refused(settings: dict[str, Any], line: str) -> None:
+    """Settings that multiply to more blocks or bytes than numbers are made for are refused by name."""
+    with pytest.raises(ConfigError) as caught:
+        layout(**settings)
+    assert caught.value.problems == (line,)
+
+
+@pytest.mark.timeout(20)
+def test_many_groups_take_no_longer_than_many_layers() -> None:
+    """A window and a number of heads per layer is as much work as there are layers, not its square."""
+    each = tuple(range(1, 65_537))
+    groups = layout(
+        num_layers=65_536, num_kv_heads=each, max_attention_window=each, max_sequence_length=65_536
+    ).groups
+    assert [(group.layers, group.pools[0].layers) for group in groups[-1:]] == [((65_535,), (65_535,))]
+
+
 def test_group_created_describes_the_group() -> None:
     """The event in the log says window, layers, pools with their bytes, and blocks per level."""
     groups = layout(num_kv_heads=(2, 1), secondary_blocks=3).groups

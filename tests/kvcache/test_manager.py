@@ -217,7 +217,7 @@ def test_failed_managers_refuse_commands(
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patched:
-        patched.setitem(manager.state._handlers, TokensAppended, fail)
+        patched.setitem(manager.state.handlers, TokensAppended, fail)
         with pytest.raises(RuntimeError, match="broken"):
             manager.add_tokens(["a"], [1])
     with pytest.raises(Poisoned, match="RuntimeError: broken"):

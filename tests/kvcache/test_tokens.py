@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from array import array
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache.errors import InvalidTokens
+from kvcache.errors import InvalidTokens, PromptTooLong
 from kvcache.tokens import pack_counts, pack_tokens
 
 PACKED = bytes([1, 0, 0, 0, 2, 0, 0, 0, 255, 255, 255, 127])
@@ -44,6 +45,30 @@ def test_no_tokens_are_no_bytes(tokens: Any) -> None:
 
 
 SECRET = 1234567
+
+
+class Odd:
+    """Converts itself to whatever was asked for, or raises it."""
+
+    def __init__(self, answer: int | Exception) -> None:
+        self.answer = answer
+
+    def __index__(self) -> int:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class OddArray:
+    """Has a length, but its content is an error that quotes a token."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray[Any, Any]:
+        raise RuntimeError(str(SECRET))
+
+
 WRONG = [
     ([SECRET, -SECRET], 1),
     ([SECRET, SECRET << 31], 1),
@@ -68,6 +93,10 @@ WRONG = [
     ({SECRET}, None),
     (SECRET, None),
     (iter([SECRET]), None),
+    ([SECRET, Odd(RuntimeError(str(SECRET)))], 1),
+    ([SECRET, Odd(SECRET << 31)], 1),
+    ([SECRET, Odd(-SECRET)], 1),
+    (OddArray(), None),
 ]
 
 
@@ -77,11 +106,51 @@ def test_wrong_tokens_are_refused_without_being_shown(tokens: Any, position: int
     with pytest.raises(InvalidTokens) as raised:
         pack_tokens(tokens)
     assert position is None or raised.value.position == position
+    shown = "".join(traceback.format_exception(raised.value)).replace(__file__, "")
     assert "1234567" not in str(raised.value)
+    assert not any("1234567" in line for line in shown.splitlines() if line.startswith("RuntimeError"))
 
 
-@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [0, 3], [-1, 4], [1, 1], [2**40, 1]])
-def test_counts_must_add_up(counts: list[int]) -> None:
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        range(10**13),
+        np.broadcast_to(np.int64(5), (2**40,)),
+        torch.tensor([5]).expand(2**40),
+        np.zeros(9, np.int32),
+    ],
+    ids=["range", "numpy", "torch", "one more"],
+)
+@pytest.mark.timeout(20)
+def test_too_many_are_refused_before_any_is_read(tokens: Any) -> None:
+    """A row that only describes its tokens is measured first, so that it takes neither time nor memory."""
+    with pytest.raises(PromptTooLong) as raised:
+        pack_tokens(tokens, 8)
+    assert (raised.value.length, raised.value.limit) == (len(tokens), 8)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1],
+        [1, 1, 1],
+        [0, 3],
+        [-1, 4],
+        [1, 1],
+        [2**40, 1],
+        [1.0, 2.0],
+        ["1", "2"],
+        [[1], [2]],
+        "12",
+        b"12",
+        b"\1\0\0\0\2\0\0\0",
+        3,
+        iter([1, 2]),
+        np.array([1.0, 2.0]),
+        [1, Odd(RuntimeError())],
+    ],
+)
+def test_counts_must_add_up(counts: Any) -> None:
     """Counts give each of the sequences at least one of the tokens, and all of the tokens to somebody."""
     with pytest.raises(InvalidTokens):
         pack_counts(counts, 2, 3)
@@ -89,4 +158,4 @@ def test_counts_must_add_up(counts: list[int]) -> None:
 
 def test_counts_are_packed() -> None:
     """Counts that add up become unsigned 32-bit numbers, also out of numpy."""
-    assert pack_counts(np.array([1, 2]), 2, 3) == array("I", [1, 2])  # type: ignore[arg-type]
+    assert pack_counts(np.array([1, 2]), 2, 3) == array("I", [1, 2])

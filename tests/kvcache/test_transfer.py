@@ -240,6 +240,41 @@ def test_a_batch_fails_as_a_whole() -> None:
     assert [transfer for transfer, _ in failed] == [5, 4, 3]
 
 
+class Broken:
+    """A device whose tickets raise what no copier should, from the second batch on."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        self.batches += 1
+        return FinishedTicket() if self.batches == 1 else BrokenTicket()
+
+
+class BrokenTicket:
+    """Raises."""
+
+    def done(self) -> bool:
+        raise RuntimeError("device lost")
+
+    def wait(self) -> None:
+        raise RuntimeError("device lost")
+
+    def wait_on(self, stream: object = None) -> None:
+        pass
+
+
+def test_a_ticket_that_raises_anything_has_failed() -> None:
+    """A batch whose ticket is broken fails by the type of its error, and takes no landing of another one with it."""
+    engine = TransferEngine(Broken())
+    for transfer in (1, 2):
+        engine.on_event(moved(transfer, (1, 0), [(transfer, transfer)]))
+        engine.start()
+    engine.wait()
+    assert engine.poll() == ([1], [(2, "RuntimeError")])
+    assert not engine.in_flight
+
+
 class Model:
     """What must be where: copies one after another, forward passes in between."""
 

@@ -53,6 +53,18 @@ class TestParse:
             SinkURL.parse("nats://me:hidden@host:port")
         assert "hidden" not in str(caught.value)
 
+    def test_a_trailing_separator_is_no_option(self) -> None:
+        """Options may end with a separator, as programs write them; an empty one between others is refused."""
+        assert dict(SinkURL.parse("x:?a=1&").options) == {"a": "1"}
+        assert dict(SinkURL.parse("x:?&").options) == {}
+        with pytest.raises(SinkURLError):
+            SinkURL.parse("x:?a=1&&b=2")
+
+    def test_errors_quote_the_url(self) -> None:
+        """Where a URL ends and the sentence goes on can be seen, also behind a colon."""
+        with pytest.raises(SinkURLError, match=r"^sink 'foo:': unknown scheme 'foo'"):
+            open_sink("foo:", CONTEXT)
+
     def test_a_fragment_is_refused(self) -> None:
         """A # in a path is an error, as everything behind it would be ignored."""
         with pytest.raises(SinkURLError, match="%23"):

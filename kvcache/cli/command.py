@@ -12,39 +12,36 @@ Expected errors are one line on stderr; ``-v`` shows where they come from.
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
-from events.errors import EventsError, LogDamaged, LogWriteFailed
+from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
 from kvcache.cli import logs
 from kvcache.cli.output import Output, printable
 from kvcache.cli.parser import build_parser
+from kvcache.cli.streams import complain, forget
 from kvcache.errors import ConfigError, InternalError, KVCacheError
 from sinks import SinkError
 
 OK, WRONG_DATA, WRONG_REQUEST = 0, 1, 2
-_EXPECTED = (KVCacheError, EventsError, SinkError, OSError)
-_ABOUT_DATA = (InternalError, LogDamaged, LogWriteFailed)
+_EXPECTED = (KVCacheError, EventsError, SinkError, OSError, MemoryError)
+_ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     try:
         code = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        forget(sys.stdout)
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except OSError as error:
         # Only the last flush is left to fail, as on a full disk.
-        _forget_stdout()
+        forget(sys.stdout)
         return _report(error, verbose=False)
     return code
 
@@ -69,9 +66,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _report(error: Exception, *, verbose: bool) -> int:
     if verbose:
-        traceback.print_exception(error)
+        complain("".join(traceback.format_exception(error)).rstrip())
     for line in _lines(error):
-        print(f"kvcache: error: {printable(line)}", file=sys.stderr)
+        complain(f"kvcache: error: {printable(line)}")
     return WRONG_DATA if isinstance(error, _ABOUT_DATA) else WRONG_REQUEST
 
 
@@ -82,10 +79,6 @@ def _lines(error: Exception) -> list[str]:
         return [origin + problem for problem in error.problems]
     if isinstance(error, OSError) and error.strerror:
         return [f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror]
+    if isinstance(error, MemoryError):
+        return [f"there is not enough memory: {error}" if str(error) else "there is not enough memory"]
     return [str(error)]
-
-
-def _forget_stdout() -> None:
-    """Let what is still buffered go nowhere, or the interpreter would complain at its exit."""
-    with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

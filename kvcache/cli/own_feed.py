@@ -1,0 +1,66 @@
+"""A router attached to a run's own feed: what it holds at the end must be what the cache holds."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from events.index import Index
+from events.subscriber import Subscriber
+from kvcache.manager import KVCacheManager
+from kvcache.residency import resident_names
+from sinks.zmq import ZMQTransport
+
+URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
+"""Any free ports; nobody else is expected."""
+_POLL_MS = 50
+_PATIENCE_SECONDS = 10.0
+Resident = tuple[set[int], set[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedCheck:
+    """What the router held when the run was over."""
+
+    batches: int
+    blocks: tuple[int, int]
+    """In primary and in secondary."""
+    agrees: bool
+    """Whether these are the cache's."""
+    faults: int
+    """Stores without a known parent, repeated stores, removals of unknown blocks, and batches that were lost."""
+
+
+class OwnFeed:
+    """Listens on a thread of its own, as a router in another process would."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        (transport,) = (each for feed in manager.feeds for each in feed.transports if isinstance(each, ZMQTransport))
+        self._manager = manager
+        self._index = Index()
+        self._expected: Resident | None = None
+        self._over = threading.Event()
+        self._end = threading.Event()
+        self._subscriber = Subscriber(transport.endpoint, replay=transport.replay_endpoint, start=0)
+        self._thread = threading.Thread(target=self._listen, name="kvcache-own-feed", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> FeedCheck:
+        """Wait until the router has heard everything, and compare."""
+        state = self._manager.state
+        self._expected = (resident_names(state, 0), resident_names(state, 1))
+        agrees = self._over.wait(_PATIENCE_SECONDS)
+        self._end.set()
+        self._thread.join()
+        index = self._index
+        faults = index.orphans + index.unknown_removals + index.repeated_stores + index.missed_batches
+        return FeedCheck(index.batches, (index.count(0), index.count(1)), agrees, faults)
+
+    def _listen(self) -> None:
+        with self._subscriber as subscriber:
+            while not self._end.is_set():
+                for report in subscriber.poll(_POLL_MS):
+                    self._index.fold(report)
+                expected = self._expected
+                if expected is not None and expected == (self._index.resident(0, 0), self._index.resident(0, 1)):
+                    self._over.set()

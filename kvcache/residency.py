@@ -1,0 +1,19 @@
+"""Which blocks a state holds, by name: what routers should know of it."""
+
+from __future__ import annotations
+
+from events.packed import names_of_keys, unpack_names
+from kvcache.state import CacheState
+
+
+def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:
+    """Names of the full blocks whose bytes are in this level; empty if blocks have no names."""
+    key_bytes = state.hashing.key_bytes
+    names: set[int] = set()
+    if not key_bytes:
+        return names
+    for run in state.groups[group].tree.runs.values():
+        if run.level == level and not run.transfer:
+            full = len(run.slots) - bool(run.partial)
+            names.update(unpack_names(names_of_keys(bytes(run.keys[: full * key_bytes]), key_bytes)).tolist())
+    return names

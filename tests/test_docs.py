@@ -1,0 +1,129 @@
+"""The documentation says what is: its lists are complete, its examples run as they stand."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import BaseModel
+
+from events.types import AllocateReason, MoveReason, RemoveReason
+from kvcache.config import KVCacheConfig
+from sinks.file import FileOptions
+from sinks.stdout import StdoutOptions
+from sinks.zmq import ZMQOptions
+from tests.conftest import ROOT, RunPython
+
+SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def snippet(text: str, language: str, containing: str) -> str:
+    """The one block of code in that language that contains something."""
+    [found] = [
+        code
+        for code in re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        if containing in code
+    ]
+    return str(found)
+
+
+def table(text: str, heading: str) -> dict[str, list[str]]:
+    """The rows of the first table behind a heading, by the text of their first cell."""
+    lines = text.partition(heading)[2].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = {}
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        first, *cells = (cell.strip().replace("`", "") for cell in line.strip("|").split(" | "))
+        rows[first] = cells
+    return rows
+
+
+def spelled(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return '""' if value == "" else str(value)
+
+
+def defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """All settings with their defaults, as the documentation writes them."""
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from defaults(kind, f"{name}.")
+        else:
+            yield prefix + name, "required" if field.is_required() else spelled(field.default)
+
+
+def test_every_setting_is_documented() -> None:
+    """The table of settings has each one, in order, with its default and a sentence."""
+    rows = table(SETTINGS, "## All settings")
+    assert [(name, row[0]) for name, row in rows.items()] == list(defaults(KVCacheConfig))
+    assert all(row[1].endswith(".") for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("heading", "options"),
+    [("**`stdout:`**", StdoutOptions), ("**`file:///", FileOptions), ("**`zmq+pub:", ZMQOptions)],
+)
+def test_every_option_of_a_sink_is_documented(heading: str, options: type[msgspec.Struct]) -> None:
+    """The table of each sink has each option of its URL with its default."""
+    declared = {field.name: spelled(field.default) for field in msgspec.structs.fields(options)}
+    assert {name: row[0] for name, row in table(SETTINGS, heading).items()} == declared
+
+
+def test_every_module_is_in_the_architecture() -> None:
+    """The table of modules has exactly those that lie in the directory."""
+    there = {
+        path.stem
+        for path in (ROOT / "kvcache").iterdir()
+        if not path.name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    }
+    listed = [name for names in table(ARCHITECTURE, "Inside `kvcache`") for name in names.split(", ")]
+    assert sorted(listed) == sorted(there)
+
+
+def test_every_reason_is_in_the_legend() -> None:
+    """The legend of the lines for people names each value of why=."""
+    [row] = table(EVENTS, "## Lines for people")["why="]
+    for reason in (*AllocateReason, *MoveReason, *RemoveReason):
+        assert re.search(rf"\b{reason}\b", row), reason
+
+
+def test_readme_example_runs(run_python: RunPython) -> None:
+    """The example of the interface runs as it stands, reuses the first prompt, and leaves no file behind."""
+    done = run_python(snippet(README, "python", "KVCacheManager"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "request-1: 0 of 100 prompt tokens were reused",
+        "request-2: 99 of 100 prompt tokens were reused",
+    ]
+
+
+def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
+    """The example of a sink is found by its entry point and gets the events of a run."""
+    site = tmp_path / "site"
+    info = site / "counting-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "counting.py").write_text(snippet(SETTINGS, "python", "def create"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
+    [(group, entries)] = tomllib.loads(snippet(SETTINGS, "toml", "entry-points"))["project"][
+        "entry-points"
+    ].items()
+    lines = [f"{name} = {target}" for name, target in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+    done = run_python(
+        "from kvcache.cli import main; main(['run', '--no-pools', '--limit', '2', '-q', '--sink', 'count:'])",
+        path=[site],
+    )
+    assert "'SequenceAdded': 2" in done.stderr
+    assert "sinks            count:" in done.stdout
