@@ -164,7 +164,9 @@ class _Columns:
         """The next run."""
         group, begin, symbol = self._group, self._block, self._symbol
         invariant(0 < count <= len(self._slots) - begin, "an exported run has an impossible number of blocks")
-        invariant(0 < last_tokens <= group.tokens_per_block, "an exported block has an impossible number of tokens")
+        invariant(
+            0 < last_tokens <= group.tokens_per_block, "an exported block has an impossible number of tokens"
+        )
         invariant(level in (PRIMARY, SECONDARY), "there is no such level")
         partial = last_tokens % group.tokens_per_block
         size = count * group.tree.block_bytes
@@ -206,7 +208,9 @@ def _install_sequence(state: CacheState, entry: SequenceExported) -> None:
         invariant(tail.end == stored, "a sequence's cached blocks end inside a run")
         tails.append(tail)
     tokens = state.tokens_of(entry.num_tokens, entry.tokens)
-    invariant(0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty")
+    invariant(
+        0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
+    )
     sequence = Sequence(entry.handle, entry.request_id, entry.namespace, tokens, tails)
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
     sequence.tables = [array("i", slots) for slots in entry.slots]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcache.errors import UsageError
 from kvcache.journal import Journal
 from kvcache.stats import Stats
+
+if TYPE_CHECKING:
+    from sinks.router_feed import RouterFeed
 
 _LONGEST_WAIT_MS = 1e12
 """30 years: platforms refuse to wait for much longer."""
@@ -28,6 +31,11 @@ class Observed:
     ) -> bool:
         """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`."""
         return self._journal.outlets.wait_subscribers(count, timeout, stop)
+
+    @property
+    def feeds(self) -> tuple[RouterFeed, ...]:
+        """The sinks that feed routers."""
+        return self._journal.outlets.feeds
 
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
         """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.

@@ -28,7 +28,7 @@ class Outlets:
     def __init__(self, log: LogWriter | None, runners: Sequence[SinkRunner]) -> None:
         self.log = log
         self._runners = list(runners)
-        self._folding = [runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed)]
+        self.feeds = tuple(runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed))
 
     @classmethod
     def open(
@@ -83,13 +83,13 @@ class Outlets:
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool]) -> bool:
         """Wait until each feed for routers has so many readers; False if the time is over or `stop()` says so."""
         deadline = time.monotonic() + timeout
-        return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self._folding)
+        return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self.feeds)
 
     @property
     def lost_seq(self) -> int:
         """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none."""
         lost = -1
-        for sink in self._folding:
+        for sink in self.feeds:
             if sink.lost_seq is not None and sink.lost_seq > lost:
                 lost = sink.lost_seq
         return lost

@@ -158,7 +158,9 @@ class CacheState:
     def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
         """A sequence's tokens as an event has them; zeros where the log records none."""
         # Checked before so much is made of so little: a log without tokens could claim any number of them.
-        invariant(0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none")
+        invariant(
+            0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none"
+        )
         if not self.tokens_recorded:
             return array("i", bytes(SYMBOL_BYTES * num_tokens))
         invariant(len(recorded) == SYMBOL_BYTES * num_tokens, "a sequence has other tokens than it counts")
@@ -175,7 +177,9 @@ class CacheState:
     def _append_many(self, event: ev.TokensAppended) -> None:
         handles, counts = array("I", event.handles), array("I", event.counts)
         if self.tokens_recorded or event.tokens:
-            invariant(len(event.tokens) == SYMBOL_BYTES * sum(counts), "other tokens were appended than counted")
+            invariant(
+                len(event.tokens) == SYMBOL_BYTES * sum(counts), "other tokens were appended than counted"
+            )
         lengths: dict[int, int] = {}
         for handle, count in zip(handles, counts, strict=True):
             lengths[handle] = lengths.get(handle, self.sequences[handle].num_tokens) + count

@@ -1,20 +1,15 @@
-"""Decisions for one attention window: what to match, evict, offload, store. Reads state, emits events.
+"""Decisions for one attention window: what to match, copy, onboard, store. Reads state, emits events.
 
 `emit` applies an event at once, so each decision sees the effect of the one before. Whether everything will fit
 is counted before the first event of a call; after that no step can fail.
-
-Eviction is exact: the victim is the lowest leaf by (own priority, release stamp, deepest). Blocks go from primary to
-secondary while secondary has room or holds something lower in the same order; otherwise the victim is dropped.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-
-import numpy as np
 
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import (
@@ -24,7 +19,6 @@ from events.types import (
     BlocksAllocated,
     BlocksCopied,
     BlocksMoved,
-    BlocksRemoved,
     BlocksReused,
     BlocksStored,
     Event,
@@ -32,16 +26,14 @@ from events.types import (
     Namespace,
     RemoveReason,
 )
+from kvcache.eviction import Evictor
 from kvcache.group_state import GroupState
 from kvcache.matching import PartialMatch, PathMatch, covered, covered_child, match
-from kvcache.prefix_tree import SYMBOL_BYTES, Run, common_bytes, runs_below
+from kvcache.prefix_tree import SYMBOL_BYTES, common_bytes
 from kvcache.sequence import Sequence
-from kvcache.slots import eviction_order, last_reversed
 from kvcache.state import CacheState
 
 DEFAULT_PRIORITY = 35
-_FEW = 8
-"""Up to so many names a loop is faster than numpy."""
 Swap = tuple[int, int, int]
 """(index in the block table, old slot, new slot)."""
 
@@ -88,7 +80,8 @@ class WindowBlockManager:
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
-        self._offload_min_priority = offload_min_priority
+        self._evictor = Evictor(state, index, emit, offload_min_priority)
+        self.free_up, self.remove_failed = self._evictor.free_up, self._evictor.remove_failed
         self._key_bytes = state.hashing.key_bytes
         self._chain = state.hashing.chain
         self.tokens_per_block = state.tokens_per_block
@@ -108,17 +101,6 @@ class WindowBlockManager:
 
     def _names(self, keys: bytes) -> bytes:
         return names_of_keys(keys, self._key_bytes)
-
-    def _names_of_tail(self, run: Run, count: int) -> bytes:
-        """Names of the last `count` blocks, deepest first."""
-        size, keys = self._key_bytes, run.keys
-        if not size:
-            return b""
-        if count <= _FEW:
-            ends = range(len(keys), len(keys) - count * size, -size)
-            return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
-        names = self._names(bytes(keys[len(keys) - count * size :]))
-        return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()
 
     # -- admission
 
@@ -189,89 +171,6 @@ class WindowBlockManager:
                 runs[0].start,
             )
         )
-
-    # -- eviction
-
-    def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
-        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
-        primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
-        while (short := needed - len(primary.free)) > 0:
-            run = primary.victim(runs)
-            assert run is not None, "counted before"
-            take = min(short, len(run.slots))
-            room = self._room_in_secondary(run, take, handle, spares)
-            if room:
-                self._offload(run, min(take, room), handle)
-            else:
-                if run.children:
-                    self._remove_below(run, RemoveReason.UNREACHABLE, handle)
-                self._remove_tail(run, take, RemoveReason.CAPACITY, handle)
-
-    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
-        """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
-        secondary = self.group.levels[SECONDARY]
-        if not secondary.size or run.priority < self._offload_min_priority:
-            return 0
-        if not secondary.free:
-            lower = secondary.victim(self.group.tree.runs, spares)
-            if lower is None or eviction_order(lower) > eviction_order(run):
-                return 0
-            behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
-            self._remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
-        return len(secondary.free)
-
-    def _offload(self, run: Run, count: int, handle: int | None) -> None:
-        slots = last_reversed(run.slots, count)
-        to_slots = self.group.levels[SECONDARY].peek(count)
-        self._emit(
-            BlocksMoved(
-                self.index,
-                self._names_of_tail(run, count),
-                PRIMARY,
-                slots.tobytes(),
-                SECONDARY,
-                to_slots.tobytes(),
-                MoveReason.OFFLOAD,
-                self._state.next_transfer,
-                handle,
-            )
-        )
-
-    def _remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
-        slots = last_reversed(run.slots, count).tobytes()
-        names = self._names_of_tail(run, count)
-        self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
-
-    def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
-        """Remove everything cached behind a run, leaves first."""
-        self._remove_all([(below, why) for below in reversed(runs_below(run))], handle)
-
-    def remove_failed(self, transfers: set[int]) -> None:
-        """Remove the blocks that these copies should have brought, and what hangs behind them, leaves first."""
-        doomed: dict[int, tuple[Run, RemoveReason]] = {}
-        for run in self.group.tree.runs.values():
-            if run.transfer in transfers:
-                for below in (run, *runs_below(run)):
-                    failed = below.transfer in transfers
-                    why = RemoveReason.TRANSFER_FAILED if failed else RemoveReason.UNREACHABLE
-                    doomed[below.id] = (below, why)
-        self._remove_all(sorted(doomed.values(), key=lambda item: item[0].end, reverse=True), None)
-
-    def _remove_all(self, runs: list[tuple[Run, RemoveReason]], handle: int | None) -> None:
-        """Remove whole runs. What to remove is noted first: a removal may join the runs that are left."""
-        events = [
-            BlocksRemoved(
-                self.index,
-                run.level,
-                run.slots[::-1].tobytes(),
-                self._names_of_tail(run, len(run.slots)),
-                why,
-                handle,
-            )
-            for run, why in runs
-        ]
-        for event in events:
-            self._emit(event)
 
     # -- storing
 
@@ -396,7 +295,7 @@ class WindowBlockManager:
             return False  # a block that begins with these tokens serves as well
         shorter = covered_child(tail, head)
         if shorter is not None:
-            self._remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
+            self._evictor.remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
         return True
 
     def freed_by(self, sequence: Sequence) -> bytes:

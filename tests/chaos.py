@@ -219,7 +219,7 @@ class Engine:
     def stop(self) -> None:
         """An orderly end."""
         self.go_on()
-        self.manager.close()
+        self._end()
 
     def kill(self) -> None:
         """An end as by SIGKILL: what is queued or held back is lost, and no number is given back."""
@@ -228,7 +228,14 @@ class Engine:
         self.runner._queue.refuse("killed")
         self.runner._queue.drop_all("killed")
         self.go_on()
+        self._end()
+
+    def _end(self) -> None:
         self.manager.close()
+        self._check_errors()
+
+    def _check_errors(self) -> None:
+        assert self.runner.stats().errors == self._made_up, self.runner.stats()
 
     def _abandon(self) -> None:
         assert self.transport.replay is not None
@@ -243,7 +250,7 @@ class Engine:
         self.go_on()
         wait_until(self._is_told, f"the feed does not come to rest: {self.runner.stats()}")
         self.manager.check()
-        assert self.runner.stats().errors == self._made_up, self.runner.stats()
+        self._check_errors()
         return residency(self.manager), self.feed._numbers.next - 1
 
     def _is_told(self) -> bool:

@@ -34,7 +34,7 @@ class Chaos:
     """An engine, its routers, and what befalls them."""
 
     def __init__(self, seed: int, directory: Path, start: Start, resources: ExitStack) -> None:
-        self.rng = rng = random.Random(seed)
+        self.rng = random.Random(seed)
         self.site = Site.choose(directory, seed)
         self.resources = resources
         self._start = start

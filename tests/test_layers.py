@@ -51,6 +51,7 @@ DECIDE_AND_APPLY = (
     "slots",
     "state",
     "tokens",
+    "eviction",
     "window_manager",
 )
 """Modules of kvcache that must give the same result for the same events, today and in a replay."""

@@ -35,7 +35,9 @@ class OwnFeed:
     """Listens on a thread of its own, as a router in another process would."""
 
     def __init__(self, manager: KVCacheManager) -> None:
-        (transport,) = (each for feed in manager.feeds for each in feed.transports if isinstance(each, ZMQTransport))
+        (transport,) = (
+            each for feed in manager.feeds for each in feed.transports if isinstance(each, ZMQTransport)
+        )
         self._manager = manager
         self._index = Index()
         self._expected: Resident | None = None
@@ -62,5 +64,8 @@ class OwnFeed:
                 for report in subscriber.poll(_POLL_MS):
                     self._index.fold(report)
                 expected = self._expected
-                if expected is not None and expected == (self._index.resident(0, 0), self._index.resident(0, 1)):
+                if expected is not None and expected == (
+                    self._index.resident(0, 0),
+                    self._index.resident(0, 1),
+                ):
                     self._over.set()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from events.errors import EventsError, LogExists
 from events.log import LogWriter
-from kvcache.cli import settings
+from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
 from kvcache.cli.output import Output
 from kvcache.cli.progress import progress
@@ -111,6 +111,11 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="begin when each zmq+pub: sink has N readers",
     )
+    group.add_argument(
+        "--check-feed",
+        action="store_true",
+        help="attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
+    )
     group.add_argument("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
     group.add_argument(
         "--continue", action="store_true", dest="resume", help="append a new epoch to the log in --log"
@@ -148,6 +153,8 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     result = outcome.result
     if outcome.verification.disagrees:
         raise LogDisagrees(outcome.verification.differences)
+    if outcome.feed is not None and not outcome.feed.agrees:
+        raise FeedDisagrees(outcome.feed.faults)
     if result.refused:
         first = result.refusals[0]
         out.note(
@@ -165,6 +172,18 @@ class LogDisagrees(InternalError):
 
     def __str__(self) -> str:
         return f"the log does not say what happened: {'; '.join(self.differences)}: a bug of kvcache, please report it"
+
+
+class FeedDisagrees(InternalError):
+    """The router that listened to a run's feed holds something else than the cache."""
+
+    def __init__(self, faults: int) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        faults = f"({self.faults} faults on the way)"
+        return f"the router does not hold what the cache holds {faults}: a bug of kvcache, please report it"
 
 
 class _Directory:
@@ -209,12 +228,15 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
     if not (args.json or out.quiet):
         removed = directory.temporary and not args.keep
         describe_start(out, source, config, pools, directory.path, temporary=removed)
-    manager = _open_manager(args, config, pools, writer, clock)
+    router = (args.check_feed or args.trace is None) and config.block_hash != "none"
+    sinks = [*args.sinks, own_feed.URL] if router else args.sinks
+    manager = _open_manager(sinks, config, pools, writer, clock)
+    attached = own_feed.OwnFeed(manager) if router else None
     if args.wait_subscribers:
         out.note(f"waiting for {args.wait_subscribers} readers of the feed; Ctrl-C ends that")
         manager.wait_subscribers(args.wait_subscribers, stop=stop.is_set)
     played = _drive(args, out, stop, manager, source, pools, clock)
-    return _finish(args, out, stop, manager, writer, played)
+    return _finish(args, out, stop, manager, writer, played, attached)
 
 
 def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
@@ -271,12 +293,12 @@ def _open_log(directory: Path, config: KVCacheConfig, out: Output, *, resume: bo
 
 
 def _open_manager(
-    args: argparse.Namespace, config: KVCacheConfig, pools: Pools | None, log: LogWriter, clock: StepClock
+    sinks: list[str], config: KVCacheConfig, pools: Pools | None, log: LogWriter, clock: StepClock
 ) -> KVCacheManager:
     # A sink on stdout writes past the buffer, and must not come before what was said already.
     sys.stdout.flush()
     try:
-        return KVCacheManager(config, pools=pools, log=log, sinks=args.sinks, wall_ns=clock.wall_ns)
+        return KVCacheManager(config, pools=pools, log=log, sinks=sinks, wall_ns=clock.wall_ns)
     except BaseException:
         log.close()
         raise
@@ -323,6 +345,7 @@ def _finish(
     manager: KVCacheManager,
     writer: LogWriter,
     result: RunResult,
+    router: own_feed.OwnFeed | None,
 ) -> Outcome:
     started = time.perf_counter()
     writer.flush()
@@ -330,6 +353,7 @@ def _finish(
     if args.hold and not stop.is_set():
         out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
         stop.wait(args.hold)
+    feed = router.finish() if router is not None else None
     manager.close()
     live = fingerprint(manager.state)
     verification = verify_own_log(writer, live, stop, shown=not out.quiet)
@@ -344,4 +368,5 @@ def _finish(
         verification=verification,
         signal=None if stop.first is None else stop.first.name,
         with_pools=not args.no_pools,
+        feed=feed,
     )

@@ -75,7 +75,9 @@ class StopSignals(threading.Event):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
-            select.select([self._reader], [], [], _LONGEST_SELECT if left is None else min(left, _LONGEST_SELECT))
+            select.select(
+                [self._reader], [], [], _LONGEST_SELECT if left is None else min(left, _LONGEST_SELECT)
+            )
             with contextlib.suppress(BlockingIOError):
                 # Signals that are not ours wake us, too.
                 os.read(self._reader, 4096)

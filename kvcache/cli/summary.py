@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
 from kvcache.cli.output import Output, count, duration, paint, printable, share, size
+from kvcache.cli.own_feed import FeedCheck
 from kvcache.cli.source import Source
 from kvcache.cli.verification import Verification
 from kvcache.config import KVCacheConfig
@@ -38,6 +39,8 @@ class Outcome:
     verification: Verification
     signal: str | None
     with_pools: bool
+    feed: FeedCheck | None
+    """What the attached router held; None: there was none."""
 
     @property
     def requests_per_second(self) -> float:
@@ -76,6 +79,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "dropped_batches": outcome.dropped_batches,
         "log": None if log is None else str(log),
         "log_bytes": outcome.log_bytes,
+        "feed": None if outcome.feed is None else asdict(outcome.feed),
         "sinks": [asdict(sink) for sink in outcome.sinks],
         "steps": result.steps,
         "seconds": outcome.seconds,
@@ -171,7 +175,18 @@ def _times(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
-    return [("sinks" if number == 0 else "", _sink(sink)) for number, sink in enumerate(outcome.sinks)]
+    rows = [("sinks" if number == 0 else "", _sink(sink)) for number, sink in enumerate(outcome.sinks)]
+    feed = outcome.feed
+    if feed is not None:
+        primary, secondary = feed.blocks
+        held = f"{primary:,} blocks in GPU and {secondary:,} in CPU after {_batches(feed.batches)}"
+        verdict = (
+            paint("exactly what the cache holds", "green")
+            if feed.agrees
+            else paint("not what it holds", "red")
+        )
+        rows.append(("router", f"{held}: {verdict}"))
+    return rows
 
 
 def _sink(sink: SinkStats) -> str:

@@ -12,7 +12,7 @@ import pytest
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
 from events.packed import unpack_u32
-from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, SequenceRemoved
+from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, SequenceRemoved, TokensAppended
 from sinks.render import render_batch
 from tests.cli.conftest import Kvcache, Start, run_log
 
@@ -184,3 +184,32 @@ def test_handles_are_numbers(log: Path) -> None:
     assert any(
         len(unpack_u32(event.handles)) == 2 for _, _, event in all_events(log) if hasattr(event, "handles")
     )
+
+
+class TestLyingLogs:
+    """Logs whose bytes are whole and make no sense."""
+
+    STORED = BlocksStored(1, 0, 0, b"", bytes(32), bytes(4), 0, 35, 4)
+
+    def test_blocks_of_no_cache(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Blocks whose keys have no known size are not found by a name, and cannot be spelled out."""
+        log = lying(tmp_path / "log", self.STORED)
+        assert kvcache("events", log, "--block", "0000") == (0, "", "")
+        spelled = kvcache("events", log, "--json")
+        assert spelled.code == 1
+        assert spelled.err == "kvcache: error: a column of 32 bytes has no entries of 0 bytes\n"
+
+    @pytest.mark.parametrize("options", [[], ["--json"], ["--request", "1"]])
+    def test_half_a_handle(self, kvcache: Kvcache, tmp_path: Path, options: list[str]) -> None:
+        """A column that ends inside an entry is damage, whatever is asked for."""
+        log = lying(tmp_path / "log", TokensAppended(bytes(3), b"", b""))
+        done = kvcache("events", log, *options)
+        assert (done.code, done.out) == (1, "")
+        assert "the column handles of TokensAppended does not hold whole entries" in done.err
+
+
+def lying(directory: Path, event: AnyEvent) -> Path:
+    """A log of this one event."""
+    with LogWriter(directory, fsync="never") as log:
+        log.append(EventBatch(0, 0, (event,)))
+    return directory

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcache import __version__
+from kvcache.replay import replay
 from tests.cli.conftest import TRACE, Kvcache, Start
 from tests.conftest import ROOT, RunPython
 
@@ -75,13 +76,61 @@ class TestErrors:
         assert "\\x1b[2Jwhere\\n" in done.err
         assert done.err.count("\n") == 1
 
+    @pytest.mark.parametrize("args", [["no\x1b[2Jsuch\n"], ["replay", "x", "--at", "\x1b[2J"]])
+    def test_usage_lines_cannot_drive_a_terminal(self, kvcache: Kvcache, args: list[str]) -> None:
+        """Nor can arguments that are refused."""
+        done = kvcache(*args)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert "\x1b" not in done.err
+
+    def test_memory_is_an_error(self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What does not fit into memory is one line."""
+
+        def fail(*_: object) -> None:
+            raise MemoryError("8 GiB")
+
+        monkeypatch.setattr("kvcache.cli.config.run", fail)
+        done = kvcache("config")
+        assert (done.code, done.err) == (2, "kvcache: error: there is not enough memory: 8 GiB\n")
+
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-    def test_full_disk_is_an_error(self, start: Start) -> None:
-        """Output that cannot be written is reported once, as a line."""
-        with Path("/dev/full").open("w") as full:
-            command = [sys.executable, "-m", "kvcache.cli", "completion", "bash"]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    @pytest.mark.parametrize("args", ["--help", "--version", "completion bash"])
+    def test_full_disk(self, args: str) -> None:
+        """Output that cannot be written is reported once, as a line, also that of --help."""
+        done = in_shell(f"{args} >/dev/full")
         assert (done.returncode, done.stderr) == (2, "kvcache: error: No space left on device\n")
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    @pytest.mark.parametrize("args", ["replay /nowhere", "frobnicate"])
+    def test_error_that_cannot_be_said(self, args: str) -> None:
+        """If stderr cannot be written, the exit code says the same as with one that can."""
+        assert in_shell(f"{args} 2>/dev/full").returncode == 2
+
+
+class TestClosedStreams:
+    """Commands whose caller has closed a standard stream."""
+
+    def test_no_output(self, log: Path) -> None:
+        """Without a stdout a command does its work and shows nothing."""
+        done = in_shell(f"replay {log} >&-")
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_no_input(self, log: Path) -> None:
+        """A closed stdin is an empty one."""
+        done = in_shell(f"match {log} --tokens - <&-")
+        assert (done.returncode, done.stderr) == (2, "kvcache: error: - holds no token ids\n")
+
+    def test_nothing_at_all(self, tmp_path: Path) -> None:
+        """A run without any of them writes its log, and no message into it."""
+        done = in_shell(f"run --no-pools --limit 2 --log {tmp_path / 'log'} <&- >&- 2>&-")
+        assert done.returncode == 0
+        assert replay(tmp_path / "log", verify=True).batches > 2
+
+
+def in_shell(args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command by a shell, which can do to its streams what Python cannot."""
+    script = f"{sys.executable} -m kvcache.cli {args}"
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 def test_version(kvcache: Kvcache) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from events.log import LogReader
+from events.log import LogReader, LogWriter
 from events.packed import unpack_i32
-from events.types import SequenceAdded
+from events.types import CacheCreated, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
 from tests.cli.conftest import Kvcache, run_log
 
@@ -205,3 +206,36 @@ def test_settings_of_the_cache_count(
     (tmp_path / "p").write_text(json.dumps(range_of(11)))
     done = kvcache("match", tmp_path / "log", "--tokens", tmp_path / "p", "--json")
     assert found(done)["reused_tokens"] == reused
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"config": "{"}, "settings of a cache are no JSON object"),
+        ({"config": "[]"}, "settings of a cache are no JSON object"),
+        ({"groups": ()}, "a cache has no group"),
+        ({"key_bytes": 2**40}, f"keys cannot have {2**40} bytes"),
+    ],
+)
+def test_lying_logs(kvcache: Kvcache, salted: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    """A log of a cache that cannot have been is wrong data, for every command that folds it."""
+    with LogWriter(tmp_path / "lie", fsync="never") as lie:
+        for batch in LogReader(salted):
+            events = [replace(event, **change) if isinstance(event, CacheCreated) else event for event in batch.events]
+            lie.append(replace(batch, events=tuple(events)))
+    for command in (("match", tmp_path / "lie", "--request", "r"), ("replay", tmp_path / "lie")):
+        done = kvcache(*command)
+        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+        assert says in done.err
+
+
+def test_lookup_that_fails_is_wrong_data(kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a state is such that a prompt cannot be looked up in it, that is one line, too."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise IndexError
+
+    monkeypatch.setattr("kvcache.cli.match.lookup", fail)
+    done = kvcache("match", salted, "--request", "r")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "IndexError" in done.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +19,7 @@ from kvcache.cli.stopping import StopSignals
 from kvcache.replay import replay
 from kvcache.workload import TraceRequest, write_trace
 from tests.cli.conftest import Kvcache, Start
+from tests.conftest import ROOT, RunPython
 
 OUTPUTS = 2_000_000
 """Steps of the endless request: nobody waits for its end."""
@@ -179,3 +181,54 @@ class TestStopSignals:
             for _ in range(70_000):
                 stop._note(signal.SIGINT, None)
             assert stop.received == 70_000
+
+    def test_lost_patience(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A signal that nobody looks at can be followed by one that ends the work; at once, launchers send two."""
+        now = 100.0
+        monkeypatch.setattr("kvcache.cli.stopping.time.monotonic", lambda: now)
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGINT)
+            now += 0.9
+            signal.raise_signal(signal.SIGTERM)
+            now += 0.1
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            assert stop.is_set()
+            now += 60
+            signal.raise_signal(signal.SIGINT)
+            assert (stop.first, stop.received) == (signal.SIGINT, 4)
+
+    @pytest.mark.parametrize("timeout", [1e10, 1e300, None])
+    def test_endless_waiting(self, timeout: float | None) -> None:
+        """A wait longer than the system takes is no error, and ends with a signal all the same."""
+        with StopSignals() as stop:
+            threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+            assert stop.wait(timeout) is True
+
+
+def test_stuck_run_can_be_ended(start: Start, tmp_path: Path) -> None:
+    """Ctrl-C twice ends even a run that never looks at its signals, without a traceback."""
+    code = (
+        "import sys, time; from kvcache.cli import main, run\n"
+        "def hang(*_, **__):\n    print('stuck', flush=True)\n    while True: time.sleep(0.01)\n"
+        "run.drive = hang\n"
+        f"sys.exit(main(['run', '--no-pools', '--limit', '1', '-q', '--log', {str(tmp_path / 'log')!r}]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert (process.returncode, err) == (130, "")
+
+
+def test_signal_while_loading(run_python: RunPython, tmp_path: Path) -> None:
+    """Ctrl-C before the command has loaded what it needs ends it without a traceback."""
+    (tmp_path / "pydantic.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    done = run_python("import sys; from kvcache.cli import main; sys.exit(main(['--version']))", [tmp_path])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

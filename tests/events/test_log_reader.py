@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import shutil
 import threading
@@ -10,14 +11,30 @@ from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events import CacheCreated, EventBatch, LogDamaged, LogTooNew, NotALog
+from events import (
+    AllocateReason,
+    AnyEvent,
+    BlocksAllocated,
+    BlocksStored,
+    CacheCreated,
+    EventBatch,
+    LogDamaged,
+    LogTooNew,
+    Namespace,
+    NotALog,
+    SequenceRemoved,
+    StateExported,
+    TransferLanded,
+)
 from events.codec import encode_batch
 from events.log import LogReader, LogWriter
 from events.log.segments import Segment
+from events.types import GroupExported, SequenceExported
 from tests.events.logs import LOG_ID, TIME, batch, batches, frame_offsets, read_log, segments, write_log
 from tests.events.packer import frame, segment_header
 
@@ -221,6 +238,67 @@ def test_links_are_not_followed(tmp_path: Path, closed_log: bytes) -> None:
     (tmp_path / NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
         read_log(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_what_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
+    """Something else by the name of a segment is named as such, at once, by readers and by writers."""
+    if kind == "pipe":
+        os.mkfifo(tmp_path / NAME)
+    else:
+        (tmp_path / NAME).mkdir()
+    for use in (read_log, lambda path: LogWriter(path, resume=True)):
+        with pytest.raises(LogDamaged, match="not a regular file") as raised:
+            use(tmp_path)
+        assert raised.value.path == tmp_path / NAME
+
+
+def test_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A pipe in the place of the lock belongs to no log."""
+    os.mkfifo(tmp_path / "LOCK")
+    with pytest.raises(NotALog):
+        LogWriter(tmp_path)
+
+
+CREATED = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "")
+
+
+@pytest.mark.parametrize(
+    ("event", "column"),
+    [
+        (BlocksAllocated(bytes(3), b"", 0, b"", AllocateReason.PROMPT), "handles"),
+        (BlocksAllocated(b"", b"", 0, bytes(6), AllocateReason.PROMPT), "slots"),
+        (BlocksStored(1, 0, 0, bytes(9), b"", b"", 0, 35, 4), "parent"),
+        (BlocksStored(1, 0, 0, b"", bytes(40), b"", 0, 35, 4), "keys"),
+        (TransferLanded(bytes(12)), "transfers"),
+        (SequenceRemoved(1, (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
+        (StateExported((), (SequenceExported(1, 1, Namespace(), 1, bytes(5), 1, 1, (), ()),), (), 1, 1, 0, 0), "sequences"),
+        (
+            StateExported((GroupExported((), b"", b"", b"", b"", (b"", bytes(7)), b""),), (), (), 1, 1, 0, 0),
+            "groups",
+        ),
+    ],
+)  # fmt: skip
+def test_half_entries_are_damage(tmp_path: Path, event: AnyEvent, column: str) -> None:
+    """A column that ends inside an entry is found by the reader, also inside of tuples, and named."""
+    whole = [EventBatch(0, TIME, (CREATED,)), EventBatch(1, TIME, (event,))]
+    reader = LogReader(write_log(tmp_path, whole))
+    with pytest.raises(LogDamaged, match=f"column {column} of {type(event).__name__}") as raised:
+        list(reader)
+    assert raised.value.seq == 1
+
+
+def test_keys_have_the_size_that_the_cache_chose(tmp_path: Path) -> None:
+    """Whole keys pass, none pass where blocks have no names, and sizes that no key has are refused."""
+    stored = BlocksStored(1, 0, 0, bytes(8), bytes(64), bytes(8), 0, 35, 4)
+    for key_bytes, fits in ((32, True), (64, True), (8, True), (0, False), (3, False), (-8, False), (2**40, False)):
+        created = msgspec.structs.replace(CREATED, key_bytes=key_bytes)
+        directory = write_log(tmp_path / str(key_bytes), [EventBatch(0, TIME, (created, stored))])
+        if fits:
+            assert len(read_log(directory)[0]) == 1
+        else:
+            with pytest.raises(LogDamaged, match="keys"):
+                read_log(directory)
 
 
 @given(data=st.data())

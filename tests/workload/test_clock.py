@@ -96,3 +96,20 @@ def test_step_must_take_time() -> None:
     """Steps of no length would never reach an arrival."""
     with pytest.raises(UsageError, match="at least 1 ms"):
         StepClock(step_ms=0)
+
+
+@pytest.mark.parametrize(("speed", "until_ms"), [(1e-300, 0), (5e-324, 10**18), (1.0, 2**63 - 1)])
+def test_waits_of_any_length_are_ended_by_a_stop(speed: float, until_ms: int) -> None:
+    """What is due in more years than a system can count is waited for in pieces that it takes, until the stop."""
+    waits: list[float] = []
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            waits.append(timeout)
+            return len(waits) == 3
+
+    clock = StepClock(speed)
+    clock.advance(Stop())
+    clock.advance(Stop(), until_ms=until_ms)
+    assert waits == [3600.0] * 3

@@ -1,0 +1,128 @@
+"""Making room in one window: who goes next, and whether to secondary or for good.
+
+The victim is the lowest leaf by (own priority, release stamp, deepest). Blocks go from primary to secondary while
+secondary has room or holds something lower in the same order; otherwise they are dropped, after what hangs behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import numpy as np
+
+from events.packed import NAME_BYTES, names_of_keys
+from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
+from kvcache.group_state import GroupState
+from kvcache.prefix_tree import Run, runs_below
+from kvcache.slots import eviction_order, last_reversed
+from kvcache.state import CacheState
+
+_FEW = 8
+"""Up to so many names a loop is faster than numpy."""
+
+
+class Evictor:
+    """Decides what one window loses. Reads state, emits events."""
+
+    def __init__(
+        self, state: CacheState, index: int, emit: Callable[[Event], None], offload_min_priority: int
+    ) -> None:
+        self._state = state
+        self.index = index
+        self.group: GroupState = state.groups[index]
+        self._emit = emit
+        self._offload_min_priority = offload_min_priority
+        self._key_bytes = state.hashing.key_bytes
+
+    def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
+        """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
+        primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
+        while (short := needed - len(primary.free)) > 0:
+            run = primary.victim(runs)
+            assert run is not None, "counted before"
+            take = min(short, len(run.slots))
+            room = self._room_in_secondary(run, take, handle, spares)
+            if room:
+                self._offload(run, min(take, room), handle)
+            else:
+                if run.children:
+                    self._remove_below(run, RemoveReason.UNREACHABLE, handle)
+                self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
+
+    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
+        """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
+        secondary = self.group.levels[SECONDARY]
+        if not secondary.size or run.priority < self._offload_min_priority:
+            return 0
+        if not secondary.free:
+            lower = secondary.victim(self.group.tree.runs, spares)
+            if lower is None or eviction_order(lower) > eviction_order(run):
+                return 0
+            behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
+            self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
+        return len(secondary.free)
+
+    def _offload(self, run: Run, count: int, handle: int | None) -> None:
+        slots = last_reversed(run.slots, count)
+        to_slots = self.group.levels[SECONDARY].peek(count)
+        self._emit(
+            BlocksMoved(
+                self.index,
+                self._names_of_tail(run, count),
+                PRIMARY,
+                slots.tobytes(),
+                SECONDARY,
+                to_slots.tobytes(),
+                MoveReason.OFFLOAD,
+                self._state.next_transfer,
+                handle,
+            )
+        )
+
+    def remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
+        """Remove the last `count` blocks of a run that nothing hangs behind."""
+        slots = last_reversed(run.slots, count).tobytes()
+        names = self._names_of_tail(run, count)
+        self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
+
+    def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
+        """Remove everything cached behind a run, leaves first."""
+        self._remove_all([(below, why) for below in reversed(runs_below(run))], handle)
+
+    def remove_failed(self, transfers: set[int]) -> None:
+        """Remove the blocks that these copies should have brought, and what hangs behind them, leaves first."""
+        doomed: dict[int, tuple[Run, RemoveReason]] = {}
+        for run in self.group.tree.runs.values():
+            if run.transfer in transfers:
+                for below in (run, *runs_below(run)):
+                    failed = below.transfer in transfers
+                    why = RemoveReason.TRANSFER_FAILED if failed else RemoveReason.UNREACHABLE
+                    doomed[below.id] = (below, why)
+        self._remove_all(sorted(doomed.values(), key=lambda item: item[0].end, reverse=True), None)
+
+    def _remove_all(self, runs: list[tuple[Run, RemoveReason]], handle: int | None) -> None:
+        """Remove whole runs. What to remove is noted first: a removal may join the runs that are left."""
+        events = [
+            BlocksRemoved(
+                self.index,
+                run.level,
+                run.slots[::-1].tobytes(),
+                self._names_of_tail(run, len(run.slots)),
+                why,
+                handle,
+            )
+            for run, why in runs
+        ]
+        for event in events:
+            self._emit(event)
+
+    def _names_of_tail(self, run: Run, count: int) -> bytes:
+        """Names of the last `count` blocks, deepest first."""
+        size, keys = self._key_bytes, run.keys
+        if not size:
+            return b""
+        if count <= _FEW:
+            ends = range(len(keys), len(keys) - count * size, -size)
+            return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
+        names = names_of_keys(bytes(keys[len(keys) - count * size :]), size)
+        return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()

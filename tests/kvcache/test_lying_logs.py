@@ -1,0 +1,272 @@
+"""Logs whose checksums are right and whose events are not: folding says so instead of answering wrongly."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from events.types import (
+    AllocateReason,
+    BlocksAllocated,
+    BlocksReused,
+    BlocksStored,
+    CacheCreated,
+    ContextComputed,
+    Event,
+    EventBatch,
+    Namespace,
+    SequenceAdded,
+    StateExported,
+    TokensAppended,
+)
+from kvcache import replay as module
+from kvcache.exported_state import export
+from kvcache.manager import KVCacheManager
+from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
+from kvcache.state import CacheState
+from tests import strategies
+
+NUMBERS = ("parent", "blocks", "last_tokens", "level", "priority", "expiry", "stamp", "refs", "transfer")
+
+
+def folded(*events: Event, tokens_recorded: bool = True) -> Replayed:
+    replayed = Replayed(CacheState(tokens_recorded=tokens_recorded))
+    replayed.fold(EventBatch(0, 0, events), verify=False)  # type: ignore[arg-type]
+    return replayed
+
+
+@pytest.fixture(scope="module")
+def manager() -> KVCacheManager:
+    """A cache of 8 and 4 blocks of 2 tokens with a running sequence and two cached blocks of an ended one."""
+    manager = KVCacheManager(strategies.config(secondary_blocks=4))
+    manager.add_sequence("ended", [1, 2, 3, 4, 5])
+    manager.store_context_blocks("ended", 5)
+    manager.remove_sequence("ended", store=False)
+    manager.add_sequence("running", [6, 7, 8])
+    manager.store_context_blocks("running", 3)
+    return manager
+
+
+@pytest.fixture
+def created(manager: KVCacheManager) -> CacheCreated:
+    assert manager.state.created is not None
+    return manager.state.created
+
+
+@pytest.fixture
+def exported(manager: KVCacheManager) -> StateExported:
+    return export(manager.state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens_per_block": 0},
+        {"tokens_per_block": -4},
+        {"tokens_per_block": 3},
+        {"tokens_per_block": 2**40},
+        {"groups": ()},
+        {"hash_algorithm": "nope"},
+        {"key_bytes": 8},
+        {"config": "{"},
+        {"config": "[]"},
+        {"config": "[" * 100_000},
+    ],
+    ids=str,
+)
+def test_impossible_caches_are_refused(created: CacheCreated, change: dict[str, Any]) -> None:
+    """A cache that cannot have been created is not created."""
+    with pytest.raises(Unreplayable, match="batch 0 does not follow"):
+        folded(replace(created, **change))
+
+
+@pytest.mark.parametrize("num_blocks", [(-5, 0), (8, -1), (2**31, 0)])
+def test_impossible_sizes_are_refused(created: CacheCreated, num_blocks: tuple[int, int], monkeypatch: Any) -> None:
+    """Neither fewer than no blocks nor more than slots can number."""
+    monkeypatch.setattr(module, "free_bytes", lambda: 2**60)
+    [group] = created.groups
+    with pytest.raises(Unreplayable, match="impossible number of blocks"):
+        folded(replace(created, groups=(replace(group, num_blocks=num_blocks),)))
+
+
+def test_caches_larger_than_the_machine_are_refused(created: CacheCreated) -> None:
+    """A few bytes that ask for more memory than there is get an error that says how much, not the memory."""
+    [group] = created.groups
+    many = replace(group, num_blocks=(2**31 - 1, 0))
+    with pytest.raises(TooLarge, match="bytes of memory") as raised:
+        folded(replace(created, groups=(many,) * 1000))
+    assert raised.value.needed > raised.value.free > 0
+
+
+def group_with(exported: StateExported, **changes: Any) -> StateExported:
+    return replace(exported, groups=(replace(exported.groups[0], **changes),))
+
+
+def run_with(name: str, value: int) -> Callable[[StateExported], StateExported]:
+    def change(exported: StateExported) -> StateExported:
+        runs = array("q", exported.groups[0].runs)
+        runs[NUMBERS.index(name)] = value
+        return group_with(exported, runs=runs.tobytes())
+
+    return change
+
+
+def column_with(name: str, edit: Callable[[bytes], bytes]) -> Callable[[StateExported], StateExported]:
+    return lambda exported: group_with(exported, **{name: edit(getattr(exported.groups[0], name))})
+
+
+def free_with(edit: Callable[[bytes], bytes]) -> Callable[[StateExported], StateExported]:
+    def change(exported: StateExported) -> StateExported:
+        primary, secondary = exported.groups[0].free
+        return group_with(exported, free=(edit(primary), secondary))
+
+    return change
+
+
+def sequence_with(**changes: Any) -> Callable[[StateExported], StateExported]:
+    return lambda exported: replace(exported, sequences=(replace(exported.sequences[0], **changes),))
+
+
+def slots(*numbers: int) -> bytes:
+    return array("i", numbers).tobytes()
+
+
+LIES: dict[str, Callable[[StateExported], StateExported]] = {
+    "run without blocks": run_with("blocks", 0),
+    "run of too many blocks": run_with("blocks", 2**40),
+    "run of too few blocks": run_with("blocks", 1),
+    "run behind nothing": run_with("parent", 7),
+    "level below": run_with("level", -1),
+    "level above": run_with("level", 5),
+    "other level": run_with("level", 1),
+    "block of no tokens": run_with("last_tokens", 0),
+    "block of too many tokens": run_with("last_tokens", 3),
+    "references": run_with("refs", 2),
+    "slot below": column_with("slots", lambda column: slots(-3) + column[4:]),
+    "slot above": column_with("slots", lambda column: slots(1000) + column[4:]),
+    "slot twice": column_with("slots", lambda column: column[4:8] + column[4:]),
+    "slots left over": column_with("slots", lambda column: column + slots(6)),
+    "tokens missing": column_with("symbols", lambda column: column[:-4]),
+    "tokens left over": column_with("symbols", lambda column: column + bytes(8)),
+    "keys missing": column_with("keys", lambda column: column[:-32]),
+    "blank slots repeated": free_with(lambda column: column * 20),
+    "blank slots missing": free_with(lambda column: column[4:]),
+    "blank slots of elsewhere": free_with(lambda column: slots(10**6, -7)),
+    "cached slot is blank": free_with(lambda column: slots(0) + column[4:]),
+    "sequence without tokens": sequence_with(num_tokens=0, tokens=b""),
+    "sequence of other tokens": sequence_with(num_tokens=2),
+    "sequence of endless tokens": sequence_with(num_tokens=2**40),
+    "prompt longer than its sequence": sequence_with(num_prompt_tokens=4),
+    "computed beyond the end": sequence_with(computed=4),
+    "cached beyond its blocks": sequence_with(stored=(3,)),
+    "cached less than nothing": sequence_with(stored=(-1,)),
+    "sequence of the future": sequence_with(handle=2**31),
+    "two of one handle": lambda exported: replace(exported, sequences=exported.sequences * 2),
+}
+
+
+def test_the_truth_is_believed(manager: KVCacheManager, created: CacheCreated, exported: StateExported) -> None:
+    """The state that the lies are made of is installed without complaint."""
+    assert folded(created, exported).fingerprint == manager.fingerprint()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_impossible_states_are_refused(created: CacheCreated, exported: StateExported, lie: str) -> None:
+    """An exported state that no cache can have had is refused where it is installed, without verifying."""
+    with pytest.raises(Unreplayable, match="batch 0 does not follow"):
+        folded(created, LIES[lie](exported))
+
+
+def added(num_tokens: int, tokens: bytes) -> SequenceAdded:
+    return SequenceAdded(1, "r", Namespace(), num_tokens, tokens, (0,), (0,), 0)
+
+
+@pytest.mark.parametrize(("num_tokens", "tokens"), [(-5, b""), (0, b""), (5, b""), (1, slots(1, 2)), (17, slots(*[1] * 17))])
+def test_impossible_prompts_are_refused(created: CacheCreated, num_tokens: int, tokens: bytes) -> None:
+    """A prompt has as many tokens as it counts, at least one, and no more than the cache has room for."""
+    with pytest.raises(Unreplayable, match="tokens"):
+        folded(created, added(num_tokens, tokens))
+    folded(created, added(16, slots(*[1] * 16)))
+
+
+@pytest.mark.parametrize("count", [2**40, 25, 17])
+def test_numbers_alone_take_no_memory(created: CacheCreated, count: int) -> None:
+    """Without token ids, a sequence cannot claim more of them than its blocks hold."""
+    with pytest.raises(Unreplayable, match="more tokens than the cache can hold"):
+        folded(created, added(count, b""), tokens_recorded=False)
+
+
+@pytest.mark.parametrize("counts", [(14,), (2**32 - 1,), (7, 7)])
+def test_appended_numbers_alone_take_no_memory(created: CacheCreated, counts: tuple[int, ...]) -> None:
+    """Nor can it grow beyond them, not even by being named twice."""
+    handles = array("I", [1] * len(counts)).tobytes()
+    event = TokensAppended(handles, array("I", counts).tobytes(), b"")
+    with pytest.raises(Unreplayable, match="outgrows the cache"):
+        folded(created, added(3, b""), event, tokens_recorded=False)
+
+
+ONE, FIVE = slots(1), slots(1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TokensAppended(ONE, b"", slots(1, 2)),
+        TokensAppended(ONE, b"", b""),
+        TokensAppended(ONE, slots(2), slots(1)),
+        TokensAppended(ONE, slots(2), b""),
+        ContextComputed(1, 6),
+        ContextComputed(1, -1),
+        BlocksReused(1, 0, -1, 0, slots(0), bytes(8)),
+        BlocksReused(1, 0, 0, 0, slots(0), bytes(8), slots(9)),
+        BlocksAllocated(ONE, b"", 0, slots(-1), AllocateReason.DECODE),
+        BlocksStored(1, 7, 0, b"", bytes(32), slots(0), 0, 35, 2),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_impossible_steps_are_refused(created: CacheCreated, event: Event) -> None:
+    """What does not fit the sequence or the cache is refused, whichever way it fails inside."""
+    with pytest.raises(Unreplayable, match="batch 0 does not follow"):
+        folded(created, added(5, FIVE), event)
+
+
+def test_slots_given_back_are_the_sequences_own(manager: KVCacheManager, created: CacheCreated) -> None:
+    """A sequence cannot give back a slot that another one holds."""
+    twin = KVCacheManager(strategies.config(secondary_blocks=4))
+    for name in ("a", "b"):
+        twin.add_sequence(name, [1, 2, 3])
+    twin.store_context_blocks("a", 3)
+    twin.store_context_blocks("b", 3)
+    events = [created, *twin.bus.pending]
+    at = next(n for n, event in enumerate(events) if isinstance(event, BlocksReused) and event.replaced)
+    folded(*events)
+    events[at] = replace(events[at], replaced=slots(1))  # type: ignore[arg-type]
+    with pytest.raises(Unreplayable, match="not its own"):
+        folded(*events)
+
+
+@pytest.mark.parametrize("error", [TypeError, ZeroDivisionError, AttributeError, MemoryError, IndexError])
+def test_whatever_fails_inside_is_the_logs_fault(
+    created: CacheCreated, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Folding, fingerprint and check fail as one error that names the batch and none of the log's content."""
+
+    def fail(*_: object) -> None:
+        raise error("the prompt")
+
+    replayed = fold([EventBatch(3, 0, (created,))])
+    monkeypatch.setattr(module, "fingerprint", fail)
+    monkeypatch.setattr(module, "check", fail)
+    monkeypatch.setattr(CacheState, "apply", fail)
+    for use in (
+        lambda: replayed.fingerprint,
+        replayed.check,
+        lambda: replayed.fold(EventBatch(3, 0, (created,)), verify=False),
+    ):
+        with pytest.raises(Unreplayable, match=f"^batch 3 .*{error.__name__}") as raised:
+            use()
+        assert "prompt" not in str(raised.value)
