@@ -274,7 +274,9 @@ class ChildEngine:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        assert self._stdout.readline() == "ready\n"
+        if self._stdout.readline() != "ready\n":
+            self.kill()
+            raise AssertionError("the engine did not start")
 
     def step(self) -> None:
         """Does so by itself."""

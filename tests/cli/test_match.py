@@ -217,11 +217,16 @@ def test_settings_of_the_cache_count(
         ({"key_bytes": 2**40}, f"keys cannot have {2**40} bytes"),
     ],
 )
-def test_lying_logs(kvcache: Kvcache, salted: Path, tmp_path: Path, change: dict[str, Any], says: str) -> None:
+def test_lying_logs(
+    kvcache: Kvcache, salted: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
     """A log of a cache that cannot have been is wrong data, for every command that folds it."""
     with LogWriter(tmp_path / "lie", fsync="never") as lie:
         for batch in LogReader(salted):
-            events = [replace(event, **change) if isinstance(event, CacheCreated) else event for event in batch.events]
+            events = [
+                replace(event, **change) if isinstance(event, CacheCreated) else event
+                for event in batch.events
+            ]
             lie.append(replace(batch, events=tuple(events)))
     for command in (("match", tmp_path / "lie", "--request", "r"), ("replay", tmp_path / "lie")):
         done = kvcache(*command)
@@ -229,7 +234,9 @@ def test_lying_logs(kvcache: Kvcache, salted: Path, tmp_path: Path, change: dict
         assert says in done.err
 
 
-def test_lookup_that_fails_is_wrong_data(kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_that_fails_is_wrong_data(
+    kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a state is such that a prompt cannot be looked up in it, that is one line, too."""
 
     def fail(*_: object, **__: object) -> None:

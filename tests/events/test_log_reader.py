@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from zlib import crc32
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from events import (
     AllocateReason,
@@ -261,6 +261,8 @@ def test_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 CREATED = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "")
+EXPORTED = SequenceExported(1, 1, Namespace(), 1, b"", 1, 1, (), ())
+GROUP = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
 
 
 @pytest.mark.parametrize(
@@ -272,13 +274,12 @@ CREATED = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "")
         (BlocksStored(1, 0, 0, b"", bytes(40), b"", 0, 35, 4), "keys"),
         (TransferLanded(bytes(12)), "transfers"),
         (SequenceRemoved(1, (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
-        (StateExported((), (SequenceExported(1, 1, Namespace(), 1, bytes(5), 1, 1, (), ()),), (), 1, 1, 0, 0), "sequences"),
-        (
-            StateExported((GroupExported((), b"", b"", b"", b"", (b"", bytes(7)), b""),), (), (), 1, 1, 0, 0),
-            "groups",
-        ),
+        (StateExported((), (replace(EXPORTED, tokens=bytes(5)),), (), 1, 1, 0, 0), "sequences"),
+        (StateExported((), (replace(EXPORTED, slots=(bytes(5),)),), (), 1, 1, 0, 0), "sequences"),
+        (StateExported((replace(GROUP, free=(b"", bytes(7))),), (), (), 1, 1, 0, 0), "groups"),
+        (StateExported((replace(GROUP, runs=bytes(7)),), (), (), 1, 1, 0, 0), "groups"),
     ],
-)  # fmt: skip
+)
 def test_half_entries_are_damage(tmp_path: Path, event: AnyEvent, column: str) -> None:
     """A column that ends inside an entry is found by the reader, also inside of tuples, and named."""
     whole = [EventBatch(0, TIME, (CREATED,)), EventBatch(1, TIME, (event,))]
@@ -291,8 +292,16 @@ def test_half_entries_are_damage(tmp_path: Path, event: AnyEvent, column: str) -
 def test_keys_have_the_size_that_the_cache_chose(tmp_path: Path) -> None:
     """Whole keys pass, none pass where blocks have no names, and sizes that no key has are refused."""
     stored = BlocksStored(1, 0, 0, bytes(8), bytes(64), bytes(8), 0, 35, 4)
-    for key_bytes, fits in ((32, True), (64, True), (8, True), (0, False), (3, False), (-8, False), (2**40, False)):
-        created = msgspec.structs.replace(CREATED, key_bytes=key_bytes)
+    for key_bytes, fits in (
+        (32, True),
+        (64, True),
+        (8, True),
+        (0, False),
+        (3, False),
+        (-8, False),
+        (2**40, False),
+    ):
+        created = replace(CREATED, key_bytes=key_bytes)
         directory = write_log(tmp_path / str(key_bytes), [EventBatch(0, TIME, (created, stored))])
         if fits:
             assert len(read_log(directory)[0]) == 1

@@ -174,7 +174,7 @@ def test_numbers_are_converted_before_anything_is_looked_up() -> None:
         {"wall_ns": 5},
         {"wall_ns": lambda: 1 / 0},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_wrong_parts_are_refused_before_anything_is_opened(options: dict[str, Any], tmp_path: Path) -> None:
     """A manager is not made of what cannot do its part, and leaves no log behind."""

@@ -85,7 +85,9 @@ def test_impossible_caches_are_refused(created: CacheCreated, change: dict[str, 
 
 
 @pytest.mark.parametrize("num_blocks", [(-5, 0), (8, -1), (2**31, 0)])
-def test_impossible_sizes_are_refused(created: CacheCreated, num_blocks: tuple[int, int], monkeypatch: Any) -> None:
+def test_impossible_sizes_are_refused(
+    created: CacheCreated, num_blocks: tuple[int, int], monkeypatch: Any
+) -> None:
     """Neither fewer than no blocks nor more than slots can number."""
     monkeypatch.setattr(module, "free_bytes", lambda: 2**60)
     [group] = created.groups
@@ -169,7 +171,9 @@ LIES: dict[str, Callable[[StateExported], StateExported]] = {
 }
 
 
-def test_the_truth_is_believed(manager: KVCacheManager, created: CacheCreated, exported: StateExported) -> None:
+def test_the_truth_is_believed(
+    manager: KVCacheManager, created: CacheCreated, exported: StateExported
+) -> None:
     """The state that the lies are made of is installed without complaint."""
     assert folded(created, exported).fingerprint == manager.fingerprint()
 
@@ -185,7 +189,9 @@ def added(num_tokens: int, tokens: bytes) -> SequenceAdded:
     return SequenceAdded(1, "r", Namespace(), num_tokens, tokens, (0,), (0,), 0)
 
 
-@pytest.mark.parametrize(("num_tokens", "tokens"), [(-5, b""), (0, b""), (5, b""), (1, slots(1, 2)), (17, slots(*[1] * 17))])
+@pytest.mark.parametrize(
+    ("num_tokens", "tokens"), [(-5, b""), (0, b""), (5, b""), (1, slots(1, 2)), (17, slots(*[1] * 17))]
+)
 def test_impossible_prompts_are_refused(created: CacheCreated, num_tokens: int, tokens: bytes) -> None:
     """A prompt has as many tokens as it counts, at least one, and no more than the cache has room for."""
     with pytest.raises(Unreplayable, match="tokens"):
@@ -244,7 +250,7 @@ def test_slots_given_back_are_the_sequences_own(manager: KVCacheManager, created
     events = [created, *twin.bus.pending]
     at = next(n for n, event in enumerate(events) if isinstance(event, BlocksReused) and event.replaced)
     folded(*events)
-    events[at] = replace(events[at], replaced=slots(1))  # type: ignore[arg-type]
+    events[at] = replace(events[at], replaced=slots(1))
     with pytest.raises(Unreplayable, match="not its own"):
         folded(*events)
 

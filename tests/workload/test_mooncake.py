@@ -117,7 +117,9 @@ def requests(draw: st.DrawFn) -> TraceRequest:
     ids = draw(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
     length = draw(st.integers(1, 512 * len(ids)))
     salt = draw(st.none() | st.text(max_size=5))
-    return TraceRequest(draw(st.integers(0, 2**40)), length, draw(st.integers(0, 2**31 - 1)), tuple(ids), salt)
+    return TraceRequest(
+        draw(st.integers(0, 2**40)), length, draw(st.integers(0, 2**31 - 1)), tuple(ids), salt
+    )
 
 
 @given(st.lists(requests(), max_size=5))
