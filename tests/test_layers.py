@@ -28,6 +28,7 @@ ALLOWED_BESIDES = {
     "kvcache/transfer.py": {"cuda_ops"},
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
+    "kvcache/observed.py": {"sinks"},
     "kvcache/outlets.py": {"sinks"},
     "kvcache/cli": {"sinks"},
 }
