@@ -35,9 +35,9 @@ class OwnFeed:
     """Listens on a thread of its own, as a router in another process would."""
 
     def __init__(self, manager: KVCacheManager) -> None:
-        (transport,) = (
-            each for feed in manager.feeds for each in feed.transports if isinstance(each, ZMQTransport)
-        )
+        # The last one: sinks that the user asked for come first.
+        transport = manager.feeds[-1].transports[0]
+        assert isinstance(transport, ZMQTransport)
         self._manager = manager
         self._index = Index()
         self._expected: Resident | None = None
