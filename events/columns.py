@@ -7,7 +7,6 @@ length, so that nobody behind it has to expect half a number.
 from __future__ import annotations
 
 import typing
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -32,19 +31,21 @@ def are_keys(key_bytes: int) -> bool:
 
 def broken_column(event: AnyEvent | msgspec.Struct, key_bytes: int) -> str | None:
     """The field that is a column with a part of an entry at its end; None if there is none."""
-    columns, rows = _fields(type(event))
+    columns, rows = _FIELDS.get(type(event)) or _fields(type(event))
     for name, size in columns:
         if len(getattr(event, name)) % (size or key_bytes or _ENDLESS):
             return name
     for name, size in rows:
         for item in getattr(event, name):
-            broken = bool(len(item) % size) if isinstance(item, bytes) else broken_column(item, key_bytes)
-            if broken:
+            if len(item) % size if size else broken_column(item, key_bytes):
                 return name
     return None
 
 
-@cache
+_FIELDS: dict[type, tuple[_Columns, _Columns]] = {}
+"""What `_fields` has found."""
+
+
 def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
     """The columns of a struct, and its fields that hold several: of columns, or of structs (size 0) with columns."""
     columns, rows = [], []
@@ -57,7 +58,8 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
                 rows.append((name, size))
             elif isinstance(item, type) and issubclass(item, msgspec.Struct) and any(_fields(item)):
                 rows.append((name, 0))
-    return tuple(columns), tuple(rows)
+    _FIELDS[kind] = tuple(columns), tuple(rows)
+    return _FIELDS[kind]
 
 
 def _entry_size(hint: Any) -> int | None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from events.index import Index
-from events.subscriber import Subscriber
 from kvcache.manager import KVCacheManager
 from kvcache.residency import resident_names
-from sinks.zmq import ZMQTransport
 
 URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
 """Any free ports; nobody else is expected."""
@@ -35,6 +32,11 @@ class OwnFeed:
     """Listens on a thread of its own, as a router in another process would."""
 
     def __init__(self, manager: KVCacheManager) -> None:
+        # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
+        from events.index import Index
+        from events.subscriber import Subscriber
+        from sinks.zmq import ZMQTransport
+
         # The last one: sinks that the user asked for come first.
         transport = manager.feeds[-1].transports[0]
         assert isinstance(transport, ZMQTransport)

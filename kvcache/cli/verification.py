@@ -60,7 +60,7 @@ def _watched(
     batches: Iterable[EventBatch], last: deque[EventBatch], stop: StopSignals, update: Update
 ) -> Iterator[EventBatch]:
     # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
-    stop.is_set()
+    stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
     before = stop.received
     for batch in batches:
         if stop.received > before:

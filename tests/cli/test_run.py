@@ -396,3 +396,13 @@ def test_missing_torch(run_python: Any) -> None:
     )
     assert done.stdout == "2\n"
     assert "pools need torch: install kvcache[torch], or play without them (--no-pools)" in done.stderr
+
+
+def test_a_feed_beside_the_runs_own(kvcache: Kvcache) -> None:
+    """Without a trace a router of the run's own is attached, also beside a feed that was asked for, and agrees."""
+    done = kvcache("run", "--json", "--no-pools", "--limit", "40", "--sink", "zmq+pub://127.0.0.1:0?replay=0")
+    feed = json.loads(done.out)["feed"]
+    assert feed["agrees"]
+    assert feed["faults"] == 0
+    assert feed["batches"] > 0
+    assert sum(feed["blocks"]) > 0

@@ -137,9 +137,9 @@ class TestLive:
     @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:5557", "http://127.0.0.1:1", "tcp://127.0.0.1"])
     def test_wrong_endpoints(self, endpoint: str) -> None:
         """An endpoint that can never work is refused at once, wherever it is given."""
-        for given, replay in ((endpoint, None), ("tcp://127.0.0.1:1", endpoint)):
+        for publisher, replay in ((endpoint, None), ("tcp://127.0.0.1:1", endpoint)):
             with pytest.raises(EndpointError, match=r"write tcp://HOST:PORT") as caught:
-                Subscriber(given, replay=replay)
+                Subscriber(publisher, replay=replay)
             assert caught.value.endpoint == endpoint
             assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
