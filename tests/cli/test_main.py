@@ -76,7 +76,9 @@ class TestErrors:
         assert "\\x1b[2Jwhere\\n" in done.err
         assert done.err.count("\n") == 1
 
-    @pytest.mark.parametrize("args", [["no\x1b[2Jsuch\n"], ["replay", "x", "--at", "\x1b[2J"]])
+    @pytest.mark.parametrize(
+        "args", [["replay", "x", "--no\x1b[2Jsuch\n"], ["events", "x", "--follow=\x1b[2J"]]
+    )
     def test_usage_lines_cannot_drive_a_terminal(self, kvcache: Kvcache, args: list[str]) -> None:
         """Nor can arguments that are refused."""
         done = kvcache(*args)

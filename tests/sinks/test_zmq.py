@@ -166,6 +166,7 @@ class TestLive:
     def test_messages_have_three_frames(self, router: Router) -> None:
         """Topic, 8 bytes of number, and a payload that any msgpack decoder reads."""
         with Worker("coalesce=0&model=org/m&rank=3") as worker:
+            worker.settle()  # what goes out at the start is told before anybody listens
             router.subscribe(worker)
             worker.put(worker.source.store(1, 2))
             topic, seq, payload = router.receive()
@@ -210,8 +211,8 @@ class TestLive:
     def test_heartbeats_come_when_nothing_happens(self, router: Router) -> None:
         """Without any event, empty batches with rising numbers arrive, and a replay brings them too."""
         with Worker("heartbeat=30ms") as worker:
-            router.subscribe(worker)
             worker.settle()
+            router.subscribe(worker)
             seqs = []
             for _ in range(3):
                 _, seq, payload = router.receive()
