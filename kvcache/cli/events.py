@@ -23,6 +23,7 @@ from events.types import (
     EventBatch,
     SequenceAdded,
     StateExported,
+    TokensAppended,
 )
 from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
@@ -56,7 +57,10 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
         help="only events of this type; may be given several times",
     )
     parser.add_argument(
-        "--request", metavar="ID", help="only what happened to this request, its copies and refusals included"
+        "--request",
+        metavar="ID",
+        help="only what happened to this request, its copies and refusals included "
+        "(lines for people leave out the steps that only append a token, unless --type asks for them)",
     )
     parser.add_argument(
         "--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4"
@@ -83,6 +87,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 printer.print(batch, index, event)
         if args.follow:
             sys.stdout.flush()
+    if args.request is not None and not printer.lines:
+        out.note(f"no such event of request {args.request!r}")
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")
     return 0
@@ -95,6 +101,7 @@ class _Printer:
         self._as_json = as_json
         self._tokens = tokens
         self._key_bytes = 0
+        self.lines = 0
 
     def learn(self, batch: EventBatch) -> None:
         """Note what is needed to read the keys; each epoch may have other ones."""
@@ -104,6 +111,7 @@ class _Printer:
 
     def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
         """Write one event."""
+        self.lines += 1
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts}
             fields = to_dict(event, self._key_bytes, self._tokens)
@@ -122,6 +130,9 @@ def _conditions(args: argparse.Namespace) -> list[Condition]:
         conditions.append(lambda event: type(event).__name__ in types)
     if args.request is not None:
         conditions.append(OfRequest(args.request))
+        if not (args.json or args.types):
+            # One line per engine step, and about all requests that ran in it.
+            conditions.append(lambda event: not isinstance(event, TokensAppended))
     if args.block is not None:
         name = args.block.lower().removeprefix("0x")
         if not _NAME.fullmatch(name):

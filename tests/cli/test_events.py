@@ -124,8 +124,9 @@ class TestConditions:
         assert any(len(json.loads(line)["handles"]) == 2 for line in done.out.splitlines())
 
     def test_unknown_request(self, kvcache: Kvcache, log: Path) -> None:
-        """A request that never came has no events, which is no error."""
-        assert kvcache("events", log, "--request", "nobody") == (0, "", "")
+        """A request that never came has no events, which is no error, but is said."""
+        done = kvcache("events", log, "--request", "nobody")
+        assert done == (0, "", "kvcache: no such event of request 'nobody'\n")
 
     def test_block(self, kvcache: Kvcache, log: Path) -> None:
         """--block finds every event that carries the block's name or key, by its first digits."""
