@@ -10,45 +10,40 @@ middle of one (which would be a bug) poisons the manager, so that no later call 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
 
 from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.admission import Plan
 from kvcache.arguments import checked_flag, checked_integer, listed, time_from
 from kvcache.block_manager import BlockManager
 from kvcache.bookkeeping import refuse_too_much
-from kvcache.check import check
 from kvcache.config import KVCacheConfig
-from kvcache.errors import OutOfBlocks, TransfersPending, Unsupported, UsageError
+from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.exported_state import export
-from kvcache.fingerprint import fingerprint
 from kvcache.guard import Guard
-from kvcache.incoming import Incoming, incoming_batch
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
-from kvcache.lookup import lookup, namespace_of
 from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.prefix_tree import SYMBOL_BYTES
+from kvcache.reading import Reading
 from kvcache.refusals import RefusalNotes
-from kvcache.results import Admission, BlockTable, Match, PollResult, Request, StoreResult
+from kvcache.results import Admission, PollResult, Request, StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import engine_for
-from sinks import Sink, SinkContext, SinkRunner, SinkStats
+from sinks import Sink, SinkContext, SinkRunner
 
 if TYPE_CHECKING:
     from cuda_ops.copier import Copier, Ticket
     from kvcache.pools import Pools
 
 
-class KVCacheManager(Observed):
+class KVCacheManager(Reading, Observed):
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
     `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default
@@ -117,9 +112,6 @@ class KVCacheManager(Observed):
 
     # -- housekeeping
 
-    def _sequence(self, request_id: RequestId) -> Sequence:
-        return self._blocks.sequence(request_id)
-
     def __enter__(self) -> Self:
         return self
 
@@ -164,9 +156,6 @@ class KVCacheManager(Observed):
         self._refusals.forget(request.request_id for request in batch)
         return [self._admission(sequence, plan) for sequence, plan in admitted]
 
-    def _incoming(self, requests: Items[Request]) -> list[Incoming]:
-        return incoming_batch(requests, self.state.handles, self._max_tokens)
-
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
         request_id = sequence.request_id
         return Admission(
@@ -176,25 +165,6 @@ class KVCacheManager(Observed):
             *plan.reused,
             lambda: (self.block_table(request_id),),
         )
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the longest sequence that can be held."""
-        return self._max_tokens
-
-    def can_add(self, requests: Items[Request]) -> int:
-        """How many requests of the batch, from the first on, could be admitted together now."""
-        self._guard.enter()
-        return self._blocks.count_fitting(self._incoming(requests))
-
-    def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
-        """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
-        self._guard.enter()
-        max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
-        if max_new_tokens < 0:
-            raise UsageError("max_new_tokens must not be negative")
-        sequence = self._sequence(request_id)
-        return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
 
     # -- bytes
 
@@ -287,76 +257,6 @@ class KVCacheManager(Observed):
         with self._guard:
             self._blocks.clear()
         self.flush()
-
-    # -- reading
-
-    def match(
-        self,
-        tokens: Tokens,
-        *,
-        lora_id: int | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-    ) -> Match:
-        """What a prompt would reuse now, block by block. Changes nothing."""
-        self._guard.enter()
-        namespace = namespace_of(lora_id, lora_name, cache_salt)
-        packed = pack_tokens(tokens, self._max_tokens)
-        if not self.config.enable_block_reuse:
-            return Match(len(packed) // SYMBOL_BYTES, (), None)
-        return lookup(self.state, namespace, packed, partial=self.config.enable_partial_reuse)
-
-    def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
-        """Full blocks that a prompt would reuse now; takes the same namespace arguments as `match`."""
-        return len(self.match(tokens, **namespace).blocks)
-
-    def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
-        """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
-        self._guard.enter()
-        only = self.layout.groups[0].window
-        if window is not None and checked_integer(window, "a window") != only:
-            raise UsageError(f"there is no window of {window} tokens, only one of {only}")
-        self._refuse_pending()
-        return np.array(self._sequence(request_id).tables[0], np.int32)
-
-    def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
-        """Block tables of several sequences, [sequences, most blocks] int32, padded with -1."""
-        self._guard.enter()
-        self._refuse_pending()
-        ids = listed(request_ids, "request_ids")
-        tables = [self._sequence(request_id).tables[0] for request_id in ids]
-        padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
-        for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = table
-        return padded
-
-    def _refuse_pending(self) -> None:
-        if self.transfers is not None and self.transfers.pending:
-            raise TransfersPending
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
-        return self.state.groups[0].levels[0].available
-
-    @property
-    def num_sequences(self) -> int:
-        """Running sequences."""
-        return len(self.state.sequences)
-
-    def fingerprint(self) -> bytes:
-        """SHA-256 of the state; equal to that of the replayed log at this point."""
-        self._guard.enter()
-        return fingerprint(self.state)
-
-    def check(self) -> None:
-        """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
-        self._guard.enter()
-        check(self.state)
-
-    def sink_stats(self) -> tuple[SinkStats, ...]:
-        """Progress, lag and drops per sink; may be called from any thread."""
-        return self._journal.outlets.sink_stats()
 
     # -- end of a step
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.errors import UsageError
 from kvcache.journal import Journal
 from kvcache.stats import Stats
+from sinks import SinkStats
 
 if TYPE_CHECKING:
     from sinks.router_feed import RouterFeed
@@ -25,6 +26,10 @@ class Observed:
     def stats(self) -> Stats:
         """Counters and gauges as of the last flush; may be called from any thread."""
         return self._journal.counter.read()
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress, lag and drops per sink; may be called from any thread."""
+        return self._journal.outlets.sink_stats()
 
     def wait_subscribers(
         self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False

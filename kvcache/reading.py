@@ -1,0 +1,128 @@
+"""What an engine asks of a manager between its steps: reads the state and never changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+
+from events.types import RequestId
+from kvcache.arguments import checked_integer, listed
+from kvcache.block_manager import BlockManager
+from kvcache.check import check
+from kvcache.config import KVCacheConfig
+from kvcache.errors import TransfersPending, UsageError
+from kvcache.fingerprint import fingerprint
+from kvcache.guard import Guard
+from kvcache.incoming import Incoming, incoming_batch
+from kvcache.layout import Layout
+from kvcache.lookup import lookup, namespace_of
+from kvcache.prefix_tree import SYMBOL_BYTES
+from kvcache.results import BlockTable, Match, Request
+from kvcache.sequence import Sequence
+from kvcache.state import CacheState
+from kvcache.tokens import Tokens, pack_tokens
+from kvcache.transfer import TransferEngine
+
+
+class Reading:
+    """The part of a manager that changes nothing. Bound to the manager's thread, since it reads the live state."""
+
+    config: KVCacheConfig
+    layout: Layout
+    state: CacheState
+    transfers: TransferEngine | None
+    _blocks: BlockManager
+    _guard: Guard
+    _max_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that can be held."""
+        return self._max_tokens
+
+    def can_add(self, requests: Items[Request]) -> int:
+        """How many requests of the batch, from the first on, could be admitted together now."""
+        self._guard.enter()
+        return self._blocks.count_fitting(self._incoming(requests))
+
+    def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
+        """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
+        self._guard.enter()
+        max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
+        if max_new_tokens < 0:
+            raise UsageError("max_new_tokens must not be negative")
+        sequence = self._sequence(request_id)
+        return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Match:
+        """What a prompt would reuse now, block by block. Changes nothing."""
+        self._guard.enter()
+        namespace = namespace_of(lora_id, lora_name, cache_salt)
+        packed = pack_tokens(tokens, self._max_tokens)
+        if not self.config.enable_block_reuse:
+            return Match(len(packed) // SYMBOL_BYTES, (), None)
+        return lookup(self.state, namespace, packed, partial=self.config.enable_partial_reuse)
+
+    def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
+        """Full blocks that a prompt would reuse now; takes the same namespace arguments as `match`."""
+        return len(self.match(tokens, **namespace).blocks)
+
+    def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
+        """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
+        self._guard.enter()
+        only = self.layout.groups[0].window
+        if window is not None and checked_integer(window, "a window") != only:
+            raise UsageError(f"there is no window of {window} tokens, only one of {only}")
+        self._refuse_pending()
+        return np.array(self._sequence(request_id).tables[0], np.int32)
+
+    def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
+        """Block tables of several sequences, [sequences, most blocks] int32, padded with -1."""
+        self._guard.enter()
+        self._refuse_pending()
+        ids = listed(request_ids, "request_ids")
+        tables = [self._sequence(request_id).tables[0] for request_id in ids]
+        padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return padded
+
+    def _refuse_pending(self) -> None:
+        if self.transfers is not None and self.transfers.pending:
+            raise TransfersPending
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
+        return self.state.groups[0].levels[0].available
+
+    @property
+    def num_sequences(self) -> int:
+        """Running sequences."""
+        return len(self.state.sequences)
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the state; equal to that of the replayed log at this point."""
+        self._guard.enter()
+        return fingerprint(self.state)
+
+    def check(self) -> None:
+        """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
+        self._guard.enter()
+        check(self.state)
+
+    def _incoming(self, requests: Items[Request]) -> list[Incoming]:
+        return incoming_batch(requests, self.state.handles, self._max_tokens)
+
+    def _sequence(self, request_id: RequestId) -> Sequence:
+        return self._blocks.sequence(request_id)
