@@ -252,6 +252,38 @@ class BlocksStored(Event, frozen=True):
     """Tokens in the last block; fewer than tokens_per_block only for the last block of a removed sequence."""
 
 
+class BlocksFilled(Event, frozen=True):
+    """Decoding filled one block of each of these sequences, and it became reusable. The tokens are the sequences'.
+
+    What `BlocksStored` says one sequence at a time: here all of an engine step's, each behind a block that its
+    sequence had cached before and nobody else holds, so never the first of a prompt.
+    """
+
+    handles: Handles
+    group: int
+    blocks: Counts
+    """Per sequence, the index of the block in its table."""
+    parents: Names
+    """Names of the blocks before."""
+    keys: Keys
+    slots: Slots
+    """In primary."""
+    priority: int
+
+
+class BlocksUpdated(Event, frozen=True):
+    """The priority of cached blocks changed."""
+
+    group: int
+    level: int
+    slots: Slots
+    names: Names
+    old_priority: int
+    priority: int
+    handle: int | None = None
+    """The sequence for which it was changed."""
+
+
 class BlocksMoved(Event, frozen=True):
     """Blocks changed their level."""
 
@@ -358,6 +390,8 @@ AnyEvent = (
     | BlocksReused
     | BlocksCopied
     | BlocksStored
+    | BlocksFilled
+    | BlocksUpdated
     | BlocksMoved
     | BlocksRemoved
     | TokensAppended
