@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
+from kvcache.decoding import packed_handles
 from kvcache.incoming import Incoming
 from kvcache.matching import PathMatch
 from kvcache.prefix_tree import SYMBOL_BYTES
@@ -106,7 +107,7 @@ def admit(
     for each, sequence in zip(plans, sequences, strict=True):
         count = each.new_blocks - (each.source is not None)
         if count:
-            window.allocate([sequence], [count], AllocateReason.PROMPT)
+            window.allocate(packed_handles([sequence]), count, [count], AllocateReason.PROMPT)
         window.onboard(sequence)
     return sequences
 

@@ -65,6 +65,8 @@ def time_from(wall_ns: Callable[[], int]) -> int:
         now = wall_ns()
     except Exception as error:
         raise UsageError(f"wall_ns, the clock, raised {type(error).__name__}") from error
+    if type(now) is int and 0 <= now < 2**63:
+        return now
     number = checked_integer(now, "what wall_ns returns")
     if number >= 2**63:
         raise UsageError("what wall_ns returns must fit 63 bits and a sign")

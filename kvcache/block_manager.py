@@ -28,7 +28,7 @@ from events.types import (
 from kvcache.admission import Plan, admit, fitting
 from kvcache.arguments import checked_request_id
 from kvcache.config import KVCacheConfig
-from kvcache.decoding import DecodeBatch
+from kvcache.decoding import DecodeBatch, packed_handles
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
@@ -46,7 +46,8 @@ class BlockManager:
         self._emit = emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
-        self._checkpoint_due = config.checkpoint_spacing * slots
+        self.checkpoint_due = config.checkpoint_spacing * slots
+        """Blocks changed since the last checkpoint after which there should be another."""
         self.window = WindowBlockManager(
             state,
             0,
@@ -121,15 +122,13 @@ class BlockManager:
         """Append one token to each sequence of the batch."""
         if not batch.ids:
             return {}
-        full = batch.full
-        if full:
-            self._grow(batch.sequences, full, None)
+        due = batch.due
+        if due is not None:
+            self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(TokensAppended(batch.handles, b"", tokens))
         batch.advance()
-        for sequence in full:
-            if not self.window.store_filled(sequence):
-                return self._store(full)
-        return {}
+        others = self.window.store_filled(due.sequences) if due is not None else ()
+        return self._store(others) if others else {}
 
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: int
@@ -143,12 +142,12 @@ class BlockManager:
             return {}
         growing = self._growing(sequences, counts)
         if growing:
-            self._grow(sequences, [sequence for sequence, _ in growing], [blocks for _, blocks in growing])
-        handles = array("I", [sequence.handle for sequence in sequences])
-        self._emit(TokensAppended(handles.tobytes(), counts.tobytes(), tokens))
+            more = [sequence for sequence, _ in growing]
+            self._grow(sequences, more, packed_handles(more), [blocks for _, blocks in growing])
+        self._emit(TokensAppended(packed_handles(sequences), counts.tobytes(), tokens))
         return self._store([sequence for sequence, _ in growing])
 
-    def _store(self, sequences: list[Sequence]) -> dict[RequestId, StoreResult]:
+    def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
         changed = {}
         for sequence in sequences:
@@ -166,17 +165,19 @@ class BlockManager:
         ]
         return [(sequence, blocks) for sequence, blocks in more if blocks]
 
-    def _grow(self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None) -> None:
+    def _grow(
+        self, sequences: list[Sequence], growing: list[Sequence], handles: bytes, blocks: list[int] | None
+    ) -> None:
         """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
         needed = len(growing) if blocks is None else sum(blocks)
         primary = self.window.group.levels[PRIMARY]
-        if needed > primary.available:
-            taken = list(accumulate(blocks or [1] * len(growing)))
-            first = growing[bisect_right(taken, primary.available)]
-            raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
         if needed > len(primary.free):
+            if needed > primary.available:
+                taken = list(accumulate(blocks or [1] * len(growing)))
+                first = growing[bisect_right(taken, primary.available)]
+                raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
             self.window.free_up(needed, growing[0].handle)
-        self.window.allocate(growing, blocks, AllocateReason.DECODE)
+        self.window.allocate(handles, needed, blocks, AllocateReason.DECODE)
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
@@ -224,11 +225,6 @@ class BlockManager:
             for handle, sequence in self._state.sequences.items()
             if sequence.computed < before[handle]
         )
-
-    def checkpoint_if_due(self) -> None:
-        """Emit a checkpoint once enough blocks have changed since the last."""
-        if self._state.changed_blocks >= self._checkpoint_due:
-            self.checkpoint()
 
     def checkpoint(self) -> None:
         """Record the fingerprint."""

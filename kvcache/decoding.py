@@ -7,10 +7,20 @@ and not for every token: a step in which nothing fills costs a list comparison a
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 from events.types import RequestId
 from kvcache.sequence import Sequence
+
+
+class Due(NamedTuple):
+    """Sequences that fill a block in the same step."""
+
+    sequences: list[Sequence]
+    handles: bytes
+    """Packed uint32."""
 
 
 class DecodeBatch:
@@ -23,15 +33,16 @@ class DecodeBatch:
     ) -> None:
         self.ids = list(ids)
         self.sequences = sequences
-        self.handles = array("I", [sequence.handle for sequence in sequences]).tobytes()
+        self.handles = packed_handles(sequences)
         """Packed uint32."""
         self._period = tokens_per_block
         self._steps = 0
         lengths = [sequence.num_tokens for sequence in sequences]
         self._steps_left = limit - max(lengths, default=limit)
-        self._due: dict[int, list[Sequence]] = {}
+        due: defaultdict[int, list[Sequence]] = defaultdict(list)
         for length, sequence in zip(lengths, sequences, strict=True):
-            self._due.setdefault(-length % tokens_per_block, []).append(sequence)
+            due[-length % tokens_per_block].append(sequence)
+        self._due = {step: Due(filling, packed_handles(filling)) for step, filling in due.items()}
 
     @property
     def at_limit(self) -> bool:
@@ -39,10 +50,15 @@ class DecodeBatch:
         return self._steps >= self._steps_left
 
     @property
-    def full(self) -> list[Sequence]:
+    def due(self) -> Due | None:
         """The sequences whose next token needs a new block."""
-        return self._due.get(self._steps % self._period, [])
+        return self._due.get(self._steps % self._period)
 
     def advance(self) -> None:
         """Every sequence got its token."""
         self._steps += 1
+
+
+def packed_handles(sequences: list[Sequence]) -> bytes:
+    """Handles as a column of an event."""
+    return array("I", [sequence.handle for sequence in sequences]).tobytes()

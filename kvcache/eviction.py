@@ -33,6 +33,7 @@ class Evictor:
         self._emit = emit
         self._offload_min_priority = offload_min_priority
         self._key_bytes = state.hashing.key_bytes
+        self._offloads = self.group.levels[SECONDARY].size > 0
 
     def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
@@ -41,7 +42,7 @@ class Evictor:
             run = primary.victim(runs)
             assert run is not None, "counted before"
             take = min(short, len(run.slots))
-            room = self._room_in_secondary(run, take, handle, spares)
+            room = self._room_in_secondary(run, take, handle, spares) if self._offloads else 0
             if room:
                 self._offload(run, min(take, room), handle)
             else:
@@ -52,7 +53,7 @@ class Evictor:
     def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
         """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
         secondary = self.group.levels[SECONDARY]
-        if not secondary.size or run.priority < self._offload_min_priority:
+        if run.priority < self._offload_min_priority:
             return 0
         if not secondary.free:
             lower = secondary.victim(self.group.tree.runs, spares)

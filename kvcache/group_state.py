@@ -42,8 +42,8 @@ class GroupState:
     def owner(self, level: int, slot: int) -> Run:
         """The run that holds a cached slot."""
         run = self.tree.runs.get(self.levels[level].owner[slot])
-        invariant(run is not None, "a slot that an event names is not cached")
-        assert run is not None
+        if run is None:
+            raise InvariantViolated("a slot that an event names is not cached")
         return run
 
     def path(self, node: Node) -> Iterator[Run]:
@@ -107,12 +107,8 @@ class GroupState:
         self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int
     ) -> Run:
         """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
-        if (
-            isinstance(node, Run)
-            and node.refs == 1
-            and not (node.children or node.transfer or node.partial or node.priority != priority)
-        ):
-            run = node  # the sequence is the only one that holds this leaf
+        if isinstance(node, Run) and node.grows(priority):
+            run = node
             run.symbols += symbols
             run.slots.extend(slots)
             run.keys += keys
@@ -160,10 +156,11 @@ class GroupState:
         """Forget cached blocks, deepest first; returns the runs that sequences still hold, with their parents."""
         held: list[tuple[Run, Node]] = []
         done, count = 0, len(slots)
+        if count and self._shorten(level, slots, count):
+            return held
         while done < count:
             run = self.owner(level, slots[done])
-            size = len(run.slots)
-            take = min(size, count - done)
+            take = min(len(run.slots), count - done)
             gone = slots if take == count else slots[done : done + take]
             if run.children:
                 raise InvariantViolated("a block with cached descendants cannot be removed")
@@ -177,6 +174,22 @@ class GroupState:
             done += take
         return held
 
+    def _shorten(self, level: int, slots: array[int], count: int) -> bool:
+        """The usual case of `remove`, in one go: the end of one unreferenced leaf. False if it is not that."""
+        at = self.levels[level]
+        run = self.tree.runs.get(at.owner[slots[0]])
+        if (
+            run is None
+            or run.refs
+            or run.children
+            or count >= len(run.slots)
+            or last_reversed(run.slots, count) != slots
+        ):
+            return False
+        at.own(slots, -1)
+        self._drop(run, count, slots)
+        return True
+
     def _drop(self, run: Run, take: int, gone: array[int]) -> None:
         """Make the last `take` blocks of an unreferenced leaf blank."""
         level = self.levels[run.level]
@@ -186,9 +199,11 @@ class GroupState:
         if not keep:
             self._cut_off(run)
             return
-        del run.symbols[keep * self.tree.block_bytes :]
+        tree = self.tree
+        del run.symbols[keep * tree.block_bytes :]
         del run.slots[keep:]
-        del run.keys[keep * self.tree.key_bytes :]
+        if tree.key_bytes:
+            del run.keys[keep * tree.key_bytes :]
         run.end -= take
         run.partial = 0
         level.add_leaf(run)

@@ -97,7 +97,7 @@ class Journal:
             self.bus.publish(gap)
         if gap is not None or self.outlets.lost_seq > self._exported_seq:
             self._state_due = True
-        return self._state_due or bool(self.bus.pending)
+        return self._state_due or bool(self._pending)
 
     def flush(self, now: int) -> EventBatch | None:
         """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
@@ -105,7 +105,7 @@ class Journal:
             self._state_due = False
             self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
             self._exported_seq = self._next_seq
-        if not self.bus.pending:
+        if not self._pending:
             return None
         batch = EventBatch(self._next_seq, now, self.bus.take())
         self._next_seq += 1

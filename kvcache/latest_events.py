@@ -7,13 +7,15 @@ as a hole in `event_id`. Reading empties the buffer, from any thread.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 from typing import Any
 
 from events import types as ev
 from events.bus import EventBus
 from events.formats import trtllm
-from events.packed import names_of_keys, unpack_names
+from events.packed import NAME_BYTES, names_of_keys, unpack_names
+from events.types import PRIMARY
 from kvcache.state import CacheState
 
 
@@ -30,6 +32,7 @@ class LatestEvents:
         """Per group: the names that readers take for cached. Needed because their format has no "cleared"."""
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_stored, ev.BlocksStored)
+        bus.subscribe(self._on_filled, ev.BlocksFilled)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
@@ -65,10 +68,22 @@ class LatestEvents:
         sequence = state.sequences[event.handle]
         count = len(unpack_names(names_of_keys(event.keys, state.hashing.key_bytes)))
         first = event.first_block * size
-        tokens = sequence.tokens[first : first + (count - 1) * size + event.last_tokens].tobytes()
+        tokens = sequence.packed(first, first + (count - 1) * size + event.last_tokens)
         key_bytes = state.hashing.key_bytes
         self._step.append((event.group, trtllm.stored(event, tokens, sequence.namespace, size, key_bytes)))
         self._resident[event.group].update(unpack_names(names_of_keys(event.keys, key_bytes)).tolist())
+
+    def _on_filled(self, event: ev.BlocksFilled) -> None:
+        key_bytes, size = self._state.hashing.key_bytes, self._state.tokens_per_block
+        rows = zip(array("I", event.handles), array("I", event.blocks), array("i", event.slots), strict=True)
+        for at, (handle, block, slot) in enumerate(rows):
+            parent = event.parents[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            key = event.keys[at * key_bytes : (at + 1) * key_bytes]
+            packed = array("i", [slot]).tobytes()
+            priority, group = event.priority, event.group
+            self._on_stored(
+                ev.BlocksStored(handle, group, block, parent, key, packed, PRIMARY, priority, size)
+            )
 
     def _on_moved(self, event: ev.BlocksMoved) -> None:
         self._step += [(event.group, data) for data in trtllm.updated(event)]

@@ -265,8 +265,9 @@ class KVCacheManager(Reading, Observed):
         self._guard.enter()
         if self.state.transfers:
             self._poll()
-        with self._guard:
-            self._blocks.checkpoint_if_due()
+        if self.state.changed_blocks >= self._blocks.checkpoint_due:
+            with self._guard:
+                self._blocks.checkpoint()
         return self._flush()
 
     def _flush(self) -> EventBatch | None:

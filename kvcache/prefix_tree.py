@@ -37,6 +37,14 @@ class Node:
         self.end = end
         """Blocks from the start of the prompt to the end of this node."""
 
+    def grows(self, priority: int) -> bool:
+        """Whether a sequence that ends here may extend this node itself by blocks of this priority."""
+        return False
+
+    def extend(self, symbols: bytes, slot: int, key: bytes) -> int:
+        """Add one more block to a run that `grows`; returns the run's id, which owns the slot."""
+        raise NotImplementedError("abstract")
+
     def key_of_last(self, key_bytes: int) -> bytes:
         """The key that a child continues."""
         raise NotImplementedError("abstract")
@@ -103,6 +111,22 @@ class Run(Node):
         """The copy that brings these blocks here, 0 when they have landed."""
         self.kin = 0
         """Children in the same level; without any, the last block may be evicted."""
+
+    def grows(self, priority: int) -> bool:
+        """Whether a sequence that ends here may extend this run by blocks of this priority: nobody else holds it."""
+        return (
+            self.refs == 1
+            and self.priority == priority
+            and not (self.children or self.transfer or self.partial)
+        )
+
+    def extend(self, symbols: bytes, slot: int, key: bytes) -> int:
+        """Add one more block; returns the run's id."""
+        self.symbols += symbols
+        self.slots.append(slot)
+        self.keys += key
+        self.end += 1
+        return self.id
 
     def key_of_last(self, key_bytes: int) -> bytes:
         """The key of the last block."""

@@ -8,6 +8,8 @@ from events.sequence_tokens import SequenceTokens
 from events.types import Namespace, RequestId
 from kvcache.prefix_tree import Node
 
+_FOLLOWS = -1
+
 
 class Sequence(SequenceTokens):
     """State of one sequence; changed only while an event is applied."""
@@ -22,6 +24,7 @@ class Sequence(SequenceTokens):
         self.request_id = request_id
         self.namespace = namespace
         self._computed = 0
+        """`_FOLLOWS` while it decodes: saying so once is cheaper than counting with every token."""
         self.num_prompt_tokens = len(tokens)
         self.tables = [array("i") for _ in roots]
         """Per group: the primary slot of each block."""
@@ -31,14 +34,11 @@ class Sequence(SequenceTokens):
     @property
     def computed(self) -> int:
         """Leading tokens whose K/V is written: while it decodes, all but the one sampled last."""
-        rows = self.rows
-        if rows is not None and rows.num_rows:
-            return len(self._tokens) + rows.num_rows - self._row - 1
-        return self._computed
+        computed = self._computed
+        return computed if computed >= 0 else self.num_tokens - 1
 
     @computed.setter
     def computed(self, num_tokens: int) -> None:
-        self.leave_rows()
         self._computed = num_tokens
 
     @property
@@ -46,8 +46,6 @@ class Sequence(SequenceTokens):
         """Per group: leading blocks that are cached."""
         return tuple(tail.end for tail in self.tails)
 
-    def leave_rows(self) -> None:
-        """Collect what the rows hold and take no more from them."""
-        if self.rows is not None:
-            self._computed = len(self.tokens) - 1
-            self.rows = None
+    def begin_decoding(self) -> None:
+        """From here on, all tokens but the last sampled one count as computed."""
+        self._computed = _FOLLOWS

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
-from kvcache.errors import invariant
+from kvcache.errors import InvariantViolated, invariant
 from kvcache.prefix_tree import Run
 
 _FEW = 16
@@ -54,15 +54,15 @@ class Level:
 
     def peek(self, count: int) -> array[int]:
         """The next `count` blank slots, in the order in which they would be taken."""
-        slots = last_reversed(self.free, count)
-        invariant(len(slots) == count, "not enough blank slots")
-        return slots
+        if count > len(self.free):
+            raise InvariantViolated("not enough blank slots")
+        return last_reversed(self.free, count)
 
     def take(self, slots: array[int]) -> None:
         """Take slots off the free list: the next ones or, rarely, chosen ones."""
-        count = len(slots)
-        if last_reversed(self.free, count) == slots:
-            del self.free[-count:]
+        count, free = len(slots), self.free
+        if last_reversed(free, count) == slots:
+            del free[-count:]
             return
         for slot in slots:
             invariant(slot in self.free, "a slot that is not blank cannot be taken")
@@ -84,11 +84,13 @@ class Level:
     def add_leaf(self, run: Run) -> None:
         """Make a run a candidate if it is one."""
         if run.refs == 0 and run.kin == 0 and run.level == self.index:
-            leaves = self.leaves
-            if leaves and leaves[0][4] == run.id:
-                heapreplace(leaves, _entry(run))  # the one that is being evicted got shorter
+            leaves, entry = self.leaves, _entry(run)
+            if not leaves or leaves[0][4] != run.id:
+                heappush(leaves, entry)
+            elif len(leaves) > 2 and entry < leaves[1] and entry < leaves[2]:
+                leaves[0] = entry  # the one that is being evicted got shorter, and is still the next
             else:
-                heappush(leaves, _entry(run))
+                heapreplace(leaves, entry)
 
     def victim(self, runs: dict[int, Run], spares: Collection[int] = ()) -> Run | None:
         """The run whose last block goes next; the slots in `spares` are passed over."""

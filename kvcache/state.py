@@ -71,6 +71,7 @@ class CacheState:
             ev.BlocksReused: self._reuse,
             ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
+            ev.BlocksFilled: self._fill,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
             ev.TokensAppended: self._append_tokens,
@@ -195,7 +196,7 @@ class CacheState:
         self._set_computed(sequence, event.num_tokens)
 
     def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        self.running.leave(sequence)
+        self.running.forget()
         sequence.computed = num_tokens
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
@@ -216,16 +217,17 @@ class CacheState:
     # -- blocks
 
     def _allocate(self, event: ev.BlocksAllocated) -> None:
+        index, sequences = event.group, self.sequences
         slots = array("i", event.slots)
-        self.groups[event.group].levels[PRIMARY].take(slots)
+        self.groups[index].levels[PRIMARY].take(slots)
         handles = array("I", event.handles)
         if not event.counts:
             for handle, slot in zip(handles, slots, strict=True):
-                self.sequences[handle].tables[event.group].append(slot)
+                sequences[handle].tables[index].append(slot)
             return
         start = 0
         for handle, count in zip(handles, array("I", event.counts), strict=True):
-            self.sequences[handle].tables[event.group].extend(slots[start : start + count])
+            sequences[handle].tables[index].extend(slots[start : start + count])
             start += count
         invariant(start == len(slots), "slots were allocated for no sequence")
 
@@ -248,12 +250,13 @@ class CacheState:
         if event.replaced:
             group.give_back(array("i", event.replaced))
         else:
-            sequence.computed = max(sequence.computed, tail.end * self.tokens_per_block)
+            self._set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
         group.settle(tail)
 
     def _copy(self, event: ev.BlocksCopied) -> None:
         sequence = self.sequences[event.handle]
-        sequence.computed = max(sequence.computed, event.block * self.tokens_per_block + event.num_tokens)
+        reached = event.block * self.tokens_per_block + event.num_tokens
+        self._set_computed(sequence, max(sequence.computed, reached))
         target = array("i", [event.target])
         self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle, event.block))
 
@@ -269,12 +272,36 @@ class CacheState:
         partial = event.last_tokens % size
         if self.tokens_recorded:
             stop = last * size - (size - partial if partial else 0)
-            symbols = sequence.tokens[first * size : stop].tobytes()
+            symbols = sequence.packed(first * size, stop)
         else:
             symbols = event.keys
         sequence.tails[index] = tail = group.store(tail, symbols, slots, event.keys, event.priority, partial)
         if group.incoming:
             group.await_copies(tail, slots)
+        self.changed_blocks += len(slots)
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        index, size = event.group, self.tokens_per_block
+        group = self.groups[index]
+        blocks, slots = array("I", event.blocks), array("i", event.slots)
+        invariant(group.incoming.keys().isdisjoint(slots), "a block was filled while a copy is to come")
+        key_bytes, key, at = group.tree.key_bytes, b"", 0
+        owner, sequences = group.levels[PRIMARY].owner, self.sequences
+        for handle, block, slot in zip(array("I", event.handles), blocks, slots, strict=True):
+            sequence = sequences[handle]
+            run = sequence.tails[index]
+            if (
+                run.end != block
+                or sequence.tables[index][block] != slot
+                or not run.grows(event.priority)
+                or sequence.num_tokens < (block + 1) * size
+            ):
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            if key_bytes:
+                key = event.keys[at : at + key_bytes]
+                at += key_bytes
+            symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
+            owner[slot] = run.extend(symbols, slot, key)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:

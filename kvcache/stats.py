@@ -81,6 +81,7 @@ class StatsCounter:
         bus.subscribe(self._on_reused, ev.BlocksReused)
         bus.subscribe(self._on_copied, ev.BlocksCopied)
         bus.subscribe(self._on_stored, ev.BlocksStored)
+        bus.subscribe(self._on_stored, ev.BlocksFilled)
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
@@ -91,13 +92,16 @@ class StatsCounter:
         counts["events"] += num_events
         counts["batches"] += 1
         primary, secondary = state.groups[0].levels
-        gauges = (
-            (primary.size, secondary.size),
-            (len(primary.free), len(secondary.free)),
-            (primary.unreferenced, secondary.unreferenced),
-            len(state.sequences),
+        # Counted and copied only; a reader makes a `Stats` of it. This runs at every step.
+        self._published = (
+            counts.copy(),
+            (
+                (primary.size, secondary.size),
+                (len(primary.free), len(secondary.free)),
+                (primary.unreferenced, secondary.unreferenced),
+                len(state.sequences),
+            ),
         )
-        self._published = (counts.copy(), gauges)
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
@@ -130,7 +134,7 @@ class StatsCounter:
     def _on_copied(self, event: ev.BlocksCopied) -> None:
         self._counts["blocks_copied"] += 1
 
-    def _on_stored(self, event: ev.BlocksStored) -> None:
+    def _on_stored(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
         self._counts["blocks_stored"] += len(event.slots) // SLOT_BYTES
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:

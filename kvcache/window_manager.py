@@ -18,6 +18,7 @@ from events.types import (
     AllocateReason,
     BlocksAllocated,
     BlocksCopied,
+    BlocksFilled,
     BlocksMoved,
     BlocksReused,
     BlocksStored,
@@ -140,11 +141,9 @@ class WindowBlockManager:
             BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer)
         )
 
-    def allocate(self, sequences: Items[Sequence], counts: Items[int] | None, why: AllocateReason) -> None:
-        """Append blank slots to the tables: so many each, or one each."""
-        needed = len(sequences) if counts is None else sum(counts)
+    def allocate(self, handles: bytes, needed: int, counts: Items[int] | None, why: AllocateReason) -> None:
+        """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
         slots = self.group.levels[PRIMARY].peek(needed).tobytes()
-        handles = array("I", [sequence.handle for sequence in sequences]).tobytes()
         packed = b"" if counts is None else array("I", counts).tobytes()
         self._emit(BlocksAllocated(handles, packed, self.index, slots, why))
 
@@ -197,34 +196,43 @@ class WindowBlockManager:
             self._store_new(sequence, first, stop)
         return swaps
 
-    def store_filled(self, sequence: Sequence) -> bool:
-        """The usual case of `store`, without its detours: decoding has filled one block behind the cached ones.
+    def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
+        """The usual case of `store`, many at a time: decoding has filled one block behind what a sequence had cached.
 
-        False if this is not the case, and nothing was done.
+        Returns those for which this is not the case; nothing was done for them.
         """
-        index, size = self.index, self.tokens_per_block
-        tail, table = sequence.tails[index], sequence.tables[index]
-        first = tail.end
-        if first != len(table) - 2 or tail.children or self.group.shared or not self._reuse:
-            return False
-        symbols = sequence.tokens[first * size : (first + 1) * size].tobytes()
-        parent = tail.key_of_last(self._key_bytes)
-        keys = self._chain(sequence.namespace, parent, symbols, len(symbols))
-        slots = table[first : first + 1].tobytes()
-        self._emit(
-            BlocksStored(
-                sequence.handle,
-                index,
-                first,
-                parent[:NAME_BYTES] if first else b"",
-                keys,
-                slots,
-                PRIMARY,
-                DEFAULT_PRIORITY,
-                size,
+        if not self._reuse or self.group.shared or self.group.incoming:
+            return list(sequences)
+        index, size, key_bytes = self.index, self.tokens_per_block, self._key_bytes
+        handles, blocks, slots = array("I"), array("I"), array("i")
+        parents, keys, others = [], [], []
+        for sequence in sequences:
+            tail, table = sequence.tails[index], sequence.tables[index]
+            block = tail.end
+            if block != len(table) - 2 or not tail.grows(DEFAULT_PRIORITY):
+                others.append(sequence)
+                continue
+            handles.append(sequence.handle)
+            blocks.append(block)
+            slots.append(table[block])
+            if key_bytes:
+                symbols = sequence.packed(block * size, (block + 1) * size)
+                parent = tail.key_of_last(key_bytes)
+                parents.append(parent[:NAME_BYTES])
+                keys.append(self._chain(sequence.namespace, parent, symbols, len(symbols)))
+        if slots:
+            self._emit(
+                BlocksFilled(
+                    handles.tobytes(),
+                    index,
+                    blocks.tobytes(),
+                    b"".join(parents),
+                    b"".join(keys),
+                    slots.tobytes(),
+                    DEFAULT_PRIORITY,
+                )
             )
-        )
-        return True
+        return others
 
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
@@ -235,12 +243,11 @@ class WindowBlockManager:
 
     def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Swap]) -> int:
         """If another sequence has stored the next blocks meanwhile, hold its copy instead; returns how many."""
-        tail = sequence.tails[self.index]
-        symbols = sequence.tokens[first * self.tokens_per_block : full * self.tokens_per_block].tobytes()
-        block_bytes = self.tokens_per_block * SYMBOL_BYTES
-        child = tail.children.get(symbols[:block_bytes])
+        size, block_bytes = self.tokens_per_block, self.tokens_per_block * SYMBOL_BYTES
+        child = sequence.tails[self.index].children.get(sequence.packed(first * size, (first + 1) * size))
         if child is None:
             return 0
+        symbols = sequence.packed(first * size, min(full, first + len(child.slots)) * size)
         take = common_bytes(child, symbols, 0, len(symbols)) // block_bytes
         theirs, own = child.slots[:take], sequence.tables[self.index][first : first + take]
         names = self._names(bytes(child.keys[: take * self._key_bytes]))
@@ -268,19 +275,24 @@ class WindowBlockManager:
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`."""
         index, size = self.index, self.tokens_per_block
-        symbols = sequence.tokens[first * size : stop].tobytes()
-        if sequence.tails[index].children and not self._make_way(sequence, symbols[: size * SYMBOL_BYTES]):
-            return
+        if sequence.tails[index].children:
+            head = sequence.packed(first * size, min(stop, (first + 1) * size))
+            if not self._make_way(sequence, head):
+                return
         tail = sequence.tails[index]
         last = -(-stop // size)
         parent = tail.key_of_last(self._key_bytes)
+        keys = b""
+        if self._key_bytes:
+            symbols = sequence.packed(first * size, stop)
+            keys = self._chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
         self._emit(
             BlocksStored(
                 sequence.handle,
                 index,
                 first,
                 parent[:NAME_BYTES] if first else b"",
-                self._chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
+                keys,
                 sequence.tables[index][first:last].tobytes(),
                 PRIMARY,
                 DEFAULT_PRIORITY,
