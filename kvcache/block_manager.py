@@ -32,6 +32,7 @@ from kvcache.decoding import DecodeBatch
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
+from kvcache.priorities import set_priority
 from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
@@ -177,6 +178,11 @@ class BlockManager:
         if needed > len(primary.free):
             self.window.free_up(needed, growing[0].handle)
         self.window.allocate(growing, blocks, AllocateReason.DECODE)
+
+    def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
+        """Change the priority of the cached blocks that overlap its tokens [start, stop); returns how many changed."""
+        first, last = start // self.window.tokens_per_block, self.window.blocks_for(stop)
+        return set_priority(self.window, self._emit, sequence, priority, first, last) if start < stop else 0
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""

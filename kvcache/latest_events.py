@@ -30,7 +30,7 @@ class LatestEvents:
         """Per group: the names that readers take for cached. Needed because their format has no "cleared"."""
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_stored, ev.BlocksStored)
-        bus.subscribe(self._on_moved, ev.BlocksMoved)
+        bus.subscribe(self._on_updated, ev.BlocksMoved, ev.BlocksUpdated)
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
 
@@ -70,7 +70,7 @@ class LatestEvents:
         self._step.append((event.group, trtllm.stored(event, tokens, sequence.namespace, size, key_bytes)))
         self._resident[event.group].update(unpack_names(names_of_keys(event.keys, key_bytes)).tolist())
 
-    def _on_moved(self, event: ev.BlocksMoved) -> None:
+    def _on_updated(self, event: ev.BlocksMoved | ev.BlocksUpdated) -> None:
         self._step += [(event.group, data) for data in trtllm.updated(event)]
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:

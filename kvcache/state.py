@@ -20,6 +20,7 @@ from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node
 from kvcache.sequence import Sequence
 from kvcache.shape import check_created, longest_sequence
+from kvcache.slots import PRIORITY_MAX
 
 
 class Transfer:
@@ -60,7 +61,7 @@ class CacheState:
         self.stamp = 0
         """Raised by each release."""
         self.changed_blocks = 0
-        """Blocks stored, moved and removed since the last checkpoint."""
+        """Blocks stored, updated, moved and removed since the last checkpoint."""
         self.handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
             ev.EpochStarted: self._start_epoch,
@@ -71,6 +72,7 @@ class CacheState:
             ev.BlocksReused: self._reuse,
             ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
+            ev.BlocksUpdated: self._update,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
             ev.TokensAppended: self._append_tokens,
@@ -275,6 +277,13 @@ class CacheState:
         sequence.tails[index] = tail = group.store(tail, symbols, slots, event.keys, event.priority, partial)
         if group.incoming:
             group.await_copies(tail, slots)
+        self.changed_blocks += len(slots)
+
+    def _update(self, event: ev.BlocksUpdated) -> None:
+        _check_level(event.level)
+        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
+        slots = array("i", event.slots)
+        self.groups[event.group].update(event.level, slots, event.old_priority, event.priority)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:

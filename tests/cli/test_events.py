@@ -12,8 +12,19 @@ import pytest
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
 from events.packed import unpack_u32
-from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, SequenceRemoved, TokensAppended
+from events.types import (
+    AnyEvent,
+    BlocksStored,
+    BlocksUpdated,
+    EventBatch,
+    SequenceAdded,
+    SequenceRemoved,
+    TokensAppended,
+)
+from kvcache.manager import KVCacheManager
+from kvcache.results import Request
 from sinks.render import render_batch
+from tests import strategies
 from tests.cli.conftest import Kvcache, Start, run_log
 
 REQUEST = 20
@@ -155,6 +166,22 @@ class TestConditions:
         """Several conditions must all hold."""
         done = kvcache("events", log, "--request", REQUEST, "--type", "SequenceRemoved")
         assert done.out.count("\n") == 1
+
+
+def test_changed_priorities(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A change of priority is found by its type, its request and its block."""
+    with KVCacheManager(strategies.config(), log=tmp_path) as manager:
+        manager.add_sequences([Request("one", [1, 1, 1]), Request("two", [2, 2, 2])])
+        for request_id in ("one", "two"):
+            manager.store_context_blocks(request_id, 3)
+            manager.set_priority(request_id, 80)
+    events = [event for _, _, event in all_events(tmp_path) if isinstance(event, BlocksUpdated)]
+    name = events[1].names.hex()
+    only = ("--type", "BlocksUpdated")
+    assert kvcache("events", tmp_path, *only).out.count("\n") == 2
+    for condition in (("--request", "two"), ("--block", name[:8])):
+        [line] = kvcache("events", tmp_path, *only, *condition).out.splitlines()
+        assert line.endswith(f"BlocksUpdated     group=0 primary blocks=1 {name[:8]} priority=35->80 for #2")
 
 
 def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ BY_ID: dict[str, Callable[[KVCacheManager, Any], Any]] = {
     "store_context_blocks": lambda m, each: m.store_context_blocks(each, 1),
     "remove_sequence": lambda m, each: m.remove_sequence(each),
     "remaining_blocks": lambda m, each: m.remaining_blocks_to_completion(each, 1),
+    "set_priority": lambda m, each: m.set_priority(each, 50),
     "block_table": lambda m, each: m.block_table(each),
     "block_tables": lambda m, each: m.block_tables([each]),
 }
