@@ -78,6 +78,7 @@ class KVCacheManager(Reading, Observed):
         pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
         self._max_tokens = min(config.max_sequence_length, pool)
         self.transfers = engine_for(pools, copier)
+        self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None

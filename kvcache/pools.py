@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
 try:
     import torch
 except ImportError as error:
@@ -91,6 +94,10 @@ class Pools:
                 if layer in pool.layout.layers:
                     return pool.layer(layer)
         raise KeyError(layer)
+
+    def block_table(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Wrap a block table in a tensor on the host that shares its memory."""
+        return torch.from_numpy(slots)
 
     def copier(self) -> TorchCopier:
         """Create what moves blocks between the levels of these pools. Needed once."""

@@ -248,6 +248,7 @@ def test_block_tables_are_padded_copies() -> None:
     """Tables of several sequences form one array padded with -1, and writing to it changes nothing."""
     manager = cache()
     tables = manager.block_tables(["a", "b"])
+    assert isinstance(tables, np.ndarray)
     assert tables.dtype == np.int32
     assert tables.tolist() == [[*manager.block_table("a")], [*manager.block_table("b"), -1]]
     before = manager.fingerprint()

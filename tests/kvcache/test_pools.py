@@ -42,6 +42,14 @@ def test_each_pool_has_the_shape_of_its_layers_and_heads() -> None:
     ]
 
 
+def test_a_block_table_shares_its_memory() -> None:
+    """The tensor of a block table is the array that was built, not a copy."""
+    slots = np.array([[1, 2], [3, -1]], np.int32)
+    table = Pools(layout(), "cpu").block_table(slots)
+    slots[0, 0] = 5
+    assert table.tolist() == [[5, 2], [3, -1]]
+
+
 @pytest.mark.parametrize(("kv_layout", "token_dim"), [("NHD", 3), ("HND", 4)])
 def test_the_token_dimension_follows_the_layout(kv_layout: str, token_dim: int) -> None:
     """In NHD the tokens come before the heads, in HND after them."""
