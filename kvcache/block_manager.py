@@ -38,6 +38,9 @@ from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.window_manager import Swap, WindowBlockManager
 
+_PLAIN_IDS = frozenset((str, int))
+"""Types of ids that are looked up as they are."""
+
 
 class BlockManager:
     """Decides for the whole cache. One window so far, though the state and the events hold several."""
@@ -92,6 +95,8 @@ class BlockManager:
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:
         """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
         handles, sequences = self._state.handles, self._state.sequences
+        if not _PLAIN_IDS.issuperset(map(type, request_ids)):
+            request_ids = [checked_request_id(request_id) for request_id in request_ids]
         try:
             running = [sequences[handles[request_id]] for request_id in request_ids]
         except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
@@ -105,6 +110,8 @@ class BlockManager:
         batch = self._decoding
         try:
             same = batch is not None and batch.ids == request_ids
+            if same and batch is not None and batch.has_like_flags:
+                same = bool not in map(type, request_ids)
         except Exception:  # noqa: BLE001  what cannot be compared is no id, which is said below
             same = False
         if batch is None or not same:

@@ -83,12 +83,23 @@ def test_what_is_no_request_id_names_no_request(method: str, request_id: Any) ->
 
 
 @pytest.mark.parametrize("counts", [None, [1]])
-@pytest.mark.parametrize("request_id", [None, [1], {}, Odd(fail)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("request_id", NO_IDS, ids=lambda value: type(value).__name__)
 def test_tokens_for_what_is_no_request_are_refused(request_id: Any, counts: list[int] | None) -> None:
     """In a batch too an id that cannot be looked up is a mistake of the caller, also after a step that went well."""
     manager = cache()
     manager.add_tokens(["a"], [1])
     refused(manager, lambda: manager.add_tokens([request_id], [1], counts))
+
+
+@pytest.mark.parametrize("ids", [[1], [1, "a"], [0, 1]], ids=str)
+def test_a_flag_is_no_request_of_the_step_before(ids: list[Any]) -> None:
+    """True equals 1, and yet does not continue the steps of request 1."""
+    manager = cache()
+    manager.add_sequence(0, [1])
+    manager.add_tokens(ids, [3] * len(ids))
+    flags = [bool(each) if type(each) is int else each for each in ids]
+    refused(manager, lambda: manager.add_tokens(flags, [3] * len(flags)))
+    manager.add_tokens(ids, [3] * len(ids))
 
 
 def test_integers_of_numpy_are_ids() -> None:
