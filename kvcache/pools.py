@@ -23,9 +23,10 @@ except ImportError as error:
     raise ImportError("pools need torch: install kvcache[torch]") from error
 
 from cuda_ops.cpu import TorchCopier
-from cuda_ops.host_memory import free_host_bytes, pinned_zeros
+from cuda_ops.host_memory import pinned_zeros
 from kvcache.errors import NotEnoughMemory, Unsupported
 from kvcache.layout import Layout, PoolLayout
+from kvcache.memory import free_bytes
 
 LOWER_PRIMARY = "primary_blocks or max_tokens"
 LOWER_SECONDARY = "secondary_blocks or host_cache_size"
@@ -141,7 +142,7 @@ def _refuse_too_much(device: torch.device, primary: int, secondary: int) -> None
         if primary > free:
             raise NotEnoughMemory(primary, free, f"memory on {device}", LOWER_PRIMARY)
         on_host, lower_on_host = secondary, LOWER_SECONDARY
-    free = free_host_bytes()
+    free = free_bytes()
     if on_host > free:
         raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -256,18 +255,3 @@ def test_more_blocks_than_can_be_counted_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(NotEnoughMemory) as caught:
         KVCacheManager(settings)
     assert caught.value.needed == 110 * bookkeeping.SLOT_BYTES
-
-
-def test_free_memory_is_the_least_that_is_known(tmp_path: Path) -> None:
-    """The system's free memory counts unless the container leaves less; files that it caches can be given back."""
-    meminfo = tmp_path / "meminfo"
-    missing = tmp_path / "missing"
-    assert bookkeeping.free_bytes(missing, missing) > 1 << 26
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 7 kB\n")
-    assert bookkeeping.free_bytes(missing, meminfo) == 7 * 1024
-    for limit, used, cached in itertools.product(("max", "1000", "9999999"), ("600", "2000"), ("0", "100")):
-        for name, text in (("max", limit), ("current", used)):
-            (tmp_path / f"memory.{name}").write_text(text + "\n")
-        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-        left = max(0, 1000 - int(used) + int(cached)) if limit == "1000" else 7 * 1024
-        assert bookkeeping.free_bytes(tmp_path, meminfo) == left

@@ -101,9 +101,9 @@ def test_too_large_a_cache_is_refused_before_it_is_allocated(
     """One byte too few is refused with both numbers and the settings; exactly enough is fine."""
     wanted = layout(secondary_blocks=secondary)
     needed = sum(sum(group.num_blocks) * group.bytes_per_block for group in wanted.groups)
-    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed)
+    monkeypatch.setattr(pools_module, "free_bytes", lambda: needed)
     Pools(wanted, "cpu")
-    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(pools_module, "free_bytes", lambda: needed - 1)
     monkeypatch.setattr(pools_module, "KVCacheBlockPool", lambda *_: pytest.fail("allocated"))
     with pytest.raises(NotEnoughMemory, match=f"{needed:,} bytes of host memory") as caught:
         Pools(wanted, "cpu")
