@@ -36,12 +36,11 @@ _BY_LOWER = {name.lower(): name for name in TYPES}
 _NAME = re.compile(r"[0-9a-f]{4,64}")
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "events",
-        parents=parents,
-        help="the events of a log, all or a choice",
+        **options,
         description="Print the events of a log. With several conditions, events that meet all of them.",
         epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
     )
