@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,30 @@ def test_follow(start: Start, log: Path, tmp_path: Path) -> None:
             for event in batch.events:
                 if isinstance(event, SequenceAdded):
                     assert f" request={event.request_id} " in process.stdout.readline()
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_followed_lines_come_whole_and_at_once(start: Start, log: Path, form: list[str]) -> None:
+    """In a pipe each batch is there when it was read; SIGTERM ends the command without a word."""
+    process = start("events", log, "--follow", *form)
+    assert process.stdout is not None
+    expected = sum(len(batch.events) for batch in LogReader(log))
+    lines = [process.stdout.readline() for _ in range(expected)]
+    assert all(line.endswith("\n") for line in lines)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (-signal.SIGTERM, "", "")
+
+
+def test_follow_ends_with_its_reader(start: Start, log: Path) -> None:
+    """Behind `head` it ends when head does, also if the log goes on with nothing that would have to be shown."""
+    process = start("events", log, "--follow", "--type", "EpochStarted")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "EpochStarted" in process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
 
 
 def test_handles_are_numbers(log: Path) -> None:
