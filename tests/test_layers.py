@@ -48,6 +48,7 @@ DECIDE_AND_APPLY = (
     "lookup",
     "matching",
     "prefix_tree",
+    "priorities",
     "sequence",
     "slots",
     "state",
