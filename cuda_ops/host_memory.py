@@ -1,32 +1,15 @@
-"""Host memory: how much is free, and memory that a GPU can copy to and from by itself.
+"""Host memory that a GPU can copy to and from by itself.
 
-Pinned memory is mapped here and then registered with the driver, because torch's own pinned allocator
+It is mapped here and then registered with the driver, because torch's own pinned allocator
 rounds every request up to a power of two, which for a pool is up to twice the memory.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
-
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
-
-
-def free_host_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Bytes that this process can still use.
-
-    On Linux what the kernel calls available, or what is left of the container's limit if that is less;
-    elsewhere the physical memory, which is an upper bound.
-    """
-    limits = [limit for limit in (_available(meminfo), _left_in_cgroup(cgroup)) if limit is not None]
-    if limits:
-        return min(limits)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pinned_zeros(num_bytes: int) -> torch.Tensor:
@@ -78,25 +61,3 @@ def _check(status: Any, num_bytes: int) -> None:
             f"cannot page-lock {num_bytes:,} bytes of host memory (CUDA error {int(status)}): "
             "lower host_cache_size or secondary_blocks, or raise the limit of locked memory (ulimit -l)"
         )
-
-
-def _available(meminfo: Path) -> int | None:
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    kibibytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return kibibytes[0] * 1024 if kibibytes else None
-
-
-def _left_in_cgroup(cgroup: Path) -> int | None:
-    """The container's limit less what it uses; pages of files it can give back do not count as used."""
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        fields = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return max(0, int(limit) - used + int(fields.get("inactive_file", 0)))

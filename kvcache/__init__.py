@@ -7,6 +7,7 @@ to load it. `errors` and `replay` are modules: ``kvcache.replay.replay(directory
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,19 +49,26 @@ Uninstall it (`pip uninstall {name}`) and install kvcache again (`pip install --
 take the directory in which the other one lies off the import path."""
 
 
+_MARK = 'KVCACHE_PACKAGE = "kvcache"'
+
+
 def _require_own(name: str) -> None:
     """Refuse to work with another distribution's package of the same name, before it does harm."""
-    try:
-        package = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ImportError(_FOREIGN.format(name=name, found="finds nothing")) from error
-    file = getattr(package, "__file__", None)
-    marked = getattr(package, "KVCACHE_PACKAGE", None) == "kvcache"
+    # Found, not imported: what needs neither should not wait for it.
+    spec = find_spec(name)
+    if spec is None or not spec.origin or spec.loader is None:
+        found = "finds nothing" if spec is None else "found a directory without code"
+        raise ImportError(_FOREIGN.format(name=name, found=found))
+    source = getattr(spec.loader, "get_source", lambda _: None)(name)
+    marked = getattr(import_module(name), "KVCACHE_PACKAGE", None) if source is None else _MARK in source
     # The mark tells files that were overwritten in place, the path a copy of ours from another installation.
-    if not marked or not file or Path(file).resolve().parent.parent != Path(__file__).resolve().parent.parent:
-        raise ImportError(_FOREIGN.format(name=name, found=f"found {file or 'a directory without code'}"))
+    if not marked or _site(spec.origin) != _site(__file__):
+        raise ImportError(_FOREIGN.format(name=name, found=f"found {spec.origin}"))
+
+
+def _site(file: str) -> Path:
+    """The directory in which a package's directory lies."""
+    return Path(file).resolve().parent.parent
 
 
 for _name in ("events", "sinks"):

@@ -32,6 +32,15 @@ def checked_integer(value: object, what: str) -> int:
     return number
 
 
+def checked_range(start: object, stop: object, longest: int) -> tuple[int, int]:
+    """The bounds of a row of tokens: 0 <= start <= stop; None and what is beyond `longest` mean up to the end."""
+    first = checked_integer(start, "start")
+    last = checked_integer(stop, "stop") if stop is not None else max(first, longest)
+    if not 0 <= first <= last:
+        raise UsageError(f"0 <= start <= stop must hold: start is {first}, stop is {last}")
+    return min(first, longest), min(last, longest)
+
+
 def checked_text(value: object, what: str) -> str:
     """A plain str that the log can hold, as UTF-8."""
     if not isinstance(value, str):

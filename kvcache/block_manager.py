@@ -32,10 +32,14 @@ from kvcache.decoding import DecodeBatch, packed_handles
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
+from kvcache.priorities import set_priority
 from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
 from kvcache.window_manager import Swap, WindowBlockManager
+
+_PLAIN_IDS = frozenset((str, int))
+"""Types of ids that are looked up as they are."""
 
 
 class BlockManager:
@@ -92,6 +96,8 @@ class BlockManager:
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:
         """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
         handles, sequences = self._state.handles, self._state.sequences
+        if not _PLAIN_IDS.issuperset(map(type, request_ids)):
+            request_ids = [checked_request_id(request_id) for request_id in request_ids]
         try:
             running = [sequences[handles[request_id]] for request_id in request_ids]
         except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
@@ -105,6 +111,8 @@ class BlockManager:
         batch = self._decoding
         try:
             same = batch is not None and batch.ids == request_ids
+            if same and batch is not None and batch.has_like_flags:
+                same = bool not in map(type, request_ids)
         except Exception:  # noqa: BLE001  what cannot be compared is no id, which is said below
             same = False
         if batch is None or not same:
@@ -178,6 +186,11 @@ class BlockManager:
                 raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
             self.window.free_up(needed, growing[0].handle)
         self.window.allocate(handles, needed, blocks, AllocateReason.DECODE)
+
+    def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
+        """Change the priority of the cached blocks that overlap its tokens [start, stop); returns how many changed."""
+        first, last = start // self.window.tokens_per_block, self.window.blocks_for(stop)
+        return set_priority(self.window, self._emit, sequence, priority, first, last) if start < stop else 0
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""

@@ -152,6 +152,35 @@ class GroupState:
             self.split(run, at)
         return run
 
+    def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
+        """Change the priority of consecutive cached blocks, shallowest first."""
+        above: Run | None = None
+        done = 0
+        while done < len(slots):
+            run = self._cut_to(level, slots, done, above)
+            invariant(run.priority == old_priority, "an updated block had another priority")
+            run.priority = priority
+            done += len(run.slots)
+            above = run
+        if above is not None:
+            self._settle_around(above)
+            if above.id in self.tree.runs:
+                self.levels[level].add_leaf(above)
+
+    def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
+        """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
+        run = self.owner(level, slots[done])
+        at = run.slots.index(slots[done])
+        take = min(len(run.slots) - at, len(slots) - done)
+        consecutive = above is None or (run.parent is above and not at)
+        invariant(
+            consecutive and run.slots[at : at + take] == slots[done : done + take],
+            "updated blocks are not consecutive",
+        )
+        if at:
+            self.split(run, at)
+        return self.split(run, take) if take < len(run.slots) else run
+
     def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:
         """Forget cached blocks, deepest first; returns the runs that sequences still hold, with their parents."""
         held: list[tuple[Run, Node]] = []

@@ -33,7 +33,7 @@ class LatestEvents:
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_stored, ev.BlocksStored)
         bus.subscribe(self._on_filled, ev.BlocksFilled)
-        bus.subscribe(self._on_moved, ev.BlocksMoved)
+        bus.subscribe(self._on_updated, ev.BlocksMoved, ev.BlocksUpdated)
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
 
@@ -85,7 +85,7 @@ class LatestEvents:
                 ev.BlocksStored(handle, group, block, parent, key, packed, PRIMARY, priority, size)
             )
 
-    def _on_moved(self, event: ev.BlocksMoved) -> None:
+    def _on_updated(self, event: ev.BlocksMoved | ev.BlocksUpdated) -> None:
         self._step += [(event.group, data) for data in trtllm.updated(event)]
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.admission import Plan
-from kvcache.arguments import checked_flag, checked_integer, listed, time_from
+from kvcache.arguments import checked_flag, checked_integer, checked_range, listed, time_from
 from kvcache.block_manager import BlockManager
 from kvcache.bookkeeping import refuse_too_much
 from kvcache.config import KVCacheConfig
@@ -33,6 +33,7 @@ from kvcache.reading import Reading
 from kvcache.refusals import RefusalNotes
 from kvcache.results import Admission, PollResult, Request, StoreResult
 from kvcache.sequence import Sequence
+from kvcache.slots import PRIORITY_MAX
 from kvcache.state import CacheState
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import engine_for
@@ -77,6 +78,7 @@ class KVCacheManager(Reading, Observed):
         pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
         self._max_tokens = min(config.max_sequence_length, pool)
         self.transfers = engine_for(pools, copier)
+        self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None
@@ -242,6 +244,26 @@ class KVCacheManager(Reading, Observed):
         running = self._blocks.running(ids)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._max_tokens)
+
+    def set_priority(
+        self, request_id: RequestId, priority: int, *, start: int = 0, stop: int | None = None
+    ) -> int:
+        """Change the priority (0 to 100) of a running sequence's cached blocks that overlap its tokens [start, stop).
+
+        Blocks of a lower priority are evicted first, and those below `secondary_offload_min_priority` are not kept in
+        secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
+        are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
+        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
+        `stop` None, or beyond the end: up to the end. Returns the number of blocks whose priority changed.
+        """
+        self._guard.enter()
+        priority = checked_integer(priority, "priority")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
+        start, stop = checked_range(start, stop, self._max_tokens)
+        sequence = self._sequence(request_id)
+        with self._guard:
+            return self._blocks.set_priority(sequence, priority, start, stop)
 
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""

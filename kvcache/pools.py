@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
+
 try:
     import torch
 except ImportError as error:
     raise ImportError("pools need torch: install kvcache[torch]") from error
 
 from cuda_ops.cpu import TorchCopier
-from cuda_ops.host_memory import free_host_bytes, pinned_zeros
+from cuda_ops.host_memory import pinned_zeros
 from kvcache.errors import NotEnoughMemory, Unsupported
 from kvcache.layout import Layout, PoolLayout
+from kvcache.memory import free_bytes
 
 LOWER_PRIMARY = "primary_blocks or max_tokens"
 LOWER_SECONDARY = "secondary_blocks or host_cache_size"
@@ -92,6 +96,10 @@ class Pools:
                     return pool.layer(layer)
         raise KeyError(layer)
 
+    def block_table(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        """Wrap a block table in a tensor on the host that shares its memory."""
+        return torch.from_numpy(slots)
+
     def copier(self) -> TorchCopier:
         """Create what moves blocks between the levels of these pools. Needed once."""
         return TorchCopier(self.groups)
@@ -134,7 +142,7 @@ def _refuse_too_much(device: torch.device, primary: int, secondary: int) -> None
         if primary > free:
             raise NotEnoughMemory(primary, free, f"memory on {device}", LOWER_PRIMARY)
         on_host, lower_on_host = secondary, LOWER_SECONDARY
-    free = free_host_bytes()
+    free = free_bytes()
     if on_host > free:
         raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
 

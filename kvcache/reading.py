@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from events.types import RequestId
 from kvcache.arguments import checked_integer, listed
@@ -26,6 +27,9 @@ from kvcache.state import CacheState
 from kvcache.tokens import Tokens, pack_tokens
 from kvcache.transfer import TransferEngine
 
+if TYPE_CHECKING:
+    from kvcache.pools import Pools
+
 
 class Reading:
     """The part of a manager that changes nothing. Bound to the manager's thread, since it reads the live state."""
@@ -37,6 +41,7 @@ class Reading:
     _blocks: BlockManager
     _guard: Guard
     _max_tokens: int
+    _pools: Pools | None
 
     @property
     def max_tokens(self) -> int:
@@ -78,16 +83,23 @@ class Reading:
         return len(self.match(tokens, **namespace).blocks)
 
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
-        """The primary slot of each block of a sequence, int32. Stale after the next call that stores or appends."""
+        """The primary slot of each block of a sequence, int32 [blocks].
+
+        With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
+        appends.
+        """
         self._guard.enter()
         only = self.layout.groups[0].window
         if window is not None and checked_integer(window, "a window") != only:
             raise UsageError(f"there is no window of {window} tokens, only one of {only}")
         self._refuse_pending()
-        return np.array(self._sequence(request_id).tables[0], np.int32)
+        return self._presented(np.array(self._sequence(request_id).tables[0], np.int32))
 
     def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
-        """Block tables of several sequences, [sequences, most blocks] int32, padded with -1."""
+        """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
+
+        With pools a torch tensor on the host, without them a numpy array.
+        """
         self._guard.enter()
         self._refuse_pending()
         ids = listed(request_ids, "request_ids")
@@ -95,7 +107,10 @@ class Reading:
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
-        return padded
+        return self._presented(padded)
+
+    def _presented(self, table: npt.NDArray[np.int32]) -> BlockTable:
+        return table if self._pools is None else self._pools.block_table(table)
 
     def _refuse_pending(self) -> None:
         if self.transfers is not None and self.transfers.pending:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from events.types import RequestId
 from kvcache.tokens import Tokens
 from kvcache.window_manager import Swap
 
-BlockTable = npt.NDArray[np.int32]
-"""Primary slots of a sequence's blocks, int32."""
+
+class BlockTable(Protocol):
+    """Primary slots of blocks, int32: with pools a torch tensor on the host, without them a numpy array.
+
+    The engine may change it, and move it by ``.to(device, non_blocking=True)``. What both kinds can do is declared
+    here; type checkers learn the rest from ``isinstance(table, torch.Tensor)``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(blocks,) of one sequence, (sequences, most blocks) of several."""
+
+    def tolist(self) -> Any:
+        """The slots as lists of ints."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+
+    def __array__(self) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

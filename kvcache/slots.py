@@ -18,6 +18,8 @@ from kvcache.prefix_tree import Run
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""
+PRIORITY_MAX = 100
+"""Priorities go from 0, evicted first, to this."""
 Entry = tuple[int, int, int, int, int]
 
 

@@ -20,6 +20,7 @@ from kvcache.group_state import GroupState
 from kvcache.prefix_tree import SYMBOL_BYTES, Node
 from kvcache.sequence import Sequence
 from kvcache.shape import check_created, longest_sequence
+from kvcache.slots import PRIORITY_MAX
 
 
 class Transfer:
@@ -60,7 +61,7 @@ class CacheState:
         self.stamp = 0
         """Raised by each release."""
         self.changed_blocks = 0
-        """Blocks stored, moved and removed since the last checkpoint."""
+        """Blocks stored, updated, moved and removed since the last checkpoint."""
         self.handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
             ev.EpochStarted: self._start_epoch,
@@ -72,6 +73,7 @@ class CacheState:
             ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
+            ev.BlocksUpdated: self._update,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
             ev.TokensAppended: self._append_tokens,
@@ -302,6 +304,13 @@ class CacheState:
                 at += key_bytes
             symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
             owner[slot] = run.extend(symbols, slot, key)
+        self.changed_blocks += len(slots)
+
+    def _update(self, event: ev.BlocksUpdated) -> None:
+        _check_level(event.level)
+        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
+        slots = array("i", event.slots)
+        self.groups[event.group].update(event.level, slots, event.old_priority, event.priority)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:

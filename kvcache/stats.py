@@ -29,6 +29,8 @@ class Stats:
     blocks_allocated: int = 0
     blocks_allocated_decode: int = 0
     blocks_stored: int = 0
+    blocks_updated: int = 0
+    """Given another priority."""
     blocks_removed: int = 0
     blocks_offloaded: int = 0
     blocks_onboarded: int = 0
@@ -82,6 +84,7 @@ class StatsCounter:
         bus.subscribe(self._on_copied, ev.BlocksCopied)
         bus.subscribe(self._on_stored, ev.BlocksStored)
         bus.subscribe(self._on_stored, ev.BlocksFilled)
+        bus.subscribe(self._on_updated, ev.BlocksUpdated)
         bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
@@ -136,6 +139,9 @@ class StatsCounter:
 
     def _on_stored(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
         self._counts["blocks_stored"] += len(event.slots) // SLOT_BYTES
+
+    def _on_updated(self, event: ev.BlocksUpdated) -> None:
+        self._counts["blocks_updated"] += len(event.slots) // SLOT_BYTES
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         self._counts["blocks_removed"] += len(event.slots) // SLOT_BYTES

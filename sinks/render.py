@@ -31,6 +31,7 @@ from events.types import (
     BlocksRemoved,
     BlocksReused,
     BlocksStored,
+    BlocksUpdated,
     CacheCleared,
     CacheCreated,
     Checkpoint,
@@ -158,6 +159,11 @@ def _blocks_stored(e: BlocksStored, key_bytes: int) -> str:
     return f"{_handle(e.handle)}{where}{names}{parent} priority={e.priority}"
 
 
+def _blocks_updated(e: BlocksUpdated) -> str:
+    updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
+    return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle)}"
+
+
 def _blocks_moved(e: BlocksMoved) -> str:
     way = f"{_level(e.from_level)}->{_level(e.to_level)}"
     moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
@@ -198,6 +204,7 @@ _DETAILS: dict[type, Callable[[Any], str]] = {
     BlocksAllocated: lambda e: f"{_sequences(e.handles)}group={e.group} {_blocks(e.slots)} why={e.why}",
     BlocksReused: _blocks_reused,
     BlocksCopied: _blocks_copied,
+    BlocksUpdated: _blocks_updated,
     BlocksMoved: _blocks_moved,
     BlocksRemoved: _blocks_removed,
     TokensAppended: _tokens_appended,

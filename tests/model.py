@@ -38,6 +38,7 @@ class Block:
     level: int = PRIMARY
     refs: int = 0
     stamp: int = 0
+    priority: int = PRIORITY
 
 
 @dataclass
@@ -134,14 +135,14 @@ class Model:
         ]
         return min(candidates, key=self.order, default=None)
 
-    def order(self, path: Path) -> tuple[int, int]:
-        return self.cached[path].stamp, -len(path)
+    def order(self, path: Path) -> tuple[int, int, int]:
+        return self.cached[path].priority, self.cached[path].stamp, -len(path)
 
     def evict(self, needed: int, exempt: Collection[Path] = ()) -> None:
         while self.blank(PRIMARY) < needed:
             path = self.victim(PRIMARY)
             assert path is not None
-            if self.offload_from <= PRIORITY and self.make_room(path, exempt):
+            if self.offload_from <= self.cached[path].priority and self.make_room(path, exempt):
                 self.cached[path].level, self.cached[path].id = SECONDARY, self.new_id()
                 self.offloaded.append(path)
             else:
@@ -224,6 +225,18 @@ class Model:
             each: self.store(self.running[each]) for each, more in zip(ids, growth, strict=True) if more
         }
         return {each: swaps for each, swaps in swapped.items() if swaps}
+
+    def set_priority(self, request_id: Hashable, priority: int, start: int, stop: int) -> list[Path]:
+        """Returns the blocks that had another priority, shallowest first."""
+        sequence = self.running[request_id]
+        changed = []
+        for block in range(sequence.stored):
+            path = self.path(sequence, block + 1)
+            if max(start, block * self.size) < min(stop, (block + 1) * self.size):
+                if self.cached[path].priority != priority:
+                    changed.append(path)
+                self.cached[path].priority = priority
+        return changed
 
     def end(self, request_id: Hashable, *, store: bool) -> None:
         sequence = self.running[request_id]

@@ -34,8 +34,8 @@ IDS: tuple[str | int, ...] = (0, 1, 2, 3, "0", "1", "2")
 """0 and "0" are two requests."""
 LIMIT = 24
 """Tokens of the longest sequence."""
-Cached = dict[bytes, tuple[int, int, int, int]]
-"""Name of a cached block to (level, references, stamp, tokens in it)."""
+Cached = dict[bytes, tuple[int, int, int, int, int]]
+"""Name of a cached block to (level, references, stamp, tokens in it, priority)."""
 
 
 def config(**settings: Any) -> KVCacheConfig:
@@ -139,10 +139,10 @@ def cached_blocks(state: CacheState) -> Cached:
     keys, numbers = group.keys, array("q", group.runs)
     size, block = state.tokens_per_block, 0
     for at in range(0, len(numbers), COLUMNS):
-        _, count, last_tokens, level, _, _, stamp, refs, _ = numbers[at : at + COLUMNS]
+        _, count, last_tokens, level, priority, _, stamp, refs, _ = numbers[at : at + COLUMNS]
         for index in range(count):
             tokens = last_tokens if index == count - 1 else size
-            found[keys[block * 32 : block * 32 + 8]] = (level, refs, stamp, tokens)
+            found[keys[block * 32 : block * 32 + 8]] = (level, refs, stamp, tokens, priority)
             block += 1
     return found
 

@@ -48,6 +48,7 @@ DECIDE_AND_APPLY = (
     "lookup",
     "matching",
     "prefix_tree",
+    "priorities",
     "sequence",
     "slots",
     "state",
@@ -202,6 +203,17 @@ def test_importing_a_package_loads_no_torch(run_python: RunPython, package: str)
         f"import sys, {package}; print([name for name in ('torch', 'yaml') if name in sys.modules])"
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_help_loads_hardly_anything(run_python: RunPython) -> None:
+    """`kvcache --help` takes no longer than Python itself: it loads none of the libraries."""
+    done = run_python(
+        "import sys; from kvcache.cli import main; main(['--help'])\n"
+        "heavy = ('numpy', 'msgspec', 'pydantic', 'structlog', 'zmq', 'torch', 'events', 'sinks')\n"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    assert done.stdout.endswith("[]\n")
+    assert done.stderr == ""
 
 
 class TestOwnPackages:

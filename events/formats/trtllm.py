@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from events.packed import SLOT_BYTES, names_of_keys, unpack_i32, unpack_names
-from events.types import BlocksMoved, BlocksStored, GroupCreated, Namespace
+from events.types import BlocksMoved, BlocksStored, BlocksUpdated, GroupCreated, Namespace
 
 Data = dict[str, Any]
 
@@ -46,17 +46,21 @@ def stored(
     return {"type": "stored", "parent_hash": parent, "blocks": blocks}
 
 
-def updated(event: BlocksMoved) -> list[Data]:
-    """One dict per block that changed its level."""
+def updated(event: BlocksMoved | BlocksUpdated) -> list[Data]:
+    """One dict per block that changed its level or its priority."""
+    level = priority = None
+    if isinstance(event, BlocksMoved):
+        level = _diff(event.from_level, event.to_level)
+    else:
+        priority = _diff(event.old_priority, event.priority)
     return [
-        {
-            "type": "updated",
-            "block_hash": block_hash,
-            "cache_level": {"type": "event_diff", "new_value": event.to_level, "old_value": event.from_level},
-            "priority": None,
-        }
+        {"type": "updated", "block_hash": block_hash, "cache_level": level, "priority": priority}
         for block_hash in unpack_names(event.names).tolist()
     ]
+
+
+def _diff(old: int, new: int) -> Data:
+    return {"type": "event_diff", "new_value": new, "old_value": old}
 
 
 def removed(block_hashes: list[int]) -> Data:

@@ -1,14 +1,26 @@
 """The command ``kvcache``: play requests through a cache, and read, replay and search the logs it leaves.
 
-One module per command, each with `add_parser` and `run`. `kvcache.cli.command` turns errors into one line and an exit
-code. No module here loads torch; of the commands only ``run`` (with pools) and ``doctor`` do.
+One module per command, each with `add_parser` and `run`, loaded only when the command is called. `kvcache.cli.command`
+turns errors into one line and an exit code. No module here loads torch; of the commands only ``run`` (with pools) and
+``doctor`` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["console", "main"]
+
+
+def console() -> int:
+    """The installed script: `main` in a process of its own."""
+    try:
+        from kvcache.cli.starting import begin
+
+        begin()
+    except KeyboardInterrupt:
+        return 130
+    return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from kvcache.cli import main
+from kvcache.cli import console
 
-sys.exit(main())
+sys.exit(console())

@@ -37,12 +37,11 @@ class Command(NamedTuple):
     """What its argument can be; empty: a file, or nothing."""
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "completion",
-        parents=parents,
-        help="a completion script for bash or zsh",
+        **options,
         description="Print a completion script.",
         epilog=(
             'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n'

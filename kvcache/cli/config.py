@@ -20,12 +20,11 @@ _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
 """What no cache can be without, to check all the rest."""
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "config",
-        parents=parents,
-        help="the effective settings, or their schema",
+        **options,
         description="Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults.",
         epilog="Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON holds no\n"
         "settings that `kvcache run` takes from its requests.",

@@ -37,12 +37,11 @@ class Finding(NamedTuple):
     text: str
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "doctor",
-        parents=parents,
-        help="what this machine offers, and what is missing",
+        **options,
         description="Look at Python, packages, devices and limits. Exits with 1 if something has to be repaired.",
     )
     parser.set_defaults(run=run)

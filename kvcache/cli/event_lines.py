@@ -14,6 +14,7 @@ _COLORS = {
     "BlocksReused": "green",
     "BlocksStored": "green",
     "BlocksCopied": "green",
+    "BlocksUpdated": "yellow",
     "BlocksMoved": "yellow",
     "BlocksRemoved": "red",
     "TransferFailed": "red",

@@ -29,6 +29,7 @@ from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
 from kvcache.cli.output import Output
 from kvcache.cli.replay import describe_end
+from kvcache.cli.streams import nobody_reads
 from kvcache.errors import UsageError
 
 TYPES = sorted(kind.__name__ for kind in typing.get_args(AnyEvent))
@@ -36,12 +37,11 @@ _BY_LOWER = {name.lower(): name for name in TYPES}
 _NAME = re.compile(r"[0-9a-f]{4,64}")
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "events",
-        parents=parents,
-        help="the events of a log, all or a choice",
+        **options,
         description="Print the events of a log. With several conditions, events that meet all of them.",
         epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
     )
@@ -76,7 +76,7 @@ def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the conditions."""
     conditions = _conditions(args)
-    reader = LogReader(args.log, follow=args.follow)
+    reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader)
     printer = _Printer(as_json=args.json, tokens=not args.no_tokens)
     for batch in reader:
         printer.learn(batch)
@@ -92,6 +92,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")
     return 0
+
+
+def _end_with_the_reader() -> bool:
+    """Asked while there is nothing new: never to stop, unless nobody would see what comes."""
+    if nobody_reads(sys.stdout):
+        raise BrokenPipeError
+    return False
 
 
 class _Printer:

@@ -25,12 +25,11 @@ from kvcache.tokens import pack_tokens
 Prompt = tuple[Namespace, bytes]
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "match",
-        parents=parents,
-        help="what a prompt would reuse, block by block",
+        **options,
         description="Look a prompt up in the cache as it was after batch SEQ. Changes nothing.",
         epilog="A prompt's last token is never reused, since the model has to compute something.",
     )

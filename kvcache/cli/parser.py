@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
 from kvcache._version import __version__
-from kvcache.cli import completion, config, doctor, events, match, replay, run, subscribe
 from kvcache.cli.output import printable
 from kvcache.cli.streams import complain
 
-COMMANDS = (run, replay, events, match, subscribe, config, doctor, completion)
+COMMANDS = {
+    "run": "play a trace, or generated chats, and verify the log",
+    "replay": "the state that a log records, at any point",
+    "events": "the events of a log, all or a choice",
+    "match": "what a prompt would reuse, block by block",
+    "subscribe": "listen to a live stream of KV events",
+    "config": "the effective settings, or their schema",
+    "doctor": "what this machine offers, and what is missing",
+    "completion": "a completion script for bash or zsh",
+}
+"""Each is a module, and what it is for."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,8 +41,9 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """The parser of the whole command line, or of as much of it as `argv` needs: loading all commands takes long."""
+    wanted = None if argv is None else next((arg for arg in argv if not arg.startswith("-")), "")
     parser = Parser(
         prog="kvcache",
         description="An event-sourced KV cache: play requests through it, and read the log that it leaves.",
@@ -43,8 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
     # Given before the command or behind it; what is not given behind it must not undo what was before.
     _add_common(common, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
-    for command in COMMANDS:
-        command.add_parser(commands, parents=[common])
+    for name, purpose in COMMANDS.items():
+        if wanted in (None, name):
+            import_module(f"kvcache.cli.{name}").add_parser(commands, parents=[common], help=purpose)
+        else:
+            commands.add_parser(name, help=purpose)
     return parser
 
 

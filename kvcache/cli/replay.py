@@ -18,12 +18,11 @@ from kvcache.replay import Replayed, replay
 LEVELS = ("primary", "secondary")
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "replay",
-        parents=parents,
-        help="the state that a log records, at any point",
+        **options,
         description="Fold a log into the state of the cache at its end, or after batch SEQ.",
         epilog="A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.",
     )

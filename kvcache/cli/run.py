@@ -48,12 +48,11 @@ In a run the log makes the engine wait rather than lose events (unless log.overf
 """
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "run",
-        parents=parents,
-        help="play a trace, or generated chats, and verify the log",
+        **options,
         description="Play requests through a cache and verify every reused byte and the log.",
         epilog=_EPILOG,
     )

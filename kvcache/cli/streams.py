@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import select
 import sys
 from typing import TextIO
 
@@ -32,6 +33,16 @@ def complain(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         forget(sys.stderr)
+
+
+def nobody_reads(stream: TextIO) -> bool:
+    """Whether what reads the other end of a pipe has gone. Writing would tell, but there may be nothing to write."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return bool(poll.poll(0))  # asked for nothing: what is reported are hang-ups and errors
+    except (OSError, ValueError):
+        return False
 
 
 def forget(stream: TextIO) -> None:

@@ -23,12 +23,11 @@ _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "r
 _TYPE_WIDTH = max(map(len, _COLORS))
 
 
-def add_parser(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+def add_parser(commands: Any, **options: Any) -> None:
+    """Declare the command; `options` are those that all commands share."""
     parser = commands.add_parser(
         "subscribe",
-        parents=parents,
-        help="listen to a live stream of KV events",
+        **options,
         description=(
             "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of "
             "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."

@@ -287,10 +287,10 @@ class _Engine:
         assert running.digests is not None
         manager = self._manager
         with self._times.timed():
-            tables = tuple(
+            tables = [
                 manager.block_table(running.request_id, group.window) for group in manager.layout.groups
-            )
-        return Span(tables, running.digests, begin, end)
+            ]
+        return Span(tuple(map(np.asarray, tables)), running.digests, begin, end)
 
     # -- reporting it
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 
 import pytest
 
 from kvcache.cli.completion import _commands
-from kvcache.cli.parser import build_parser
+from kvcache.cli.parser import COMMANDS, build_parser
 from tests.cli.conftest import Kvcache
 
 BASH = shutil.which("bash") or ""
@@ -97,3 +98,20 @@ def test_zsh_accepts(kvcache: Kvcache) -> None:
     """Zsh can read its script."""
     done = subprocess.run([ZSH, "-n"], input=kvcache("completion", "zsh").out, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_help_without_the_commands() -> None:
+    """The list of commands is the same whether they are loaded or not, and one command alone parses as before."""
+    assert build_parser([]).format_help() == build_parser().format_help()
+    for command in COMMANDS:
+        [alone, whole] = [
+            {name: each.format_help() for name, each in _subparsers(parser).items()}
+            for parser in (build_parser(["-v", command, "x"]), build_parser())
+        ]
+        assert alone[command] == whole[command]
+        assert alone.keys() == whole.keys()
+
+
+def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    [action] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(action.choices)

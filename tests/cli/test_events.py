@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,19 @@ import pytest
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
 from events.packed import unpack_u32
-from events.types import AnyEvent, BlocksStored, EventBatch, SequenceAdded, SequenceRemoved, TokensAppended
+from events.types import (
+    AnyEvent,
+    BlocksStored,
+    BlocksUpdated,
+    EventBatch,
+    SequenceAdded,
+    SequenceRemoved,
+    TokensAppended,
+)
+from kvcache.manager import KVCacheManager
+from kvcache.results import Request
 from sinks.render import render_batch
+from tests import strategies
 from tests.cli.conftest import Kvcache, Start, run_log
 
 REQUEST = 20
@@ -157,6 +169,22 @@ class TestConditions:
         assert done.out.count("\n") == 1
 
 
+def test_changed_priorities(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A change of priority is found by its type, its request and its block."""
+    with KVCacheManager(strategies.config(), log=tmp_path) as manager:
+        manager.add_sequences([Request("one", [1, 1, 1]), Request("two", [2, 2, 2])])
+        for request_id in ("one", "two"):
+            manager.store_context_blocks(request_id, 3)
+            manager.set_priority(request_id, 80)
+    events = [event for _, _, event in all_events(tmp_path) if isinstance(event, BlocksUpdated)]
+    name = events[1].names.hex()
+    only = ("--type", "BlocksUpdated")
+    assert kvcache("events", tmp_path, *only).out.count("\n") == 2
+    for condition in (("--request", "two"), ("--block", name[:8])):
+        [line] = kvcache("events", tmp_path, *only, *condition).out.splitlines()
+        assert line.endswith(f"BlocksUpdated     group=0 primary blocks=1 {name[:8]} priority=35->80 for #2")
+
+
 def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
     """In a log whose blocks have no names, none is found."""
     log = run_log(tmp_path / "log", "--limit", 2, "--set", "block_hash=none")
@@ -178,6 +206,30 @@ def test_follow(start: Start, log: Path, tmp_path: Path) -> None:
             for event in batch.events:
                 if isinstance(event, SequenceAdded):
                     assert f" request={event.request_id} " in process.stdout.readline()
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_followed_lines_come_whole_and_at_once(start: Start, log: Path, form: list[str]) -> None:
+    """In a pipe each batch is there when it was read; SIGTERM ends the command without a word."""
+    process = start("events", log, "--follow", *form)
+    assert process.stdout is not None
+    expected = sum(len(batch.events) for batch in LogReader(log))
+    lines = [process.stdout.readline() for _ in range(expected)]
+    assert all(line.endswith("\n") for line in lines)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (-signal.SIGTERM, "", "")
+
+
+def test_follow_ends_with_its_reader(start: Start, log: Path) -> None:
+    """Behind `head` it ends when head does, also if the log goes on with nothing that would have to be shown."""
+    process = start("events", log, "--follow", "--type", "EpochStarted")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "EpochStarted" in process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == ""
 
 
 def test_handles_are_numbers(log: Path) -> None:

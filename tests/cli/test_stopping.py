@@ -229,5 +229,25 @@ def test_stuck_run_can_be_ended(start: Start, tmp_path: Path) -> None:
 def test_signal_while_loading(run_python: RunPython, tmp_path: Path) -> None:
     """Ctrl-C before the command has loaded what it needs ends it without a traceback."""
     (tmp_path / "pydantic.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
-    done = run_python("import sys; from kvcache.cli import main; sys.exit(main(['--version']))", [tmp_path])
+    done = run_python("import sys; from kvcache.cli import main; sys.exit(main(['config']))", [tmp_path])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("library", ["argparse", "msgspec", "numpy", "pydantic", "structlog"])
+def test_ctrl_c_that_a_library_would_swallow(run_python: RunPython, tmp_path: Path, library: str) -> None:
+    """While libraries are loaded Ctrl-C ends the process at once, whatever they would make of an exception."""
+    swallow = "import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept BaseException: pass\n"
+    (tmp_path / f"{library}.py").write_text(swallow)
+    code = "import sys; sys.argv[1:] = ['config']; from kvcache.cli import console; sys.exit(console())"
+    done = run_python(code, [tmp_path])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "kvcache: interrupted\n")
+
+
+def test_ignored_ctrl_c_stays_ignored(run_python: RunPython) -> None:
+    """A command that was started with SIGINT ignored, as behind `nohup`, goes on."""
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.argv[1:] = ['--version']\n"
+        "from kvcache.cli import console\ncode = console(); signal.raise_signal(signal.SIGINT); sys.exit(code)"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")

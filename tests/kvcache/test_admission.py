@@ -93,7 +93,7 @@ def test_shared_prefix_of_a_batch_counts_once() -> None:
     admitted = manager.add_sequences(batch)
     assert [each.reused_primary for each in admitted] == [4, 4, 4]
     assert manager.num_free_blocks == 0
-    assert set(strategies.cached_blocks(manager.state).values()) == {(0, 3, 0, 2)}
+    assert set(strategies.cached_blocks(manager.state).values()) == {(0, 3, 0, 2, 35)}
 
 
 def test_secondary_prefix_shared_by_a_batch_is_onboarded_once() -> None:

@@ -31,6 +31,7 @@ from events.types import (
     AdmissionRefused,
     BlocksMoved,
     BlocksRemoved,
+    BlocksUpdated,
     Event,
     MoveReason,
 )
@@ -200,6 +201,25 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert raised.value.index == index
 
     @precondition(lambda self: self.model.running)
+    @rule(
+        data=st.data(),
+        priority=st.sampled_from([0, 29, 35, 36, 100]),
+        start=st.integers(0, 12),
+        length=st.none() | st.integers(0, 12),
+    )
+    def set_priority(self, data: st.DataObject, priority: int, start: int, length: int | None) -> None:
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        stop = None if length is None else start + length
+        seen = len(self.history)
+        changed = self.model.set_priority(
+            request_id, priority, start, strategies.LIMIT if stop is None else stop
+        )
+        assert self.both("set_priority", request_id, priority, start=start, stop=stop) == len(changed)
+        updates = [event for event in self.history[seen:] if isinstance(event, BlocksUpdated)]
+        assert [name for e in updates for name in split_names(e.names)] == [name_of(path) for path in changed]
+        assert all(event.old_priority != event.priority == priority for event in updates)
+
+    @precondition(lambda self: self.model.running)
     @rule(data=st.data(), store=st.sampled_from([True, True, True, False]))
     def remove(self, data: st.DataObject, store: bool) -> None:
         request_id = data.draw(st.sampled_from(list(self.model.running)))
@@ -232,20 +252,20 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.twin.bus.subscribe(self.twin_history.append)
         assert self.twin.fingerprint() == self.manager.fingerprint()
 
-    def both(self, method: str, *arguments: Any) -> Any:
+    def both(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Give a command to the manager and to its twin, which must say and emit the same."""
         before, events = self.manager.fingerprint(), len(self.history)
         try:
-            result = getattr(self.manager, method)(*arguments)
+            result = getattr(self.manager, method)(*arguments, **options)
         except KVCacheError as error:
             left = [event for event in self.history[events:] if not isinstance(event, AdmissionRefused)]
             assert (self.manager.fingerprint(), left) == (before, [])
             if self.twin is not None:
                 with pytest.raises(type(error)):
-                    getattr(self.twin, method)(*arguments)
+                    getattr(self.twin, method)(*arguments, **options)
             raise
         if self.twin is not None:
-            said = getattr(self.twin, method)(*arguments)
+            said = getattr(self.twin, method)(*arguments, **options)
             assert method in ("add_sequences", "flush") or said == result
         return result
 
@@ -257,7 +277,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         self.manager.check()
         blocks = {
-            name_of(path): (block.level, block.refs, block.stamp, len(path[-1]))
+            name_of(path): (block.level, block.refs, block.stamp, len(path[-1]), block.priority)
             for path, block in self.model.cached.items()
         }
         assert cached_blocks(self.manager.state) == blocks

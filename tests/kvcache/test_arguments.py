@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +56,7 @@ BY_ID: dict[str, Callable[[KVCacheManager, Any], Any]] = {
     "store_context_blocks": lambda m, each: m.store_context_blocks(each, 1),
     "remove_sequence": lambda m, each: m.remove_sequence(each),
     "remaining_blocks": lambda m, each: m.remaining_blocks_to_completion(each, 1),
+    "set_priority": lambda m, each: m.set_priority(each, 50),
     "block_table": lambda m, each: m.block_table(each),
     "block_tables": lambda m, each: m.block_tables([each]),
 }
@@ -82,12 +82,23 @@ def test_what_is_no_request_id_names_no_request(method: str, request_id: Any) ->
 
 
 @pytest.mark.parametrize("counts", [None, [1]])
-@pytest.mark.parametrize("request_id", [None, [1], {}, Odd(fail)], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("request_id", NO_IDS, ids=lambda value: type(value).__name__)
 def test_tokens_for_what_is_no_request_are_refused(request_id: Any, counts: list[int] | None) -> None:
     """In a batch too an id that cannot be looked up is a mistake of the caller, also after a step that went well."""
     manager = cache()
     manager.add_tokens(["a"], [1])
     refused(manager, lambda: manager.add_tokens([request_id], [1], counts))
+
+
+@pytest.mark.parametrize("ids", [[1], [1, "a"], [0, 1]], ids=str)
+def test_a_flag_is_no_request_of_the_step_before(ids: list[Any]) -> None:
+    """True equals 1, and yet does not continue the steps of request 1."""
+    manager = cache()
+    manager.add_sequence(0, [1])
+    manager.add_tokens(ids, [3] * len(ids))
+    flags = [bool(each) if type(each) is int else each for each in ids]
+    refused(manager, lambda: manager.add_tokens(flags, [3] * len(flags)))
+    manager.add_tokens(ids, [3] * len(ids))
 
 
 def test_integers_of_numpy_are_ids() -> None:
@@ -244,18 +255,3 @@ def test_more_blocks_than_can_be_counted_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(NotEnoughMemory) as caught:
         KVCacheManager(settings)
     assert caught.value.needed == 110 * bookkeeping.SLOT_BYTES
-
-
-def test_free_memory_is_the_least_that_is_known(tmp_path: Path) -> None:
-    """The system's free memory counts unless the container leaves less; files that it caches can be given back."""
-    meminfo = tmp_path / "meminfo"
-    missing = tmp_path / "missing"
-    assert bookkeeping.free_bytes(missing, missing) > 1 << 26
-    meminfo.write_text("MemTotal: 9 kB\nMemAvailable: 7 kB\n")
-    assert bookkeeping.free_bytes(missing, meminfo) == 7 * 1024
-    for limit, used, cached in itertools.product(("max", "1000", "9999999"), ("600", "2000"), ("0", "100")):
-        for name, text in (("max", limit), ("current", used)):
-            (tmp_path / f"memory.{name}").write_text(text + "\n")
-        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
-        left = max(0, 1000 - int(used) + int(cached)) if limit == "1000" else 7 * 1024
-        assert bookkeeping.free_bytes(tmp_path, meminfo) == left

@@ -6,14 +6,15 @@ import random
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
-from events.types import BlocksCopied, BlocksMoved, MoveReason
+from events.types import BlocksCopied, BlocksMoved, MoveReason, Namespace
 from kvcache.errors import CapacityError, TransfersPending
 from kvcache.results import Request
 from tests import strategies
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, expected
 
 Wrap = Callable[[Copier], Copier]
 
@@ -255,6 +256,27 @@ def test_computing_what_lies_in_secondary_needs_no_copy() -> None:
     assert engine.manager.start_transfers() is None
     engine.verify()
     engine.verify_running()
+
+
+def test_block_tables_are_tensors() -> None:
+    """With pools the tables are int32 tensors on the host, padded with -1, that index the pools as they are."""
+    engine = FakeEngine()
+    [a, _] = engine.admit(Request("a", [1, 2, 3]), Request("b", [4]))
+    engine.forward("a")
+    table, tables = engine.manager.block_table("a"), engine.manager.block_tables(["a", "b"])
+    assert isinstance(table, torch.Tensor)
+    assert isinstance(tables, torch.Tensor)
+    assert (table.dtype, table.device.type, table.shape) == (torch.int32, "cpu", (2,))
+    assert (tables.dtype, tables.device.type, tables.shape) == (torch.int32, "cpu", (2, 2))
+    assert tables.tolist() == [table.tolist(), [*engine.manager.block_table("b"), -1]]
+    assert a.block_tables[0].tolist() == table.tolist()
+    written = engine.pools.layer(0)[table, 0].flatten()[:3].tolist()
+    assert written == expected([1, 2, 3], Namespace())
+    before = engine.manager.fingerprint()
+    tables[:] = 99
+    table[:] = 99
+    assert engine.manager.fingerprint() == before
+    assert engine.manager.block_tables([]).shape == (0, 0)
 
 
 def test_block_tables_wait_for_their_copies() -> None:

@@ -26,7 +26,7 @@ def test_second_store_swaps_to_the_first_ones_blocks() -> None:
     assert result.stored_blocks == 2
     assert manager.block_table("b").tolist() == [*first[:2], old[2]]
     assert manager.num_free_blocks == 4
-    assert set(strategies.cached_blocks(manager.state).values()) == {(0, 2, 0, 2)}
+    assert set(strategies.cached_blocks(manager.state).values()) == {(0, 2, 0, 2, 35)}
     (event,) = [event for event in manager.bus.pending if isinstance(event, BlocksReused)]
     assert len(event.replaced) == 8
     manager.check()

@@ -14,6 +14,7 @@ from events.types import (
     BlocksAllocated,
     BlocksReused,
     BlocksStored,
+    BlocksUpdated,
     CacheCreated,
     ContextComputed,
     Event,
@@ -230,6 +231,7 @@ ONE, FIVE = slots(1), slots(1, 2, 3, 4, 5)
         BlocksReused(1, 0, -1, 0, slots(0), bytes(8)),
         BlocksReused(1, 0, 0, 0, slots(0), bytes(8), slots(9)),
         BlocksAllocated(ONE, b"", 0, slots(-1), AllocateReason.DECODE),
+        BlocksUpdated(0, 0, slots(0), bytes(8), 35, 50),
         BlocksStored(1, 7, 0, b"", bytes(32), slots(0), 0, 35, 2),
     ],
     ids=lambda event: type(event).__name__,
@@ -238,6 +240,34 @@ def test_impossible_steps_are_refused(created: CacheCreated, event: Event) -> No
     """What does not fit the sequence or the cache is refused, whichever way it fails inside."""
     with pytest.raises(Unreplayable, match="batch 0 does not follow"):
         folded(created, added(5, FIVE), event)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"level": 1},
+        {"level": 2},
+        {"slots": slots(2)},
+        {"slots": slots(1, 0)},
+        {"slots": slots(0, 7)},
+        {"old_priority": 36},
+        {"priority": 101},
+        {"priority": -1},
+    ],
+    ids=str,
+)
+def test_impossible_priorities_are_refused(created: CacheCreated, changes: dict[str, Any]) -> None:
+    """Only cached blocks in a row, with the priority that they had, get one between 0 and 100."""
+    stored = BlocksStored(1, 0, 0, b"", bytes(64), slots(0, 1), 0, 35, 2)
+    allocated = BlocksAllocated(ONE, slots(3), 0, slots(0, 1, 2), AllocateReason.PROMPT)
+    events = (created, added(5, FIVE), allocated, ContextComputed(1, 4), stored)
+    first, second = (
+        BlocksUpdated(0, 0, slots(0), bytes(8), 35, 50),
+        BlocksUpdated(0, 0, slots(1), bytes(8), 35, 36),
+    )
+    folded(*events, first, second)
+    with pytest.raises(Unreplayable, match="batch 0 does not follow"):
+        folded(*events, first, replace(second, **changes))
 
 
 def test_slots_given_back_are_the_sequences_own(manager: KVCacheManager, created: CacheCreated) -> None:

@@ -75,6 +75,19 @@ MISTAKES: list[tuple[str, type[KVCacheError], Call]] = [
     ("named twice, counted", UsageError, lambda m: m.add_tokens(["a", "a"], [1, 1], [1, 1])),
     ("grown too long", PromptTooLong, lambda m: m.add_tokens(["b", "a"], [1] * 13, [1, 12])),
     ("no room to grow", OutOfBlocks, lambda m: m.add_tokens(["a", "b"], [1] * 11, [6, 5])),
+    ("priority of unknown", UnknownRequest, lambda m: m.set_priority("c", 50)),
+    ("priority too low", UsageError, lambda m: m.set_priority("a", -1)),
+    ("priority too high", UsageError, lambda m: m.set_priority("a", 101)),
+    ("priority as flag", UsageError, lambda m: m.set_priority("a", True)),
+    ("priority as fraction", UsageError, lambda m: m.set_priority("a", 50.0)),
+    (
+        "priority of a range that ends before it begins",
+        UsageError,
+        lambda m: m.set_priority("a", 50, start=2, stop=1),
+    ),
+    ("priority from less than nothing", UsageError, lambda m: m.set_priority("a", 50, start=-1)),
+    ("priority up to the last but one", UsageError, lambda m: m.set_priority("a", 50, stop=-1)),
+    ("priority up to a text", UsageError, lambda m: m.set_priority("a", 50, stop="2")),
     ("removal of unknown", UnknownRequest, lambda m: m.remove_sequence("c")),
     ("table of unknown", UnknownRequest, lambda m: m.block_table("c")),
     ("tables of unknown", UnknownRequest, lambda m: m.block_tables(["a", "c"])),
@@ -235,6 +248,7 @@ def test_block_tables_are_padded_copies() -> None:
     """Tables of several sequences form one array padded with -1, and writing to it changes nothing."""
     manager = cache()
     tables = manager.block_tables(["a", "b"])
+    assert isinstance(tables, np.ndarray)
     assert tables.dtype == np.int32
     assert tables.tolist() == [[*manager.block_table("a")], [*manager.block_table("b"), -1]]
     before = manager.fingerprint()

@@ -42,6 +42,14 @@ def test_each_pool_has_the_shape_of_its_layers_and_heads() -> None:
     ]
 
 
+def test_a_block_table_shares_its_memory() -> None:
+    """The tensor of a block table is the array that was built, not a copy."""
+    slots = np.array([[1, 2], [3, -1]], np.int32)
+    table = Pools(layout(), "cpu").block_table(slots)
+    slots[0, 0] = 5
+    assert table.tolist() == [[5, 2], [3, -1]]
+
+
 @pytest.mark.parametrize(("kv_layout", "token_dim"), [("NHD", 3), ("HND", 4)])
 def test_the_token_dimension_follows_the_layout(kv_layout: str, token_dim: int) -> None:
     """In NHD the tokens come before the heads, in HND after them."""
@@ -93,9 +101,9 @@ def test_too_large_a_cache_is_refused_before_it_is_allocated(
     """One byte too few is refused with both numbers and the settings; exactly enough is fine."""
     wanted = layout(secondary_blocks=secondary)
     needed = sum(sum(group.num_blocks) * group.bytes_per_block for group in wanted.groups)
-    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed)
+    monkeypatch.setattr(pools_module, "free_bytes", lambda: needed)
     Pools(wanted, "cpu")
-    monkeypatch.setattr(pools_module, "free_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(pools_module, "free_bytes", lambda: needed - 1)
     monkeypatch.setattr(pools_module, "KVCacheBlockPool", lambda *_: pytest.fail("allocated"))
     with pytest.raises(NotEnoughMemory, match=f"{needed:,} bytes of host memory") as caught:
         Pools(wanted, "cpu")

@@ -30,6 +30,7 @@ LINES = [
     "BlocksReused      #7 group=1 primary blocks=2 first=2 1f2e3d4c..9a8b7c6d replaced=1",
     "BlocksCopied      #7 group=0 tokens=3 from secondary block=2 transfer=11",
     "BlocksStored      #7 group=0 primary blocks=2 first=35 1f2e3d4c..9a8b7c6d after 00112233 priority=36",
+    "BlocksUpdated     group=0 primary blocks=2 1f2e3d4c..9a8b7c6d priority=35->80 for #7",
     "BlocksMoved       group=0 primary->secondary blocks=2 1f2e3d4c..9a8b7c6d why=offload transfer=12 for #7",
     "BlocksRemoved     group=0 secondary blocks=2 1f2e3d4c..9a8b7c6d why=capacity for #7",
     "TokensAppended    sequences=2 tokens=3",

@@ -1,0 +1,37 @@
+"""What a command that fails says, and its exit code."""
+
+from __future__ import annotations
+
+import traceback
+
+from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
+from kvcache.cli.command import WRONG_DATA, WRONG_REQUEST
+from kvcache.cli.output import printable
+from kvcache.cli.streams import complain
+from kvcache.errors import ConfigError, InternalError, KVCacheError
+from sinks import SinkError
+
+EXPECTED = (KVCacheError, EventsError, SinkError, OSError, MemoryError)
+"""What is told in one line. Everything else is a bug, and shows where it is."""
+_ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed)
+
+
+def report(error: Exception, *, verbose: bool) -> int:
+    """Tell what went wrong on stderr; returns the exit code."""
+    if verbose:
+        complain("".join(traceback.format_exception(error)).rstrip())
+    for line in _lines(error):
+        complain(f"kvcache: error: {printable(line)}")
+    return WRONG_DATA if isinstance(error, _ABOUT_DATA) else WRONG_REQUEST
+
+
+def _lines(error: Exception) -> list[str]:
+    """What to say: one line, or one per problem of a configuration."""
+    if isinstance(error, ConfigError):
+        origin = f"{error.source}: " if error.source else ""
+        return [origin + problem for problem in error.problems]
+    if isinstance(error, OSError) and error.strerror:
+        return [f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror]
+    if isinstance(error, MemoryError):
+        return [f"there is not enough memory: {error}" if str(error) else "there is not enough memory"]
+    return [str(error)]

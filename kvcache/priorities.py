@@ -1,0 +1,48 @@
+"""Changing the priority of cached blocks: which of them, and the events that say so."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from itertools import groupby
+
+from events.packed import SLOT_BYTES, names_of_keys
+from events.types import BlocksUpdated, Event
+from kvcache.prefix_tree import Run
+from kvcache.sequence import Sequence
+from kvcache.window_manager import WindowBlockManager
+
+
+def set_priority(
+    window: WindowBlockManager,
+    emit: Callable[[Event], None],
+    sequence: Sequence,
+    priority: int,
+    first: int,
+    last: int,
+) -> int:
+    """Give the blocks from `first` up to `last` of a sequence's cached path a priority; returns how many changed.
+
+    One event for each row of blocks that had one priority. All are noted first: applying one splits and joins runs.
+    """
+    events = []
+    path = list(window.group.path(sequence.tails[window.index]))
+    path.reverse()
+    for (level, old), runs in groupby(path, lambda run: (run.level, run.priority)):
+        slots, names = _within(list(runs), first, last, window.group.tree.key_bytes)
+        if slots and old != priority:
+            packed = slots.tobytes()
+            events.append(BlocksUpdated(window.index, level, packed, names, old, priority, sequence.handle))
+    for event in events:
+        emit(event)
+    return sum(len(event.slots) for event in events) // SLOT_BYTES
+
+
+def _within(runs: list[Run], first: int, last: int, key_bytes: int) -> tuple[array[int], bytes]:
+    """The slots and names of the runs' blocks whose index in the path lies within the bounds."""
+    slots, keys = array("i"), bytearray()
+    for run in runs:
+        begin, end = max(first - run.start, 0), max(last - run.start, 0)
+        slots += run.slots[begin:end]
+        keys += run.keys[begin * key_bytes : end * key_bytes]
+    return slots, names_of_keys(bytes(keys), key_bytes)
