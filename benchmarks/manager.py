@@ -114,7 +114,7 @@ class Engine:
     def decode(self) -> None:
         """One token for each running sequence; those that are done end."""
         numbers = list(self.running)
-        tokens = [next(output) for output in self.running.values()]
+        tokens = list(map(next, self.running.values()))
         self.add_tokens(numbers, tokens)
         for number in self.ends.pop(self.step, ()):
             del self.running[number]

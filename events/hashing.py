@@ -10,9 +10,10 @@ The namespace seeds the root key, so that equal prompts in two namespaces have d
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 from events.types import Namespace
 
@@ -68,12 +69,13 @@ def _sha256_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_byt
         return hashlib.sha256(parent + symbols).digest()
     copy_empty = hashlib.sha256().copy  # cheaper than to construct
     full = len(symbols) // block_bytes * block_bytes
-    keys = []
-    for (block,) in struct.iter_unpack(f"{block_bytes}s", memoryview(symbols)[:full]):
+    keys: list[bytes] = []
+    append = keys.append
+    for block in np.frombuffer(memoryview(symbols)[:full], f"V{block_bytes}").tolist():
         digest = copy_empty()
         digest.update(parent + block)
         parent = digest.digest()
-        keys.append(parent)
+        append(parent)
     if full < len(symbols):
         keys.append(hashlib.sha256(parent + symbols[full:]).digest())
     return b"".join(keys)

@@ -122,6 +122,9 @@ class Evictor:
         size, keys = self._key_bytes, run.keys
         if not size:
             return b""
+        if count == 1:
+            at = len(keys) - size
+            return bytes(keys[at : at + NAME_BYTES])
         if count <= _FEW:
             ends = range(len(keys), len(keys) - count * size, -size)
             return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])

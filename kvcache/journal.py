@@ -92,11 +92,12 @@ class Journal:
 
     def due(self) -> bool:
         """Whether there is something to flush; to be asked before each flush."""
-        gap = self.outlets.take_gap()
-        if gap is not None:
-            self.bus.publish(gap)
-        if gap is not None or self.outlets.lost_seq > self._exported_seq:
-            self._state_due = True
+        if self.outlets.may_lose:
+            gap = self.outlets.take_gap()
+            if gap is not None:
+                self.bus.publish(gap)
+            if gap is not None or self.outlets.lost_seq > self._exported_seq:
+                self._state_due = True
         return self._state_due or bool(self._pending)
 
     def flush(self, now: int) -> EventBatch | None:
@@ -107,9 +108,10 @@ class Journal:
             self._exported_seq = self._next_seq
         if not self._pending:
             return None
-        batch = EventBatch(self._next_seq, now, self.bus.take())
+        events = self.bus.take()
+        batch = EventBatch(self._next_seq, now, events)
         self._next_seq += 1
-        self.counter.publish(self.state, len(batch.events))
+        self.counter.publish(self.state, len(events))
         self.outlets.publish(batch)
         if self.latest is not None:
             self.latest.publish()

@@ -29,6 +29,8 @@ class Outlets:
         self.log = log
         self._runners = list(runners)
         self.feeds = tuple(runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed))
+        self.may_lose = log is not None or bool(self.feeds)
+        """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
 
     @classmethod
     def open(

@@ -288,21 +288,18 @@ class CacheState:
         blocks, slots = array("I", event.blocks), array("i", event.slots)
         invariant(group.incoming.keys().isdisjoint(slots), "a block was filled while a copy is to come")
         key_bytes, key, at = group.tree.key_bytes, b"", 0
-        owner, sequences = group.levels[PRIMARY].owner, self.sequences
+        owner, sequences, block_bytes = group.levels[PRIMARY].owner, self.sequences, group.tree.block_bytes
         for handle, block, slot in zip(array("I", event.handles), blocks, slots, strict=True):
             sequence = sequences[handle]
             run = sequence.tails[index]
-            if (
-                run.end != block
-                or sequence.tables[index][block] != slot
-                or not run.grows(event.priority)
-                or sequence.num_tokens < (block + 1) * size
-            ):
+            if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
             if key_bytes:
                 key = event.keys[at : at + key_bytes]
                 at += key_bytes
             symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
+            if len(symbols) != block_bytes:
+                raise InvariantViolated("a filled block is not full")
             owner[slot] = run.extend(symbols, slot, key)
         self.changed_blocks += len(slots)
 

@@ -14,7 +14,8 @@ from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
 from kvcache.state import CacheState
 
-_Gauges = tuple[tuple[int, int], tuple[int, int], tuple[int, int], int]
+_Gauges = tuple[int, int, int, int, int]
+"""Blank slots, primary and secondary; unreferenced ones; sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class StatsCounter:
 
     def __init__(self, bus: EventBus) -> None:
         self._counts = dict.fromkeys(_COUNTED, 0)
-        self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), ((0, 0), (0, 0), (0, 0), 0))
+        self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), (0, 0, 0, 0, 0))
+        self._total = (0, 0)
+        bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_reused, ev.BlocksReused)
@@ -95,27 +98,26 @@ class StatsCounter:
         counts["events"] += num_events
         counts["batches"] += 1
         primary, secondary = state.groups[0].levels
-        # Counted and copied only; a reader makes a `Stats` of it. This runs at every step.
+        blank, unreferenced = len(primary.free), primary.unreferenced
+        # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = (
             counts.copy(),
-            (
-                (primary.size, secondary.size),
-                (len(primary.free), len(secondary.free)),
-                (primary.unreferenced, secondary.unreferenced),
-                len(state.sequences),
-            ),
+            (blank, len(secondary.free), unreferenced, secondary.unreferenced, len(state.sequences)),
         )
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
-        counts, (total, blank, unreferenced, sequences) = self._published
+        counts, (blank, blank_below, unreferenced, unreferenced_below, sequences) = self._published
         gauges: dict[str, Any] = {
-            "blocks_total": total,
-            "blocks_blank": blank,
-            "blocks_unreferenced": unreferenced,
+            "blocks_total": self._total,
+            "blocks_blank": (blank, blank_below),
+            "blocks_unreferenced": (unreferenced, unreferenced_below),
             "sequences": sequences,
         }
         return Stats(**{**counts, **gauges})
+
+    def _on_created(self, event: ev.CacheCreated) -> None:
+        self._total = event.groups[0].num_blocks
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts

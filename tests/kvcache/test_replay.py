@@ -199,6 +199,7 @@ def passes(batches: Sequence[EventBatch]) -> bool:
 def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
     """Make the manager believe that its log has lost batches, and flush."""
     outlets = manager._journal.outlets
+    outlets.may_lose = True
     outlets.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
     batch = manager.flush()
     assert batch is not None
