@@ -61,6 +61,8 @@ def checked_flag(value: object, what: str) -> bool:
 
 def checked_request_id(value: object) -> RequestId:
     """A plain str or int. A flag is neither: to Python True is 1, and would name that request."""
+    if type(value) is int and -(2**63) <= value < 2**64:
+        return value
     if isinstance(value, str):
         return checked_text(value, "a request id")
     if isinstance(value, int | np.integer) and not isinstance(value, bool):

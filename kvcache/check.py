@@ -114,7 +114,6 @@ def _check_level(group: GroupState, level: Level, private: Counter[int]) -> None
     invariant(once, "a slot is in two places or in none")
     for run in runs:
         invariant(all(level.owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
-    invariant(int((level.owners >= 0).sum()) == len(cached), "an uncached slot has an owner")
     unreferenced = sum(len(run.slots) for run in runs if not run.refs)
     invariant(level.unreferenced == unreferenced, "unreferenced blocks are counted wrongly")
     leaves = [run for run in runs if not run.refs and not run.kin]

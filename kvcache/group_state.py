@@ -42,9 +42,14 @@ class GroupState:
     def owner(self, level: int, slot: int) -> Run:
         """The run that holds a cached slot."""
         run = self.tree.runs.get(self.levels[level].owner[slot])
-        if run is None:
+        if run is None or run.level != level:
             raise InvariantViolated("a slot that an event names is not cached")
         return run
+
+    def is_cached(self, level: int, slot: int) -> bool:
+        """Whether a run holds the slot."""
+        run = self.tree.runs.get(self.levels[level].owner[slot])
+        return run is not None and run.level == level and slot in run.slots
 
     def path(self, node: Node) -> Iterator[Run]:
         """The runs from a node up to its root."""
@@ -195,7 +200,6 @@ class GroupState:
                 raise InvariantViolated("a block with cached descendants cannot be removed")
             if last_reversed(run.slots, take) != gone:
                 raise InvariantViolated("removed blocks are not the end of a run")
-            self.levels[level].own(gone, -1)
             if run.refs:
                 held.append(self._unname(run, take))
             else:
@@ -209,13 +213,13 @@ class GroupState:
         run = self.tree.runs.get(at.owner[slots[0]])
         if (
             run is None
+            or run.level != level
             or run.refs
             or run.children
             or count >= len(run.slots)
             or last_reversed(run.slots, count) != slots
         ):
             return False
-        at.own(slots, -1)
         self._drop(run, count, slots)
         return True
 
@@ -281,7 +285,6 @@ class GroupState:
     def relocate(self, run: Run, level: int, slots: array[int], transfer: int) -> None:
         """Give a whole run a new place; its old slots belong to nobody until they are given back."""
         old = self.levels[run.level]
-        old.own(run.slots, -1)
         if not run.refs:
             old.unreferenced -= len(run.slots)
             self.levels[level].unreferenced += len(run.slots)

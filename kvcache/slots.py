@@ -42,7 +42,7 @@ class Level:
         self.free.frombytes(np.arange(size - 1, -1, -1, dtype=np.int32).tobytes())
         """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
         self.owner = array("q", [-1]) * size
-        """Id of the run that holds the slot; -1 where none does."""
+        """Id of the run that holds the slot, or was the last to do so: whoever asks compares the run's slots."""
         self.owners = np.frombuffer(self.owner, np.int64) if size else np.empty(0, np.int64)
         """The same memory, for many slots at a time."""
         self.unreferenced = 0
@@ -75,7 +75,7 @@ class Level:
         self.free.extend(slots)
 
     def own(self, slots: array[int], run_id: int) -> None:
-        """Note which run holds the slots (-1: none)."""
+        """Note which run holds the slots."""
         if len(slots) > _FEW:
             self.owners[np.frombuffer(slots, np.int32)] = run_id
             return

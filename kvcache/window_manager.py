@@ -128,7 +128,7 @@ class WindowBlockManager:
         """
         primary = self.group.levels[PRIMARY]
         slot = source.slot
-        if source.level == PRIMARY and primary.owner[slot] < 0 and slot in unread:
+        if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
             unread.discard(slot)
             target = slot
         else:
