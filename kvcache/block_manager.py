@@ -32,6 +32,7 @@ from kvcache.decoding import DecodeBatch
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
+from kvcache.interning import forget_if_due, intern, missing_pages
 from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
 from kvcache.state import CacheState
@@ -69,6 +70,10 @@ class BlockManager:
         if misfit is not None:
             available = self.window.group.levels[PRIMARY].available - claims.unreferenced
             raise OutOfBlocks(misfit, (claims.needed,), (available,))
+        rich = [request.rich for request in requests if request.rich is not None]
+        if rich:
+            intern(self._emit, missing_pages(self._state, rich))
+            plans = [each.with_symbols(self._state.symbols) for each in plans]
         return list(zip(admit(self._state, self.window, self._emit, plans, claims), plans, strict=True))
 
     # -- a running sequence
@@ -224,6 +229,10 @@ class BlockManager:
             for handle, sequence in self._state.sequences.items()
             if sequence.computed < before[handle]
         )
+
+    def forget_symbols_if_due(self) -> None:
+        """Drop symbols that nothing uses, once there are many."""
+        forget_if_due(self._state, self._emit)
 
     def checkpoint_if_due(self) -> None:
         """Emit a checkpoint once enough blocks have changed since the last."""

@@ -10,7 +10,9 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
+from events.hashing import chain_symbols
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import (
     PRIMARY,
@@ -83,7 +85,8 @@ class WindowBlockManager:
         self._evictor = Evictor(state, index, emit, offload_min_priority)
         self.free_up, self.remove_failed = self._evictor.free_up, self._evictor.remove_failed
         self._key_bytes = state.hashing.key_bytes
-        self._chain = state.hashing.chain
+        self._chain, self._rich = state.hashing.chain, state.rich
+        self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
         self.tokens_per_block = state.tokens_per_block
 
     # -- reading
@@ -209,7 +212,8 @@ class WindowBlockManager:
             return False
         symbols = sequence.tokens[first * size : (first + 1) * size].tobytes()
         parent = tail.key_of_last(self._key_bytes)
-        keys = self._chain(sequence.namespace, parent, symbols, len(symbols))
+        chain = self._chain_rich if sequence.handle in self._rich else self._chain
+        keys = chain(sequence.namespace, parent, symbols, len(symbols))
         slots = table[first : first + 1].tobytes()
         self._emit(
             BlocksStored(
@@ -274,13 +278,14 @@ class WindowBlockManager:
         tail = sequence.tails[index]
         last = -(-stop // size)
         parent = tail.key_of_last(self._key_bytes)
+        chain = self._chain_rich if sequence.handle in self._rich else self._chain
         self._emit(
             BlocksStored(
                 sequence.handle,
                 index,
                 first,
                 parent[:NAME_BYTES] if first else b"",
-                self._chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
+                chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES),
                 sequence.tables[index][first:last].tobytes(),
                 PRIMARY,
                 DEFAULT_PRIORITY,
