@@ -39,6 +39,8 @@ LINES = [
     "TransferFailed    transfers=1 reason='lost device'",
     "CacheCleared      removed=3+4 unnamed=2",
     "Checkpoint        c0ffee00 sequences=2 cached=3+4",
+    "SymbolsInterned   pages=2 items=1 cdcdcdcd",
+    "SymbolsForgotten  pages=2",
     "AdmissionRefused  request=chat-2 needed=10 available=9",
 ]
 
