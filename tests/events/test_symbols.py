@@ -35,11 +35,13 @@ def rich(tokens: Sequence[int], extra_ids: Sequence[int] | None = None, *items: 
 
 def meanings(prompt: RichTokens) -> list[Meaning]:
     """What each token stands for, one at a time."""
-    found = []
+    found: list[Meaning] = []
     for place, token in enumerate(np.frombuffer(prompt.tokens, np.int32).tolist()):
         extra_id = 0 if prompt.extra_ids is None else int(prompt.extra_ids[place])
-        [item] = [each for each in prompt.items if each.begin <= place < each.end] or [None]
-        digest, offset = (None, 0) if item is None else (item.digest, item.offset + place - item.begin)
+        around = [each for each in prompt.items if each.begin <= place < each.end]
+        assert len(around) <= 1
+        digest = around[0].digest if around else None
+        offset = around[0].offset + place - around[0].begin if around else 0
         found.append((token, extra_id, digest, offset))
     return found
 
