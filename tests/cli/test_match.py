@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from events import symbols
 from events.log import LogReader, LogWriter
 from events.packed import unpack_i32
 from events.types import CacheCreated, SequenceAdded
-from kvcache import KVCacheConfig, KVCacheManager
+from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from tests.cli.conftest import Kvcache, run_log
 
 
@@ -42,6 +43,22 @@ def salted(tmp_path: Path) -> Path:
         manager.remove_sequence("r")
         manager.flush()
     return tmp_path / "salted"
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log of four images one after the other, in a cache with room for one at a time."""
+    monkeypatch.setattr(symbols, "FORGET_ABOVE", 1)
+    config = KVCacheConfig(max_sequence_length=12, tokens_per_block=4, primary_blocks=3)
+    with KVCacheManager(config, log=tmp_path / "images") as manager:
+        for number in range(4):
+            item = MultimodalItem(bytes([number]) * 32, 0, 8)
+            manager.add_sequence(number, [7] * 9, multimodal=[item])
+            manager.flush()
+            manager.store_context_blocks(number, 9)
+            manager.remove_sequence(number)
+            manager.flush()
+    return tmp_path / "images"
 
 
 def range_of(count: int) -> list[int]:
@@ -124,6 +141,15 @@ class TestRequest:
         by_token = found(kvcache("match", log, "--tokens", file, "--json"))
         assert by_key["blocks"] == by_token["blocks"]
         assert len(by_key["blocks"]) > 10
+
+    def test_items(self, kvcache: Kvcache, images: Path) -> None:
+        """A prompt with an image is looked up by what it stood for, though its symbols mean another image there."""
+        tokens = {name: event.tokens for name, (_, event) in admissions(images).items()}
+        assert tokens[0] == tokens[2]
+        seqs = {name: seq for name, (seq, _) in admissions(images).items()}
+        for request_id, at, reused in ((0, seqs[0], 8), (0, seqs[2], 0), (2, seqs[0], 0), (2, seqs[2], 8)):
+            done = found(kvcache("match", images, "--request", request_id, "--at", at + 1, "--json"))
+            assert done["reused_tokens"] == reused, (request_id, at)
 
     def test_namespace_is_the_requests_own(self, kvcache: Kvcache, salted: Path) -> None:
         """A request is looked up in its namespace; giving another one is refused."""

@@ -93,6 +93,19 @@ def test_manager_names_blocks_as_the_definition_does() -> None:
     assert [block.name for block in found.blocks] == [strategies.name_of(path[:end]).hex() for end in (2, 3)]
 
 
+def test_manager_names_blocks_with_items_as_the_definition_does() -> None:
+    """Also for a block that begins with an item and was filled by decoding, and for the plain one behind it."""
+    manager = KVCacheManager(strategies.config())
+    item = (8, 0, b"\x11" * 32, 0), (8, 0, b"\x11" * 32, 1), (8, 0, b"\x11" * 32, 2)
+    manager.add_sequences([strategies.request(0, (None, None, None), item)])
+    manager.store_context_blocks(0, 3)
+    for token in (1, 2, 3, 4):
+        manager.add_tokens([0], [token])
+    named = {name: tokens for name, (_, _, _, tokens) in strategies.cached_blocks(manager.state).items()}
+    path = ((None, None, None), item[:2], (item[2], 1), (2, 3))
+    assert named == {strategies.name_of(path[:end]): 2 for end in (2, 3, 4)}
+
+
 # -- extra ids and items
 
 CAT, DOG = bytes(range(32)), bytes(range(32, 64))

@@ -375,8 +375,8 @@ def test_log_replays_at_every_batch(
     told = [event for event in events if isinstance(event, SymbolsInterned)]
     assert told
     assert all(bool(event.pages) == tokens for event in told)
-    if not tokens:
-        assert b"image-" not in b"".join(path.read_bytes() for path in (tmp_path / "log").glob("*.kvlog"))
+    written = b"".join(path.read_bytes() for path in (tmp_path / "log").glob("*.kvlog"))
+    assert (b"image-" in written) == (bytes([1]) * 32 in written) == tokens
 
 
 def test_replayed_state_goes_on_with_the_same_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +500,27 @@ def test_routers_tell_extra_ids_apart() -> None:
     # The first block of "c" is that of "b".
     assert (c.parent_block_hash, c.token_ids) == (b.block_hashes[0], (5, 5))
     assert plain(c.extra_keys) == [[[ids, 0]]]
+
+
+def test_routers_are_told_after_a_loss_too() -> None:
+    """A feed that missed batches takes what symbols stand for from the exported state; a new cache begins anew."""
+    manager, feed = cache(tokens_per_block=4), Feed()
+    created = manager.state.created
+    assert created is not None
+    feed.fold(EventBatch(0, 0, (created,)))
+    prompt = list(range(100, 109))
+    manager.add_sequence("r", prompt, multimodal=[GOOD])
+    manager.store_context_blocks("r", 9)
+    lost = manager.flush()
+    assert lost is not None
+    changes = feed.fold(EventBatch(9, 0, (export(manager.state),)))
+    [event] = on_the_wire([change for change in changes if isinstance(change, Stored)])
+    assert event.token_ids == tuple(prompt[:8])
+    assert plain(event.extra_keys) == [[[H1.hex(), 2]], [[H1.hex(), -2]]]
+    feed.fold(EventBatch(10, 0, (created, *lost.events)))
+    assert not feed.lost
+    [again] = on_the_wire([change for change in feed.snapshot() if isinstance(change, Stored)])
+    assert again == event
 
 
 def test_stores_of_plain_prompts_are_as_ever() -> None:

@@ -101,6 +101,12 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
         assert hostile == "" or f"={hostile}" not in line
 
 
+def test_extra_ids_are_mentioned() -> None:
+    """That a request uses extra ids is shown as part of its namespace."""
+    event = SequenceAdded(1, "r", Namespace(uses_extra_ids=True), 1, b"", (0,), (0,), 0)
+    assert render_event(event, KEY_BYTES).endswith("reused=0+0+0 extra_ids=yes")
+
+
 def test_plain_texts_are_left_alone() -> None:
     """Usual request ids, and numbers, need no quotes."""
     assert text("req-1.a:b/c_D") == "req-1.a:b/c_D"
