@@ -172,6 +172,7 @@ def _v1_chain_rich(namespace: Namespace, parent: bytes, tokens: RichTokens, bloc
 
 _EXTRA_IDS, _ITEM = struct.pack("<I", 1 << 31 | 1), struct.pack("<I", 1 << 31 | 2)
 """Begin what follows a block's tokens. No token is so large, so they end where the first of these begins."""
+_pack_item = struct.Struct("<4sII32sQ").pack
 
 
 def rich_blocks(tokens: RichTokens, tokens_per_block: int) -> Iterator[bytes]:
@@ -183,12 +184,10 @@ def rich_blocks(tokens: RichTokens, tokens_per_block: int) -> Iterator[bytes]:
     size = tokens_per_block * TOKEN_BYTES
     for index, items in enumerate(tokens.items_by_block(tokens_per_block)):
         parts = [tokens.tokens[index * size : (index + 1) * size]]
-        extra_ids = tokens.extra_ids_at(index * tokens_per_block, (index + 1) * tokens_per_block)
-        if extra_ids.any():
-            parts += _EXTRA_IDS, extra_ids.astype("<u8").tobytes()
-        for item in items:
-            parts += _ITEM, struct.pack("<II", item.begin, item.end), item.digest
-            parts.append(struct.pack("<Q", item.offset))
+        if tokens.extra_ids is not None:
+            extra_ids = tokens.extra_ids_at(index * tokens_per_block, (index + 1) * tokens_per_block)
+            parts += (_EXTRA_IDS, extra_ids.astype("<u8").tobytes()) if extra_ids.any() else ()
+        parts += [_pack_item(_ITEM, begin, end, digest, offset) for begin, end, digest, offset, _ in items]
         yield b"".join(parts)
 
 

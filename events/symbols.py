@@ -188,12 +188,12 @@ def _page_runs(prompt: RichTokens) -> tuple[_Int64s, list[tuple[int, int, PageKe
     """Each token's index in its page; and (begin, end, page, the item's uuid) of those that are in one."""
     tokens = np.frombuffer(prompt.tokens, np.int32).astype(np.int64)
     item = np.full(len(tokens), -1)
-    low = tokens % PAGE_SIZE
+    low = tokens & (PAGE_SIZE - 1)
     base, offset = tokens - low, np.zeros_like(tokens)
     for index, span in enumerate(prompt.items):
         inside = slice(span.begin, span.end)
         offsets = np.arange(span.offset, span.offset + span.end - span.begin)
-        item[inside], base[inside], low[inside] = index, tokens[inside], offsets % PAGE_SIZE
+        item[inside], base[inside], low[inside] = index, tokens[inside], offsets & (PAGE_SIZE - 1)
         offset[inside] = offsets - low[inside]
     extra_ids = prompt.extra_ids_at(0, len(tokens))
     plain = (item < 0) & (extra_ids == 0)

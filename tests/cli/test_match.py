@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from events import symbols
 from events.log import LogReader, LogWriter
 from events.packed import unpack_i32
 from events.types import CacheCreated, SequenceAdded
-from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
+from kvcache import KVCacheConfig, KVCacheManager
 from tests.cli.conftest import Kvcache, run_log
 
 
@@ -43,22 +42,6 @@ def salted(tmp_path: Path) -> Path:
         manager.remove_sequence("r")
         manager.flush()
     return tmp_path / "salted"
-
-
-@pytest.fixture
-def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A log of four images one after the other, in a cache with room for one at a time."""
-    monkeypatch.setattr(symbols, "FORGET_ABOVE", 1)
-    config = KVCacheConfig(max_sequence_length=12, tokens_per_block=4, primary_blocks=3)
-    with KVCacheManager(config, log=tmp_path / "images") as manager:
-        for number in range(4):
-            item = MultimodalItem(bytes([number]) * 32, 0, 8)
-            manager.add_sequence(number, [7] * 9, multimodal=[item])
-            manager.flush()
-            manager.store_context_blocks(number, 9)
-            manager.remove_sequence(number)
-            manager.flush()
-    return tmp_path / "images"
 
 
 def range_of(count: int) -> list[int]:
