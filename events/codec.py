@@ -25,7 +25,15 @@ import numpy as np
 
 from events.errors import EventDecodeError
 from events.packed import NAME_BYTES, Packed
-from events.types import AnyEvent, Event, EventBatch, SequenceAdded, StateExported, TokensAppended
+from events.types import (
+    AnyEvent,
+    Event,
+    EventBatch,
+    SequenceAdded,
+    StateExported,
+    SymbolsInterned,
+    TokensAppended,
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
@@ -53,7 +61,8 @@ def _reason(error: Exception) -> str:
 def without_tokens(event: AnyEvent) -> AnyEvent:
     """The event with token ids taken out; the same object if it has none.
 
-    What counts tokens is kept: `TokensAppended.counts` becomes explicit.
+    What counts tokens is kept: `TokensAppended.counts` becomes explicit. What symbols stand for goes, the digests of
+    items too: whoever has an image could tell that somebody sent it, and such a stream needs them for nothing.
     """
     strip = _STRIPPERS.get(type(event))
     return event if strip is None else strip(event)
@@ -79,19 +88,26 @@ def _strip_appended(event: TokensAppended) -> TokensAppended:
 
 
 def _strip_exported(event: StateExported) -> StateExported:
-    if not any(group.symbols for group in event.groups) and not any(s.tokens for s in event.sequences):
+    told = any(group.symbols for group in event.groups) or any(s.tokens for s in event.sequences)
+    if not told and not event.symbols:
         return event
     return msgspec.structs.replace(
         event,
+        symbols=(),
         groups=tuple([msgspec.structs.replace(group, symbols=b"") for group in event.groups]),
         sequences=tuple([msgspec.structs.replace(sequence, tokens=b"") for sequence in event.sequences]),
     )
+
+
+def _strip_interned(event: SymbolsInterned) -> SymbolsInterned:
+    return SymbolsInterned(()) if event.pages else event
 
 
 _STRIPPERS: dict[type, Callable[[Any], Any]] = {
     SequenceAdded: _strip_added,
     TokensAppended: _strip_appended,
     StateExported: _strip_exported,
+    SymbolsInterned: _strip_interned,
 }
 
 

@@ -22,6 +22,8 @@ from events import types as ev
 from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.sequence_tokens import RunningTokens, SequenceTokens
+from events.symbols import SymbolTable
+from events.told_blocks import BlockExtras, told
 from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
 
 
@@ -35,9 +37,11 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     parent: bytes
     """The name before the first block; empty at the start of a prompt."""
     tokens: bytes
-    """int32 LE; `tokens_per_block` for each name."""
+    """Plain token ids, int32 LE; `tokens_per_block` for each name."""
     tokens_per_block: int
     namespace: Namespace
+    extras: tuple[BlockExtras, ...] = ()
+    """What distinguishes each block besides its tokens; empty where there is nothing."""
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +84,7 @@ class Feed:
         self._columns: list[tuple[Columns, Columns]] = []
         self._sequences: dict[int, FeedSequence] = {}
         self._running = RunningTokens(self._sequences)
+        self._symbols = SymbolTable()
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
         self._incoming: list[dict[int, int]] = []
@@ -102,6 +107,8 @@ class Feed:
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,
             ev.CacheCleared: self._clear,
+            ev.SymbolsInterned: self._symbols.intern,
+            ev.SymbolsForgotten: self._symbols.forget,
         }
 
     def fold(self, batch: ev.EventBatch) -> list[Change]:
@@ -154,6 +161,7 @@ class Feed:
         self._hidden = [set() for _ in self.groups]
         self._sequences.clear()
         self._running.forget()
+        self._symbols.clear()
         self._transfers.clear()
         self._incoming = [{} for _ in self.groups]
         self._waiting.clear()
@@ -232,7 +240,7 @@ class Feed:
         return parent not in self._hidden[group]
 
     def _announce(self, stored: Stored) -> None:
-        self._changes.append(stored)
+        self._changes.append(told(stored, self._symbols))
         hidden = self._hidden[stored.group]
         if hidden:
             hidden.difference_update(_split(stored.names))
@@ -313,6 +321,7 @@ class Feed:
             return
         self.lost = False
         self._forget()
+        self._symbols.install(event)
         for sequence in event.sequences:
             self._sequences[sequence.handle] = FeedSequence(array("i", sequence.tokens), sequence.namespace)
         for group, exported in enumerate(event.groups):
@@ -365,7 +374,8 @@ class Feed:
                 name = below[0]
                 chain.append(places[name][1])
                 below = children.get(name, [])
-            yield columns.read(chain, group, PRIMARY if columns is levels[PRIMARY] else SECONDARY)
+            level = PRIMARY if columns is levels[PRIMARY] else SECONDARY
+            yield told(columns.read(chain, group, level), self._symbols)
             heads.extend(reversed(below))
 
 

@@ -17,13 +17,19 @@ from enum import StrEnum
 import msgspec
 
 from events.packed import Counts, Handles, Keys, Names, Numbers, Slots, Tokens
+from events.parts import GroupCreated as GroupCreated
+from events.parts import GroupExported as GroupExported
+from events.parts import Namespace as Namespace
+from events.parts import PoolCreated as PoolCreated
+from events.parts import RequestId as RequestId
+from events.parts import SequenceExported as SequenceExported
+from events.parts import SymbolPage as SymbolPage
+from events.parts import TransferExported as TransferExported
 
 PRIMARY = 0
 SECONDARY = 1
 FORMAT_VERSION = 1
 """Raised when the meaning of an event changes. A reader refuses a newer one."""
-
-RequestId = str | int
 
 
 class AllocateReason(StrEnum):
@@ -61,36 +67,6 @@ class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Base of all events."""
 
 
-class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Base of the structs inside events."""
-
-
-class Namespace(Part, frozen=True):
-    """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
-
-    lora_id: int | None = None
-    lora_name: str | None = None
-    salt_digest: bytes | None = None
-
-
-class PoolCreated(Part, frozen=True):
-    """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
-
-    num_kv_heads: int
-    layers: tuple[int, ...]
-    bytes_per_block: int
-
-
-class GroupCreated(Part, frozen=True):
-    """One attention window: its layers, its pools, and its blocks per level."""
-
-    window: int
-    kind: str
-    layers: tuple[int, ...]
-    pools: tuple[PoolCreated, ...]
-    num_blocks: tuple[int, int]
-
-
 class CacheCreated(Event, frozen=True):
     """A manager started with an empty cache."""
 
@@ -118,49 +94,6 @@ class EpochStarted(Event, frozen=True):
     software: str
 
 
-class GroupExported(Part, frozen=True):
-    """The cached blocks of one group as columns over runs, parents before children."""
-
-    namespaces: tuple[Namespace, ...]
-    runs: Numbers
-    """int64, 9 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
-    block, level, priority, expiry, release stamp, references, transfer."""
-    symbols: Tokens
-    """The tokens of all runs, in order; empty if the log records no tokens."""
-    slots: Slots
-    keys: Keys
-    free: tuple[Slots, Slots]
-    """Blank slots per level; the next one to be taken is the last."""
-    shared: Numbers
-    """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
-
-
-class SequenceExported(Part, frozen=True):
-    """One running sequence."""
-
-    handle: int
-    request_id: RequestId
-    namespace: Namespace
-    num_tokens: int
-    tokens: Tokens
-    num_prompt_tokens: int
-    computed: int
-    stored: tuple[int, ...]
-    """Per group, the number of leading blocks that are cached."""
-    slots: tuple[Slots, ...]
-
-
-class TransferExported(Part, frozen=True):
-    """A copy whose landing is not yet known."""
-
-    transfer: int
-    group: int
-    level: int
-    slots: Slots
-    handle: int | None
-    first_block: int
-
-
 class StateExported(Event, frozen=True):
     """The whole state, so that folding can begin here."""
 
@@ -172,6 +105,10 @@ class StateExported(Event, frozen=True):
     stamp: int
     changed_blocks: int
     """Blocks changed since the last checkpoint."""
+    symbols: tuple[SymbolPage, ...] = ()
+    """What symbols below 0 stand for; none if the log records no tokens."""
+    forget_symbols_at: int = 0
+    """Above so many pages those that nothing uses are forgotten; 0: the least there is."""
 
 
 class Gap(Event, frozen=True):
@@ -372,6 +309,20 @@ class Checkpoint(Event, frozen=True):
     num_cached: tuple[int, int]
 
 
+class SymbolsInterned(Event, frozen=True):
+    """Tokens of multimodal items, and tokens with an extra id, got symbols: numbers below 0, a page at a time."""
+
+    pages: tuple[SymbolPage, ...]
+    """None in a log without tokens."""
+
+
+class SymbolsForgotten(Event, frozen=True):
+    """No cached block and no running sequence uses the symbols of these pages: they may stand for something else."""
+
+    pages: Counts
+    """Numbers of the pages."""
+
+
 class AdmissionRefused(Event, frozen=True):
     """A note that no fold reads: a request did not fit. At most one per request until it is admitted."""
 
@@ -401,6 +352,8 @@ AnyEvent = (
     | TransferFailed
     | CacheCleared
     | Checkpoint
+    | SymbolsInterned
+    | SymbolsForgotten
     | AdmissionRefused
 )
 

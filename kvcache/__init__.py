@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcache.config import KVCacheConfig, LogConfig
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
+    from kvcache.multimodal import MultimodalItem
     from kvcache.results import Admission, Request
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "KVCacheManager",
     "Layout",
     "LogConfig",
+    "MultimodalItem",
     "Request",
     "__version__",
     "errors",
@@ -38,6 +40,7 @@ _HOMES = {
     "KVCacheManager": "kvcache.manager",
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
+    "MultimodalItem": "kvcache.multimodal",
     "Request": "kvcache.results",
 }
 """The module of each name; a name that is missing here is a module itself."""

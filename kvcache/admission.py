@@ -7,8 +7,9 @@ a batch never evicts what another one was going to reuse.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from events.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decoding import packed_handles
 from kvcache.incoming import Incoming
@@ -36,6 +37,10 @@ class Plan:
     """The block to copy the start of."""
     reused: tuple[int, int, int]
     """Tokens reused from primary, from secondary, and from the start of a copied block."""
+
+    def with_symbols(self, table: SymbolTable) -> Plan:
+        """The plan with the symbols that its request has by now. What had none before can match nothing."""
+        return replace(self, request=self.request.with_symbols(table))
 
 
 class Claims:

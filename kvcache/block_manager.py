@@ -32,6 +32,7 @@ from kvcache.decoding import DecodeBatch, packed_handles
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fingerprint import fingerprint
 from kvcache.incoming import Incoming
+from kvcache.interning import forget_unused, intern, missing_pages
 from kvcache.priorities import set_priority
 from kvcache.results import StoreResult
 from kvcache.sequence import Sequence
@@ -50,7 +51,7 @@ class BlockManager:
         self._emit = emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
-        self.checkpoint_due = config.checkpoint_spacing * slots
+        self._checkpoint_due = config.checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
         self.window = WindowBlockManager(
             state,
@@ -74,6 +75,10 @@ class BlockManager:
         if misfit is not None:
             available = self.window.group.levels[PRIMARY].available - claims.unreferenced
             raise OutOfBlocks(misfit, (claims.needed,), (available,))
+        rich = [request.rich for request in requests if request.rich is not None]
+        if rich:
+            intern(self._emit, missing_pages(self._state, rich))
+            plans = [each.with_symbols(self._state.symbols) for each in plans]
         return list(zip(admit(self._state, self.window, self._emit, plans, claims), plans, strict=True))
 
     # -- a running sequence
@@ -238,6 +243,19 @@ class BlockManager:
             for handle, sequence in self._state.sequences.items()
             if sequence.computed < before[handle]
         )
+
+    @property
+    def upkeep_due(self) -> bool:
+        """Whether `upkeep` would do anything; this is asked at every step."""
+        state = self._state
+        return state.changed_blocks >= self._checkpoint_due or state.symbols.crowded
+
+    def upkeep(self) -> None:
+        """A checkpoint once enough blocks have changed since the last; and drop symbols that nothing uses."""
+        if self._state.changed_blocks >= self._checkpoint_due:
+            self.checkpoint()
+        if self._state.symbols.crowded:
+            forget_unused(self._state, self._emit)
 
     def checkpoint(self) -> None:
         """Record the fingerprint."""

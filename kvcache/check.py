@@ -11,9 +11,11 @@ from collections import Counter
 
 import numpy as np
 
+from events.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.group_state import GroupState
+from kvcache.interning import used_pages
 from kvcache.prefix_tree import Root, Run, runs_below
 from kvcache.sequence import Sequence
 from kvcache.slots import Level, eviction_order
@@ -45,6 +47,15 @@ def check_slots(state: CacheState) -> None:
         {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
         "request ids and handles disagree",
     )
+    if state.tokens_recorded:
+        _check_symbols(state)
+
+
+def _check_symbols(state: CacheState) -> None:
+    ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in state.sequences.items()}
+    rich = {handle: end for handle, end in ends.items() if end}
+    invariant(state.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")
+    invariant(used_pages(state) <= state.symbols.pages.keys(), "a symbol stands for nothing")
 
 
 def _check_tree(group: GroupState) -> None:

@@ -15,6 +15,7 @@
     ├── CapacityError         there is no room; nothing has changed, less or later may work
     │   ├── OutOfBlocks
     │   ├── PromptTooLong
+    │   ├── OutOfSymbols
     │   └── NotEnoughMemory
     └── InternalError         a bug of this library; the manager must not be used any further
         ├── InvariantViolated
@@ -175,6 +176,21 @@ class PromptTooLong(CapacityError):
         return (
             f"{self.length} tokens exceed the limit of {self.limit}: shorten the sequence, "
             "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
+        )
+
+
+class OutOfSymbols(CapacityError):
+    """The prompts in use have too many different multimodal tokens and extra ids; both in pages of symbols."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(needed, available)
+        self.needed = needed
+        self.available = available
+
+    def __str__(self) -> str:
+        return (
+            f"the multimodal items and extra ids need {self.needed} more pages of symbols, {self.available} are left: "
+            "remove sequences, or clear the cache and flush"
         )
 
 

@@ -52,6 +52,8 @@ def export(state: CacheState) -> StateExported:
         next_transfer=state.next_transfer,
         stamp=state.stamp,
         changed_blocks=state.changed_blocks,
+        symbols=tuple(page for _, page in sorted(state.symbols.pages.items())),
+        forget_symbols_at=state.symbols.forget_at,
     )
 
 
@@ -108,6 +110,8 @@ def install(state: CacheState, event: StateExported) -> None:
         _install_group(state, group, exported)
     state.sequences.clear()
     state.handles.clear()
+    state.symbols.install(event)
+    state.rich.clear()
     for entry in event.sequences:
         invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
         _install_sequence(state, entry)
@@ -216,3 +220,4 @@ def _install_sequence(state: CacheState, entry: SequenceExported) -> None:
     sequence.tables = [array("i", slots) for slots in entry.slots]
     state.sequences[entry.handle] = sequence
     state.handles[entry.request_id] = entry.handle
+    state.note_rich(entry.handle, entry.tokens)

@@ -70,7 +70,8 @@ class LatestEvents:
         first = event.first_block * size
         tokens = sequence.packed(first, first + (count - 1) * size + event.last_tokens)
         key_bytes = state.hashing.key_bytes
-        self._step.append((event.group, trtllm.stored(event, tokens, sequence.namespace, size, key_bytes)))
+        rich = state.symbols.spell(tokens)
+        self._step.append((event.group, trtllm.stored(event, rich, sequence.namespace, size, key_bytes)))
         self._resident[event.group].update(unpack_names(names_of_keys(event.keys, key_bytes)).tolist())
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:

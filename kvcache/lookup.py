@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from events.hashing import salt_digest
 from events.packed import NAME_BYTES
+from events.rich_tokens import RichTokens
 from events.types import Namespace
 from kvcache.arguments import checked_integer, checked_text
 from kvcache.errors import Unsupported
@@ -13,37 +14,43 @@ from kvcache.results import Match, MatchedBlock
 from kvcache.state import CacheState
 
 
-def namespace_of(lora_id: int | None, lora_name: str | None, cache_salt: str | None) -> Namespace:
+def namespace_of(
+    lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
+) -> Namespace:
     """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
     number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
     name = None if lora_name is None else checked_text(lora_name, "a lora_name")
     salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
-    return Namespace(number, name, salt)
+    return Namespace(number, name, salt, uses_extra_ids)
 
 
-def lookup(state: CacheState, namespace: Namespace, symbols: bytes, *, partial: bool = True) -> Match:
-    """What a prompt (packed int32) would reuse. Changes nothing.
+def lookup(
+    state: CacheState, namespace: Namespace, prompt: bytes | RichTokens, *, partial: bool = True
+) -> Match:
+    """What a prompt (plain tokens as packed int32, or rich ones) would reuse. Changes nothing.
 
     In the state of a log without tokens, blocks are found by their keys, full ones only.
     """
-    num_tokens = len(symbols) // SYMBOL_BYTES
+    rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
+    symbols, num_tokens = state.symbols.symbols_of(rich), len(rich)
     tree = state.groups[0].tree
     stop = max(len(symbols) - SYMBOL_BYTES, 0)
     if not state.tokens_recorded:
-        symbols = _keys(state, namespace, symbols, stop)
+        symbols = _keys(state, namespace, rich, stop)
         stop, partial = len(symbols), False
     found = match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
     return _describe(state, num_tokens, found)
 
 
-def _keys(state: CacheState, namespace: Namespace, symbols: bytes, stop: int) -> bytes:
+def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
     if not state.hashing.key_bytes:
         raise Unsupported(
             "matching in a log with neither tokens nor names", "record the log with one of them"
         )
     block_bytes = state.tokens_per_block * SYMBOL_BYTES
-    full = symbols[: stop // block_bytes * block_bytes]
-    return state.hashing.chain(namespace, state.root_key(namespace), full, block_bytes)
+    chain, full = state.hashing.chain_rich, stop // block_bytes
+    keys = chain(namespace, state.root_key(namespace), prompt, block_bytes)
+    return keys[: full * state.hashing.key_bytes]
 
 
 def _describe(state: CacheState, num_tokens: int, found: PathMatch) -> Match:

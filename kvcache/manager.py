@@ -26,6 +26,7 @@ from kvcache.exported_state import export
 from kvcache.guard import Guard
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
+from kvcache.multimodal import MultimodalItem
 from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.prefix_tree import SYMBOL_BYTES
@@ -132,13 +133,17 @@ class KVCacheManager(Reading, Observed):
         lora_id: int | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
         `tokens` is the whole prompt, at least one token. Raises `OutOfBlocks` if there is no room now,
-        `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running.
+        `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. `Request` tells about the
+        other arguments.
         """
-        return self.add_sequences([Request(request_id, tokens, lora_id, lora_name, cache_salt)])[0]
+        request = Request(request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids)
+        return self.add_sequences([request])[0]
 
     def add_sequences(self, requests: Items[Request]) -> list[Admission]:
         """Admit a batch whole or not at all; its matches are claimed before anything is evicted.
@@ -287,9 +292,9 @@ class KVCacheManager(Reading, Observed):
         self._guard.enter()
         if self.state.transfers:
             self._poll()
-        if self.state.changed_blocks >= self._blocks.checkpoint_due:
+        if self._blocks.upkeep_due:
             with self._guard:
-                self._blocks.checkpoint()
+                self._blocks.upkeep()
         return self._flush()
 
     def _flush(self) -> EventBatch | None:

@@ -20,6 +20,7 @@ from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming_batch
 from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
+from kvcache.multimodal import MultimodalItem, rich_tokens
 from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import BlockTable, Match, Request
 from kvcache.sequence import Sequence
@@ -69,18 +70,22 @@ class Reading:
         lora_id: int | None = None,
         lora_name: str | None = None,
         cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
     ) -> Match:
         """What a prompt would reuse now, block by block. Changes nothing."""
         self._guard.enter()
-        namespace = namespace_of(lora_id, lora_name, cache_salt)
+        namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         packed = pack_tokens(tokens, self._max_tokens)
+        rich = rich_tokens(packed, multimodal, extra_ids)
         if not self.config.enable_block_reuse:
             return Match(len(packed) // SYMBOL_BYTES, (), None)
-        return lookup(self.state, namespace, packed, partial=self.config.enable_partial_reuse)
+        prompt = packed if rich is None else rich
+        return lookup(self.state, namespace, prompt, partial=self.config.enable_partial_reuse)
 
-    def count_reusable(self, tokens: Tokens, **namespace: Any) -> int:
-        """Full blocks that a prompt would reuse now; takes the same namespace arguments as `match`."""
-        return len(self.match(tokens, **namespace).blocks)
+    def count_reusable(self, tokens: Tokens, **options: Any) -> int:
+        """Full blocks that a prompt would reuse now; takes the same arguments as `match`."""
+        return len(self.match(tokens, **options).blocks)
 
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
         """The primary slot of each block of a sequence, int32 [blocks].
@@ -137,7 +142,7 @@ class Reading:
         check(self.state)
 
     def _incoming(self, requests: Items[Request]) -> list[Incoming]:
-        return incoming_batch(requests, self.state.handles, self._max_tokens)
+        return incoming_batch(requests, self.state.handles, self._max_tokens, self.state.symbols)
 
     def _sequence(self, request_id: RequestId) -> Sequence:
         return self._blocks.sequence(request_id)

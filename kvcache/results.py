@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from events.types import RequestId
+from kvcache.multimodal import MultimodalItem
 from kvcache.tokens import Tokens
 from kvcache.window_manager import Swap
 
@@ -40,13 +42,20 @@ class BlockTable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt."""
+    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt.
+
+    `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
+    (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
+    extra ids, be they all 0, shares nothing with one without.
+    """
 
     request_id: RequestId
     tokens: Tokens
     lora_id: int | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
+    multimodal: Items[MultimodalItem] = ()
+    extra_ids: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Any
 from events import types as ev
 from events.hashing import ALGORITHMS, HashAlgorithm
 from events.sequence_tokens import RunningTokens
+from events.symbols import SymbolTable, rich_end
 from events.types import PRIMARY, SECONDARY, MoveReason, Namespace, RemoveReason, RequestId
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.group_state import GroupState
@@ -55,6 +56,9 @@ class CacheState:
         self.sequences: dict[int, Sequence] = {}
         self.handles: dict[RequestId, int] = {}
         self.running = RunningTokens(self.sequences)
+        self.symbols = SymbolTable()
+        self.rich: dict[int, int] = {}
+        """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
         self.transfers: dict[int, Transfer] = {}
         self.next_handle = 1
         self.next_transfer = 1
@@ -83,6 +87,8 @@ class CacheState:
             ev.TransferFailed: self._fail,
             ev.CacheCleared: self._clear,
             ev.Checkpoint: self._checkpoint,
+            ev.SymbolsInterned: self.symbols.intern,
+            ev.SymbolsForgotten: self.symbols.forget,
             ev.AdmissionRefused: _ignore,
         }
 
@@ -107,6 +113,8 @@ class CacheState:
         self.handles.clear()
         self.transfers.clear()
         self.running.forget()
+        self.symbols.clear()
+        self.rich.clear()
         self.changed_blocks = 0
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
@@ -154,9 +162,15 @@ class CacheState:
             event.handle, event.request_id, event.namespace, tokens, roots
         )
         self.handles[event.request_id] = event.handle
+        self.note_rich(event.handle, event.tokens)
         self.next_handle = event.handle + 1
         for group in self.groups:
             group.tree.roots[event.namespace].users += 1
+
+    def note_rich(self, handle: int, symbols: bytes) -> None:
+        """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
+        if self.symbols.pages and (end := rich_end(symbols)):
+            self.rich[handle] = end
 
     def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
         """A sequence's tokens as an event has them; zeros where the log records none."""
@@ -204,6 +218,7 @@ class CacheState:
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
+        self.rich.pop(event.handle, None)
         self.stamp += 1
         for index, group in enumerate(self.groups):
             tail = sequence.tails[index]

@@ -10,7 +10,9 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
+from events.hashing import chain_symbols
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import (
     PRIMARY,
@@ -84,7 +86,8 @@ class WindowBlockManager:
         self._evictor = Evictor(state, index, emit, offload_min_priority)
         self.free_up, self.remove_failed = self._evictor.free_up, self._evictor.remove_failed
         self._key_bytes = state.hashing.key_bytes
-        self._chain = state.hashing.chain
+        self._chain, self._rich = state.hashing.chain, state.rich
+        self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
         self.tokens_per_block = state.tokens_per_block
 
     # -- reading
@@ -209,7 +212,7 @@ class WindowBlockManager:
         for sequence in sequences:
             tail, table = sequence.tails[index], sequence.tables[index]
             block = tail.end
-            if block != len(table) - 2 or not tail.grows(DEFAULT_PRIORITY):
+            if block != len(table) - 2 or not tail.grows(DEFAULT_PRIORITY) or sequence.handle in self._rich:
                 others.append(sequence)
                 continue
             handles.append(sequence.handle)
@@ -285,7 +288,8 @@ class WindowBlockManager:
         keys = b""
         if self._key_bytes:
             symbols = sequence.packed(first * size, stop)
-            keys = self._chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
+            chain = self._chain_rich if sequence.handle in self._rich else self._chain
+            keys = chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
         self._emit(
             BlocksStored(
                 sequence.handle,

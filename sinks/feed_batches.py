@@ -17,13 +17,16 @@ CHANGE_BYTES = 512
 BLOCK_BYTES = 16
 """Bounds a name and what else is said about a block, besides its LoRA adapter."""
 NUMBER_BYTES = 24
+EXTRA_BYTES = 80
+"""Bounds an item in a block: its digest in hex, and where it begins."""
 WIRE_TOKEN_BYTES = 5
 
 
 def change_bytes(change: Change) -> int:
     """A bound for the size of the encoded change."""
     if isinstance(change, Stored):
-        return CHANGE_BYTES + _lora_bytes(change) + _num_blocks(change) * _block_bytes(change)
+        extras = sum(map(len, change.extras)) * EXTRA_BYTES
+        return CHANGE_BYTES + _lora_bytes(change) + _num_blocks(change) * _block_bytes(change) + extras
     if isinstance(change, Removed):
         return CHANGE_BYTES + _num_blocks(change) * BLOCK_BYTES
     return CHANGE_BYTES
@@ -60,7 +63,8 @@ def at_most(batches: Sequence[list[Change]], count: int) -> list[list[Change]]:
 def _cut(change: Change, max_bytes: int) -> Iterator[Change]:
     if isinstance(change, Stored):
         fixed = CHANGE_BYTES + _lora_bytes(change)
-        yield from _cut_stored(change, max(1, (max_bytes - fixed) // _block_bytes(change)))
+        block = _block_bytes(change) + max(map(len, change.extras), default=0) * EXTRA_BYTES
+        yield from _cut_stored(change, max(1, (max_bytes - fixed) // block))
     elif isinstance(change, Removed):
         step = max(1, (max_bytes - CHANGE_BYTES) // BLOCK_BYTES) * NAME_BYTES
         for at in range(0, len(change.names), step):
@@ -83,6 +87,7 @@ def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
             change.tokens[index * tokens_step : (index + 1) * tokens_step],
             change.tokens_per_block,
             change.namespace,
+            change.extras[index * blocks : (index + 1) * blocks],
         )
         parent = names[-NAME_BYTES:]
 

@@ -43,6 +43,8 @@ from events.types import (
     SequenceAdded,
     SequenceRemoved,
     StateExported,
+    SymbolsForgotten,
+    SymbolsInterned,
     TokensAppended,
     TransferFailed,
     TransferLanded,
@@ -112,7 +114,7 @@ def _namespace(namespace: Namespace) -> str:
     adapter = namespace.lora_id if namespace.lora_name is None else namespace.lora_name
     lora = "" if adapter is None else f" lora={text(adapter)}"
     salt = "" if namespace.salt_digest is None else f" salt={_name(namespace.salt_digest)}"
-    return lora + salt
+    return lora + salt + (" extra_ids=yes" if namespace.uses_extra_ids else "")
 
 
 def _cache_created(e: CacheCreated) -> str:
@@ -187,6 +189,12 @@ def _sequence_removed(e: SequenceRemoved) -> str:
     return f"{_handle(e.handle)}tokens={e.num_tokens} computed={e.computed} {kept}"
 
 
+def _symbols_interned(e: SymbolsInterned) -> str:
+    items = list(dict.fromkeys(page.digest for page in e.pages if page.digest is not None))
+    named = f" {_name(items[0])}" + (f"..{_name(items[-1])}" if len(items) > 1 else "") if items else ""
+    return f"pages={len(e.pages)} items={len(items)}{named}"
+
+
 def _level(level: int) -> str:
     return _LEVELS[level] if PRIMARY <= level < len(_LEVELS) else f"level{level}"
 
@@ -216,5 +224,7 @@ _DETAILS: dict[type, Callable[[Any], str]] = {
     Checkpoint: lambda e: (
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
     ),
+    SymbolsInterned: _symbols_interned,
+    SymbolsForgotten: lambda e: f"pages={len(e.pages) // 4}",
     AdmissionRefused: lambda e: f"request={text(e.request_id)} needed={e.needed} available={e.available}",
 }

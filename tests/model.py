@@ -3,7 +3,8 @@
 The tests drive it beside the manager and compare. It shares nothing with the manager but the numbers of the levels,
 so a mistake would have to be made twice, in two shapes, to stay unseen. A cached block is known by its path: the
 namespace, then the tokens of each block up to and including its own. A primary block that takes up a slot has an
-arbitrary id; blank slots are what is left.
+arbitrary id; blank slots are what is left. A token may be anything that can be compared, so that one of an image can be
+what it stands for.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from events.types import PRIMARY, SECONDARY
 
 PRIORITY = 35
 Path = tuple[Any, ...]
-Request = tuple[Hashable, Hashable, Sequence[int]]
+Request = tuple[Hashable, Hashable, Sequence[Hashable]]
 """Id, namespace, tokens."""
 
 
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
+def common_tokens(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
@@ -46,7 +47,7 @@ class Running:
     """A sequence: its first `stored` blocks are cached, `own` are the ids of the others."""
 
     namespace: Hashable
-    tokens: list[int]
+    tokens: list[Any]
     computed: int = 0
     stored: int = 0
     own: list[int] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Model:
         starts = range(0, blocks * self.size, self.size)
         return (sequence.namespace, *(tuple(sequence.tokens[start : start + self.size]) for start in starts))
 
-    def match(self, namespace: Hashable, tokens: Sequence[int]) -> tuple[Path, int, set[Path]]:
+    def match(self, namespace: Hashable, tokens: Sequence[Hashable]) -> tuple[Path, int, set[Path]]:
         """The path of full blocks, and how many more tokens could be copied from which blocks."""
         path: Path = (namespace,)
         rest = tuple(tokens[:-1])

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path as FilePath
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from events.codec import decode_batch, encode_batch
@@ -19,17 +21,21 @@ from events.types import EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.exported_state import COLUMNS, export
 from kvcache.manager import KVCacheManager
+from kvcache.multimodal import MultimodalItem
 from kvcache.results import Request
 from kvcache.state import CacheState
 
-Namespace = tuple[int | None, str | None, str | None]
-"""LoRA id, LoRA name, cache salt."""
+Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]
+"""LoRA id, LoRA name, cache salt, and whether tokens have extra ids."""
+Symbol = int | tuple[int, int, bytes | None, int]
+"""A plain token, or (token, extra id, digest of its item, offset in the item)."""
 NAMESPACES: tuple[Namespace, ...] = (
     (None, None, None),
     (1, None, None),
     (None, "style", None),
     (None, None, "tenant"),
 )
+EXTRA: Namespace = (None, None, None, True)
 IDS: tuple[str | int, ...] = (0, 1, 2, 3, "0", "1", "2")
 """0 and "0" are two requests."""
 LIMIT = 24
@@ -65,37 +71,82 @@ def configs() -> st.SearchStrategy[KVCacheConfig]:
     )
 
 
-def prompts(earlier: Sequence[Sequence[int]]) -> st.SearchStrategy[list[int]]:
+def _item(digest: bytes, tokens: Sequence[int], extra_id: int) -> list[Symbol]:
+    return [(token, extra_id, digest, offset) for offset, token in enumerate(tokens)]
+
+
+def rich_parts() -> st.SearchStrategy[list[Symbol]]:
+    """An image of a few tokens, or tokens with an extra id."""
+    digests = st.sampled_from([b"\x11" * 32, b"\x22" * 32])
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+    images = st.builds(_item, digests, tokens, st.sampled_from([0, 0, 1]))
+    tuned = st.lists(
+        st.tuples(st.integers(0, 1), st.integers(0, 2), st.none(), st.just(0)), min_size=1, max_size=4
+    )
+    return st.one_of(images, tuned)
+
+
+def prompts(earlier: Sequence[Sequence[Symbol]]) -> st.SearchStrategy[list[Symbol]]:
     """New prompts, or earlier ones cut somewhere and continued otherwise."""
-    fresh = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+    plain: st.SearchStrategy[list[Symbol]] = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+    rich = st.lists(
+        st.one_of(rich_parts(), st.lists(st.integers(0, 1), min_size=1, max_size=4)), min_size=1, max_size=3
+    )
+    fresh = st.one_of(plain, rich.map(lambda parts: [symbol for part in parts for symbol in part]))
     if not earlier:
         return fresh
     continued = st.builds(
         lambda prompt, cut, rest: [*prompt[: cut % (len(prompt) + 1)], *rest],
         st.sampled_from(list(earlier)),
         st.integers(0, LIMIT),
-        st.lists(st.integers(0, 1), min_size=1, max_size=5),
+        st.one_of(st.lists(st.integers(0, 1), min_size=1, max_size=5), rich_parts()),
     )
     return st.one_of(continued, continued, fresh)
 
 
 def batches(
-    free_ids: Sequence[str | int], earlier: Sequence[Sequence[int]]
-) -> st.SearchStrategy[list[tuple[str | int, Namespace, list[int]]]]:
+    free_ids: Sequence[str | int], earlier: Sequence[Sequence[Symbol]]
+) -> st.SearchStrategy[list[tuple[str | int, Namespace, list[Symbol]]]]:
     """One to four requests with ids that are not in use."""
     # Most share a namespace, so that they meet.
-    namespaces = st.sampled_from((NAMESPACES[0],) * 4 + NAMESPACES)
+    namespaces = st.sampled_from((NAMESPACES[0],) * 4 + (EXTRA,) * 2 + NAMESPACES)
     return st.lists(
-        st.tuples(st.sampled_from(list(free_ids)), namespaces, prompts(earlier)),
+        st.builds(_allowed, st.sampled_from(list(free_ids)), namespaces, prompts(earlier)),
         min_size=1,
         max_size=4,
         unique_by=lambda each: (type(each[0]), each[0]),
     )
 
 
-def request(request_id: str | int, namespace: Namespace, tokens: list[int]) -> Request:
+def _allowed(
+    request_id: str | int, namespace: Namespace, prompt: list[Symbol]
+) -> tuple[str | int, Namespace, list[Symbol]]:
+    """The prompt without extra ids of 0, and without any where the namespace has none."""
+    return request_id, namespace, [_simplest(symbol, len(namespace) == 4) for symbol in prompt]
+
+
+def _simplest(symbol: Symbol, with_extra_ids: bool) -> Symbol:
+    if isinstance(symbol, int):
+        return symbol
+    token, extra_id, digest, offset = symbol
+    extra_id *= with_extra_ids
+    return (token, extra_id, digest, offset) if extra_id or digest is not None else token
+
+
+def request(request_id: str | int, namespace: Namespace, prompt: Sequence[Symbol]) -> Request:
     """The request as the manager takes it."""
-    return Request(request_id, tokens, *namespace)
+    lora_id, lora_name, salt, *_ = namespace
+    spelled = [(symbol, 0, None, 0) if isinstance(symbol, int) else symbol for symbol in prompt]
+    items: list[MultimodalItem] = []
+    for place, (_, _, digest, offset) in enumerate(spelled):
+        if digest is not None and offset == 0:
+            items.append(MultimodalItem(digest, place, 1))
+        elif digest is not None:
+            items[-1] = replace(items[-1], length=offset + 1)
+    tokens, extra_ids = [each[0] for each in spelled], [each[1] for each in spelled]
+    return Request(
+        request_id, tokens, lora_id, lora_name, salt, items[::-1], extra_ids if len(namespace) == 4 else None
+    )
 
 
 # -- names, worked out anew from their definition
@@ -106,16 +157,35 @@ def key_of(path: tuple[Any, ...]) -> bytes:
     """The SHA-256 key of the block at the end of a path of the model."""
     if len(path) == 1:
         return _root_key(*path[0])
-    return hashlib.sha256(key_of(path[:-1]) + array("i", path[-1]).tobytes()).digest()
+    return hashlib.sha256(key_of(path[:-1]) + _spelled(path[-1])).digest()
 
 
-def _root_key(lora_id: int | None, lora_name: str | None, salt: str | None) -> bytes:
+def _spelled(block: Sequence[Symbol]) -> bytes:
+    """The tokens; where there are any, all extra ids behind 0x80000001; each stretch of an item behind 0x80000002."""
+    rich = [(symbol, 0, None, 0) if isinstance(symbol, int) else symbol for symbol in block]
+    data = b"".join(token.to_bytes(4, "little") for token, *_ in rich)
+    if any(extra_id for _, extra_id, *_ in rich):
+        data += bytes.fromhex("01000080") + np.array([extra_id for _, extra_id, *_ in rich], "<u8").tobytes()
+    place = 0
+    while place < len(rich):
+        _, _, digest, offset = rich[place]
+        end = place + 1
+        while end < len(rich) and digest is not None and rich[end][2:] == (digest, offset + end - place):
+            end += 1
+        if digest is not None:
+            data += bytes.fromhex("02000080") + place.to_bytes(4, "little") + end.to_bytes(4, "little")
+            data += digest + offset.to_bytes(8, "little")
+        place = end
+    return data
+
+
+def _root_key(lora_id: int | None, lora_name: str | None, salt: str | None, extra: bool = False) -> bytes:
     parts = [
         None if lora_id is None else lora_id.to_bytes(8, "little"),
         None if salt is None else hashlib.sha256(salt.encode()).digest()[:8],
         None if lora_name is None else hashlib.sha256(lora_name.encode()).digest()[:8],
     ]
-    present = sum(1 << bit for bit, part in enumerate(parts) if part is not None)
+    present = sum(1 << bit for bit, part in enumerate(parts) if part is not None) + 8 * extra
     return hashlib.sha256(bytes([present]) + b"".join(part or b"" for part in parts)).digest()
 
 

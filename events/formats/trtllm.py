@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from events.packed import SLOT_BYTES, names_of_keys, unpack_i32, unpack_names
+from events.packed import TOKEN_BYTES, names_of_keys, unpack_i32, unpack_names
+from events.rich_tokens import RichTokens
 from events.types import BlocksMoved, BlocksStored, BlocksUpdated, GroupCreated, Namespace
 
 Data = dict[str, Any]
@@ -21,29 +22,37 @@ def created(group: GroupCreated) -> Data:
 
 
 def stored(
-    event: BlocksStored, tokens: bytes, namespace: Namespace, tokens_per_block: int, key_bytes: int
+    event: BlocksStored, tokens: RichTokens, namespace: Namespace, tokens_per_block: int, key_bytes: int
 ) -> Data:
     """Blocks that became reusable; `tokens` are those of all of them."""
     hashes = unpack_names(names_of_keys(event.keys, key_bytes)).tolist()
-    size = tokens_per_block * SLOT_BYTES
+    items = tokens.items_by_block(tokens_per_block)
     salt = namespace.salt_digest.hex() if namespace.salt_digest is not None else None
     blocks = [
         {
             "type": "stored_block",
             "block_hash": block_hash,
-            "tokens": [
-                {"type": "unique_token", "token_id": token, "token_extra_id": 0}
-                for token in unpack_i32(tokens[index * size : (index + 1) * size]).tolist()
-            ],
+            "tokens": _unique_tokens(tokens, index * tokens_per_block, (index + 1) * tokens_per_block),
             "cache_level": event.level,
             "priority": event.priority,
-            "mm_keys": [],
+            "mm_keys": [
+                {"type": "mm_key", "hash": item.uuid or item.digest.hex(), "start_offset": item.offset}
+                for item in items[index]
+            ],
             "cache_salt": salt,
         }
         for index, block_hash in enumerate(hashes)
     ]
     parent = int.from_bytes(event.parent, "big") if event.parent else None
     return {"type": "stored", "parent_hash": parent, "blocks": blocks}
+
+
+def _unique_tokens(tokens: RichTokens, begin: int, end: int) -> list[Data]:
+    ids = unpack_i32(tokens.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES]).tolist()
+    return [
+        {"type": "unique_token", "token_id": token, "token_extra_id": extra_id}
+        for token, extra_id in zip(ids, tokens.extra_ids_at(begin, end).tolist(), strict=True)
+    ]
 
 
 def updated(event: BlocksMoved | BlocksUpdated) -> list[Data]:

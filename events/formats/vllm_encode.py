@@ -5,8 +5,8 @@ consumers, and any conforming decoder reads it:
 
 * Hashes are 9 bytes always (``cf``), also where a smaller form would do, since there are routers that know no others.
   The parent of a prompt's first block is nil: some take 0 for a parent that they have missed.
-* Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. Symbols below 0 appear
-  as their two's complement, because one negative id would cost a reader the whole batch.
+* Token ids are 5 bytes each (``ce``): numpy then lays out thousands of them in microseconds. No negative one is ever
+  written, because it would cost a reader the whole batch.
 * What left a level at once is one removal, not one per block.
 
 A host block is announced with its tokens, as if it were new: routers cannot follow moves.
@@ -83,8 +83,7 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence
         _token_ids(stored.tokens),
         _scope(namespace, stored.level, stored.tokens_per_block),
         _array(blocks),
-        first if blocks else b"",
-        other * (blocks - 1),
+        *(_with_extras(stored) if stored.extras else (first if blocks else b"", other * (blocks - 1))),
         attention,
         salt,
     )
@@ -151,9 +150,21 @@ def adapter_name(namespace: Namespace) -> str | None:
 @lru_cache(maxsize=1024)
 def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
     """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
-    keys = [] if (adapter := adapter_name(namespace)) is None else [adapter]
+    adapter, salt = _scope_keys(namespace, at_root)
+    return _pack(adapter + salt or None), _pack(adapter or None)
+
+
+def _scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
+    adapter = [] if (name := adapter_name(namespace)) is None else [name]
     salt = [namespace.salt_digest.hex()] if at_root and namespace.salt_digest is not None else []
-    return _pack(keys + salt or None), _pack(keys or None)
+    return adapter, salt
+
+
+def _with_extras(stored: Stored) -> list[bytes]:
+    """What the hashes cover, block by block; between adapter and salt the items as [digest, where it begins]."""
+    adapter, salt = _scope_keys(stored.namespace, not stored.parent)
+    first, *others = stored.extras
+    return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
 
 
 def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:

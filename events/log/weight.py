@@ -19,6 +19,7 @@ from events.types import (
     EventBatch,
     SequenceAdded,
     StateExported,
+    SymbolsInterned,
     TokensAppended,
 )
 
@@ -39,7 +40,7 @@ def _exported(event: StateExported) -> int:
     groups = sum(len(g.runs) + len(g.symbols) + len(g.slots) + len(g.keys) for g in event.groups)
     blanks = sum(len(column) for g in event.groups for column in g.free)
     sequences = sum(len(s.tokens) + sum(map(len, s.slots)) + _EVENT_BYTES for s in event.sequences)
-    return groups + blanks + sequences + _EVENT_BYTES * len(event.transfers)
+    return groups + blanks + sequences + _EVENT_BYTES * (len(event.transfers) + len(event.symbols))
 
 
 # A slot has 4 bytes and a name 8, so columns of equal length need one look.
@@ -52,5 +53,6 @@ _COLUMNS: dict[type, Callable[[Any], int]] = {
     CacheCreated: lambda event: len(event.config),
     SequenceAdded: lambda event: len(event.tokens),
     StateExported: _exported,
+    SymbolsInterned: lambda event: _EVENT_BYTES * len(event.pages),
     TokensAppended: lambda event: len(event.tokens) + len(event.handles),
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
+from events.rich_tokens import RichTokens
+from events.symbols import SymbolTable
 from events.types import EventBatch, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
 from kvcache.cli.output import Output, count, printable, share
@@ -22,7 +24,7 @@ from kvcache.results import Match, MatchedBlock
 from kvcache.state import CacheState
 from kvcache.tokens import pack_tokens
 
-Prompt = tuple[Namespace, bytes]
+Prompt = tuple[Namespace, RichTokens]
 
 
 def add_parser(commands: Any, **options: Any) -> None:
@@ -67,9 +69,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise BeyondEnd(args.at, replayed.last_seq)
     if replayed.state.created is None:
         raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
-    namespace, symbols = given if given is not None else search.prompt(args.request)
+    namespace, prompt = given if given is not None else search.prompt(args.request)
     with fitting(replayed.last_seq):
-        found = _lookup(replayed.state, namespace, symbols)
+        found = _lookup(replayed.state, namespace, prompt)
     if args.json:
         out.json(to_json(replayed, found))
     else:
@@ -91,7 +93,7 @@ def _read_prompt(args: argparse.Namespace) -> Prompt:
         )
     if not tokens:
         raise UsageError(f"{args.tokens} holds no token ids")
-    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), pack_tokens(tokens)
+    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), RichTokens(pack_tokens(tokens))
 
 
 def _read_text(path: str) -> str:
@@ -107,41 +109,46 @@ class _Search:
     def __init__(self, log: Path, request_id: str | None) -> None:
         self._batches = iter(LogReader(log))
         self._id = request_id
-        self._found: SequenceAdded | None = None
+        self._symbols = SymbolTable()
+        """As it is where the log was read last: the numbers of symbols may come to stand for something else."""
+        self._found: Prompt | None = None
 
     def watched(self) -> Iterator[EventBatch]:
         """The batches, looked through on their way."""
         for batch in self._batches:
-            self._look(batch)
+            with fitting(batch.seq):
+                self._look(batch)
             yield batch
 
     def _look(self, batch: EventBatch) -> None:
         for event in batch.events:
+            self._symbols.fold(event)
             if isinstance(event, SequenceAdded) and str(event.request_id) == self._id:
-                self._found = event
+                self._found = event.namespace, self._symbols.spell(event.tokens)
 
     def prompt(self, request_id: str) -> Prompt:
         """The prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
         for batch in self._batches if self._found is None else ():
-            self._look(batch)
+            with fitting(batch.seq):
+                self._look(batch)
             if self._found is not None:
                 break
         if self._found is None:
             raise UsageError(f"the log has no admission of request {request_id!r}")
-        if not self._found.tokens:
+        if not self._found[1].tokens:
             raise UsageError(
                 f"the log records no tokens, so the prompt of request {request_id!r} is not in it: "
                 "give it with --tokens"
             )
-        return self._found.namespace, self._found.tokens
+        return self._found
 
 
-def _lookup(state: CacheState, namespace: Namespace, symbols: bytes) -> Match:
+def _lookup(state: CacheState, namespace: Namespace, prompt: RichTokens) -> Match:
     assert state.created is not None
     config = json.loads(state.created.config)
     if not config.get("enable_block_reuse", True):
-        return Match(len(symbols) // 4, (), None)
-    return lookup(state, namespace, symbols, partial=config.get("enable_partial_reuse", True))
+        return Match(len(prompt), (), None)
+    return lookup(state, namespace, prompt, partial=config.get("enable_partial_reuse", True))
 
 
 def _tokens_by_level(found: Match) -> list[int]:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
+from events import symbols
+from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.cli import main
 from tests.conftest import ROOT
 
@@ -96,3 +98,19 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def segments(directory: Path) -> list[Path]:
     """The log's files."""
     return sorted(directory.glob("*.kvlog"))
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A log of four images one after the other, in a cache with room for one at a time."""
+    monkeypatch.setattr(symbols, "FORGET_ABOVE", 1)
+    config = KVCacheConfig(max_sequence_length=12, tokens_per_block=4, primary_blocks=3)
+    with KVCacheManager(config, log=tmp_path / "images") as manager:
+        for number in range(4):
+            item = MultimodalItem(bytes([number]) * 32, 0, 8)
+            manager.add_sequence(number, [7] * 9, multimodal=[item])
+            manager.flush()
+            manager.store_context_blocks(number, 9)
+            manager.remove_sequence(number)
+            manager.flush()
+    return tmp_path / "images"

@@ -68,6 +68,19 @@ class TestForms:
             assert line["tokens"] == []
             assert line["num_tokens"] > 0
 
+    def test_items(self, kvcache: Kvcache, images: Path) -> None:
+        """Symbols have lines of their own; JSON says what they stand for, without tokens nothing of it."""
+        done = kvcache("events", images, "--type", "symbolsinterned", "--type", "SymbolsForgotten")
+        assert [line.split(maxsplit=1)[1] for line in done.out.splitlines()[:3]] == [
+            "SymbolsInterned   pages=1 items=1 00000000",
+            "SymbolsInterned   pages=1 items=1 01010101",
+            "SymbolsForgotten  pages=1",
+        ]
+        told = [kvcache("events", images, "--json", *option).out for option in ((), ("--no-tokens",))]
+        assert ['"digest":"' + "01" * 32 in text for text in told] == [True, False]
+        assert all('"type":"SymbolsInterned"' in text for text in told)
+        assert kvcache("events", images, "--request", 2).code == 0
+
 
 class TestConditions:
     """Which events."""

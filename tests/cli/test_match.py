@@ -125,6 +125,15 @@ class TestRequest:
         assert by_key["blocks"] == by_token["blocks"]
         assert len(by_key["blocks"]) > 10
 
+    def test_items(self, kvcache: Kvcache, images: Path) -> None:
+        """A prompt with an image is looked up by what it stood for, though its symbols mean another image there."""
+        tokens = {name: event.tokens for name, (_, event) in admissions(images).items()}
+        assert tokens[0] == tokens[2]
+        seqs = {name: seq for name, (seq, _) in admissions(images).items()}
+        for request_id, at, reused in ((0, seqs[0], 8), (0, seqs[2], 0), (2, seqs[0], 0), (2, seqs[2], 8)):
+            done = found(kvcache("match", images, "--request", request_id, "--at", at + 1, "--json"))
+            assert done["reused_tokens"] == reused, (request_id, at)
+
     def test_namespace_is_the_requests_own(self, kvcache: Kvcache, salted: Path) -> None:
         """A request is looked up in its namespace; giving another one is refused."""
         assert found(kvcache("match", salted, "--request", "r", "--json"))["reused_tokens"] == 9

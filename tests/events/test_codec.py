@@ -22,6 +22,7 @@ from events import (
     Namespace,
     SequenceAdded,
     StateExported,
+    SymbolsInterned,
     TokensAppended,
     TransferFailed,
 )
@@ -129,7 +130,8 @@ class TestWithoutTokens:
         """Events without tokens come back as the same object, the others without, and a second time the same."""
         event = GOLDEN[name]
         stripped = without_tokens(event)
-        assert (stripped is not event) == (name in {"SequenceAdded", "TokensAppended", "StateExported"})
+        holding = {"SequenceAdded", "TokensAppended", "StateExported", "SymbolsInterned"}
+        assert (stripped is not event) == (name in holding)
         assert without_tokens(stripped) is stripped
 
     def test_tokens_are_gone_and_counts_stay(self) -> None:
@@ -148,6 +150,11 @@ class TestWithoutTokens:
         assert [group.symbols for group in exported.groups] == [b""]
         assert [sequence.tokens for sequence in exported.sequences] == [b""]
         assert exported.sequences[0].num_tokens == 6
+        assert exported.symbols == ()
+
+    def test_what_symbols_stand_for_is_gone(self) -> None:
+        """Neither tokens nor extra ids, digests or names of items are left."""
+        assert without_tokens(GOLDEN["SymbolsInterned"]) == SymbolsInterned(())
 
     def test_json_without_tokens(self) -> None:
         """`tokens=False` spells the event as `without_tokens` leaves it."""

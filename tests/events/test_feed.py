@@ -11,8 +11,9 @@ import pytest
 from cuda_ops.simulated import LateCopier
 from events.feed import Change, Cleared, Feed, Removed, Stored
 from events.packed import NAME_BYTES
+from events.symbols import has_symbols
 from events.types import EventBatch, Gap
-from kvcache import KVCacheConfig, KVCacheManager, Layout, Request
+from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
 from kvcache.errors import CapacityError
 from kvcache.exported_state import export
 from kvcache.pools import Pools
@@ -36,6 +37,8 @@ class StrictIndex:
                 del level[name]
             return
         assert len(change.tokens) == 4 * change.tokens_per_block * len(names)
+        assert not has_symbols(change.tokens)
+        assert len(change.extras) in (0, len(names))
         parent = change.parent
         for name in names:
             assert not parent or any(parent in known for known in self.resident.values()), "orphan"
@@ -102,18 +105,24 @@ class Engine:
     def add(self) -> None:
         """Admit one or two prompts of a tiny alphabet."""
         rng = self.rng
-        batch = [
-            Request(
-                self.next_id + index,
-                [rng.randrange(2) for _ in range(rng.randrange(1, 14))],
-                cache_salt=rng.choice([None, None, "salt"]),
-            )
-            for index in range(rng.choice([1, 2]))
-        ]
+        batch = [self.request(self.next_id + index) for index in range(rng.choice([1, 2]))]
         self.next_id += len(batch)
         self.manager.add_sequences(batch)
         self.manager.start_transfers()
         self.running += [int(request.request_id) for request in batch]
+
+    def request(self, request_id: int) -> Request:
+        """A prompt, sometimes with an image at its start, or with extra ids."""
+        rng = self.rng
+        tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 14))]
+        image = MultimodalItem(bytes([rng.randrange(2)]) * 32, 0, rng.randrange(1, len(tokens) + 1))
+        return Request(
+            request_id,
+            tokens,
+            cache_salt=rng.choice([None, None, "salt"]),
+            multimodal=rng.choice([(), (), [image]]),
+            extra_ids=rng.choice([None, None, [rng.randrange(2) for _ in tokens]]),
+        )
 
     def compute(self) -> None:
         """Compute some more of a prompt."""

@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 
-from events import BlocksStored, EventBatch, Gap, LogExists, LogLocked, LogWriteFailed, NotALog
+from events import (
+    BlocksStored,
+    EventBatch,
+    Gap,
+    LogExists,
+    LogLocked,
+    LogWriteFailed,
+    NotALog,
+    SymbolPage,
+    SymbolsInterned,
+)
+from events.codec import encode_batch
 from events.log import LogReader, LogWriter
 from events.log.weight import batch_weight
 from tests.conftest import ROOT, RunPython
@@ -317,6 +328,9 @@ class TestFullQueue:
             assert size <= batch_weight(item) <= 2 * size + 1000
         stored = BlocksStored(0, 0, 0, b"", bytes(32_000), bytes(4_000), 0, 35, 4)
         assert 36_000 <= batch_weight(EventBatch(0, 0, (stored,))) <= 40_000
+        pages = SymbolsInterned(tuple(SymbolPage(number, 7, 0, bytes(32)) for number in range(1000)))
+        size = len(encode_batch(EventBatch(0, 0, (pages,))))
+        assert size <= batch_weight(EventBatch(0, 0, (pages,))) <= 3 * size
 
 
 FULL_DISK = """

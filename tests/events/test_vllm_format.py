@@ -42,6 +42,7 @@ WRITTEN = {vector["name"]: vector for vector in GOLDEN["written"]}
 FRAMES = {vector["name"]: vector for vector in GOLDEN["frames"]}
 TS = 1700000000.5
 H1, H2, H3 = 0x1122334455667788, 0xF0E1D2C3B4A59687, 0x0000000100000002
+CAT, DOG = "ca" * 32, "d0" * 32
 PLAIN = Namespace()
 ADAPTER = Namespace(7, "adapter", bytes(range(32)))
 SALTED = Namespace(None, None, bytes(range(32)))
@@ -89,6 +90,17 @@ CHANGES: dict[str, tuple[list[Change], int, Sequence[GroupCreated]]] = {
     "cleared": ([Cleared()], 0, WINDOWS),
     "heartbeat": ([], 0, ()),
     "long": ([stored([H1 + i for i in range(20)], range(40))], 0, ()),
+    "items": (
+        [
+            msgspec.structs.replace(
+                stored([H1, H2, H3], [1, 7, 7, 8, 2, 3], namespace=ADAPTER),
+                extras=(((CAT, 1),), ((CAT, -1), (DOG, 1)), ()),
+            ),
+            msgspec.structs.replace(stored([H2, H3], [7, 8, 2, 3], H1), extras=(((CAT, -300),), ())),
+        ],
+        0,
+        (),
+    ),
     "symbols": ([stored([H1], [2**31 - 1, -1])], 0, ()),
 }
 """What the golden batches that we write were made of: changes, rank, groups."""

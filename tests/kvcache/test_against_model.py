@@ -24,7 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from events import symbols as symbols_module
 from events.log import LogReader
+from events.symbols import UNKNOWN
 from events.types import (
     PRIMARY,
     SECONDARY,
@@ -45,7 +47,7 @@ from kvcache.replay import Replayed, replay
 from kvcache.state import CacheState
 from tests import strategies
 from tests.model import Model, Refused
-from tests.strategies import Namespace, cached_blocks, name_of, request, split_names
+from tests.strategies import Namespace, Symbol, cached_blocks, name_of, request, split_names
 
 RequestId = str | int
 
@@ -58,7 +60,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="kvcache-model-")
-        self.earlier: list[list[int]] = []
+        self.earlier: list[list[Symbol]] = []
         self.history: list[Event] = []
         self.seen = self.twin_seen = 0
         """Events of `history` and of the twin's that were looked at."""
@@ -123,11 +125,18 @@ class ManagerBesideModel(RuleBasedStateMachine):
             -(-len(tokens) // self.size) for _, _, tokens in batch
         ]
 
-    def source_of(self, namespace: Namespace, tokens: Sequence[int]) -> tuple[Any, ...] | None:
+    def source_of(self, namespace: Namespace, tokens: Sequence[Symbol]) -> tuple[Any, ...] | None:
         """Which block the manager would copy from; compares its whole match on the way."""
         path, copied, candidates = self.model.match(namespace, tokens)
-        lora_id, lora_name, salt = namespace
-        found = self.manager.match(tokens, lora_id=lora_id, lora_name=lora_name, cache_salt=salt)
+        asked = request(0, namespace, tokens)
+        found = self.manager.match(
+            asked.tokens,
+            lora_id=asked.lora_id,
+            lora_name=asked.lora_name,
+            cache_salt=asked.cache_salt,
+            multimodal=asked.multimodal,
+            extra_ids=asked.extra_ids,
+        )
         held = [path[:end] for end in range(2, len(path) + 1)]
         assert [block.name for block in found.blocks] == [name_of(each).hex() for each in held]
         assert [block.level for block in found.blocks] == [self.model.cached[each].level for each in held]
@@ -288,11 +297,20 @@ class ManagerBesideModel(RuleBasedStateMachine):
         ]
         assert self.manager.num_free_blocks == self.model.available()
         assert self.manager.num_sequences == len(self.model.running)
+        symbols: set[tuple[int, Symbol]] = set()
         for request_id, expected in self.model.running.items():
             sequence = self.manager._sequence(request_id)  # type: ignore[arg-type]
-            assert sequence.tokens.tolist() == expected.tokens
+            symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
             assert sequence.stored == (expected.stored,)
+        # Equal symbols stand for equal things and the other way round; plain tokens for themselves.
+        assert (
+            len(symbols) == len({number for number, _ in symbols}) == len({meaning for _, meaning in symbols})
+        )
+        assert all(
+            number == meaning if isinstance(meaning, int) else UNKNOWN < number < 0
+            for number, meaning in symbols
+        )
         self.events_agree()
         self.folds_agree()
 
@@ -356,7 +374,9 @@ def explore(examples: int, steps: int) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(ManagerBesideModel, settings=chosen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symbols_module, "FORGET_ABOVE", 3)
+        run_state_machine_as_test(ManagerBesideModel, settings=chosen)
 
 
 def test_manager_does_what_the_model_does() -> None:

@@ -21,6 +21,7 @@ from kvcache.errors import (
     ManagerClosed,
     NotEnoughMemory,
     OutOfBlocks,
+    OutOfSymbols,
     Poisoned,
     PromptTooLong,
     TransfersPending,
@@ -50,6 +51,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     },
     OutOfBlocks(2, (5, 1), (3, 4)): {"index": 2, "needed": (5, 1), "available": (3, 4)},
     PromptTooLong(100, 64): {"length": 100, "limit": 64},
+    OutOfSymbols(3, 2): {"needed": 3, "available": 2},
     NotEnoughMemory(2048, 1024, "GPU memory", "primary_blocks"): {
         "needed": 2048,
         "free": 1024,

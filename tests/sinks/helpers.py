@@ -35,6 +35,9 @@ from events.types import (
     SequenceExported,
     SequenceRemoved,
     StateExported,
+    SymbolPage,
+    SymbolsForgotten,
+    SymbolsInterned,
     TokensAppended,
     TransferExported,
     TransferFailed,
@@ -71,6 +74,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
         2,
         5,
         6,
+        (SymbolPage(4, PLANTED),),
     ),
     Gap(3, 9, "overflow"),
     SequenceAdded(7, "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
@@ -88,6 +92,8 @@ SAMPLES: tuple[AnyEvent, ...] = (
     TransferFailed(bytes(8), "lost device"),
     CacheCleared((3, 4), 2),
     Checkpoint(bytes.fromhex("c0ffee00") + bytes(28), 2, (3, 4)),
+    SymbolsInterned((SymbolPage(5, PLANTED, 0, b"\xcd" * 32, 256), SymbolPage(6, PLANTED, 9))),
+    SymbolsForgotten(pack_u32([5, 6])),
     AdmissionRefused("chat-2", 10, 9),
 )
 """One event of each type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,35 @@ def test_the_bound_holds(space: Namespace, blocks: int) -> None:
     for change in changes:
         assert len(encode_batch([change], 1.5, 2**31)) <= change_bytes(change) + 64
     assert len(encode_batch(changes, 1.5, 0)) <= sum(map(change_bytes, changes)) + 64
+
+
+def with_items(handle: int, blocks: int, items: int, space: Namespace = SPACES[0]) -> Stored:
+    """A store of blocks that lie in so many items each."""
+    extras = tuple(
+        tuple((f"{block:064x}", -(2**31) + item) for item in range(items)) for block in range(blocks)
+    )
+    return msgspec.structs.replace(stored(handle, blocks, space), extras=extras)
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("blocks", [1, 16, 1000])
+@pytest.mark.parametrize("items", [1, 20, 300])
+def test_the_bound_holds_with_items(space: Namespace, blocks: int, items: int) -> None:
+    """The items of each block are counted as well."""
+    change = with_items(1, blocks, items, space)
+    assert len(encode_batch([change], 1.5, 2**31)) <= change_bytes(change) + 64
+
+
+@pytest.mark.parametrize("max_bytes", [1000, 10_000])
+def test_items_stay_with_their_blocks(max_bytes: int) -> None:
+    """Where a store is cut, each block keeps its own items, and no batch is larger than the bound."""
+    whole = with_items(1, 100, 2)
+    batches = list(in_batches([whole], max_bytes))
+    assert len(batches) > 1
+    pieces = [change for batch in batches for change in batch if isinstance(change, Stored)]
+    assert tuple(extras for piece in pieces for extras in piece.extras) == whole.extras
+    assert all(len(piece.extras) * 8 == len(piece.names) for piece in pieces)
+    assert max(len(encode_batch(batch, 1.5, 0)) for batch in batches) <= max_bytes
 
 
 @given(

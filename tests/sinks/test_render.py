@@ -40,6 +40,8 @@ LINES = [
     "TransferFailed    transfers=1 reason='lost device'",
     "CacheCleared      removed=3+4 unnamed=2",
     "Checkpoint        c0ffee00 sequences=2 cached=3+4",
+    "SymbolsInterned   pages=2 items=1 cdcdcdcd",
+    "SymbolsForgotten  pages=2",
     "AdmissionRefused  request=chat-2 needed=10 available=9",
 ]
 
@@ -98,6 +100,12 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
         assert line.isascii()
         assert len(line) < 250
         assert hostile == "" or f"={hostile}" not in line
+
+
+def test_extra_ids_are_mentioned() -> None:
+    """That a request uses extra ids is shown as part of its namespace."""
+    event = SequenceAdded(1, "r", Namespace(uses_extra_ids=True), 1, b"", (0,), (0,), 0)
+    assert render_event(event, KEY_BYTES).endswith("reused=0+0+0 extra_ids=yes")
 
 
 def test_plain_texts_are_left_alone() -> None:

@@ -1,0 +1,102 @@
+"""The structs inside events: namespaces, what a cache is made of, and what it holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from events.packed import Keys, Numbers, Slots, Tokens
+
+RequestId = str | int
+
+
+class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Base of the structs inside events."""
+
+
+class Namespace(Part, frozen=True):
+    """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+    salt_digest: bytes | None = None
+    uses_extra_ids: bool = False
+    """Whether the request gives its tokens extra ids, be they all 0 (as in TensorRT-LLM, that is part of equality)."""
+
+
+class PoolCreated(Part, frozen=True):
+    """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
+
+    num_kv_heads: int
+    layers: tuple[int, ...]
+    bytes_per_block: int
+
+
+class GroupCreated(Part, frozen=True):
+    """One attention window: its layers, its pools, and its blocks per level."""
+
+    window: int
+    kind: str
+    layers: tuple[int, ...]
+    pools: tuple[PoolCreated, ...]
+    num_blocks: tuple[int, int]
+
+
+class SymbolPage(Part, frozen=True):
+    """256 consecutive symbols: a token of an item at 256 offsets, or 256 consecutive tokens with one extra id.
+
+    The symbol at `index` of page `number` is ``-1 - 256 * number - index``.
+    """
+
+    number: int
+    token: int
+    """In an item, the token at all these offsets; else the first of the tokens, a multiple of 256."""
+    extra_id: int = 0
+    digest: bytes | None = None
+    """The item's; None: in no item."""
+    offset: int = 0
+    """In an item, the first of the offsets, a multiple of 256."""
+    uuid: str | None = None
+    """The item's other name, if it had one when the page was begun."""
+
+
+class GroupExported(Part, frozen=True):
+    """The cached blocks of one group as columns over runs, parents before children."""
+
+    namespaces: tuple[Namespace, ...]
+    runs: Numbers
+    """int64, 9 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
+    block, level, priority, expiry, release stamp, references, transfer."""
+    symbols: Tokens
+    """The tokens of all runs, in order; empty if the log records no tokens."""
+    slots: Slots
+    keys: Keys
+    free: tuple[Slots, Slots]
+    """Blank slots per level; the next one to be taken is the last."""
+    shared: Numbers
+    """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
+
+
+class SequenceExported(Part, frozen=True):
+    """One running sequence."""
+
+    handle: int
+    request_id: RequestId
+    namespace: Namespace
+    num_tokens: int
+    tokens: Tokens
+    num_prompt_tokens: int
+    computed: int
+    stored: tuple[int, ...]
+    """Per group, the number of leading blocks that are cached."""
+    slots: tuple[Slots, ...]
+
+
+class TransferExported(Part, frozen=True):
+    """A copy whose landing is not yet known."""
+
+    transfer: int
+    group: int
+    level: int
+    slots: Slots
+    handle: int | None
+    first_block: int
