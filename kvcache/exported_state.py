@@ -19,6 +19,7 @@ from events.types import (
     StateExported,
     TransferExported,
 )
+from kvcache.block_fold import Transfer
 from kvcache.check import check_slots
 from kvcache.errors import invariant
 from kvcache.group_state import GroupState
@@ -98,8 +99,6 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
 
 def install(state: CacheState, event: StateExported) -> None:
     """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
-    from kvcache.state import Transfer  # state installs by this module
-
     invariant(state.created is not None, "a state was exported before the cache was created")
     invariant(len(event.groups) == len(state.groups), "the exported state has other groups")
     for number, (old, exported) in enumerate(zip(state.groups, event.groups, strict=True)):

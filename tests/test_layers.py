@@ -47,6 +47,7 @@ DECIDE_AND_APPLY = (
     "incoming",
     "lookup",
     "matching",
+    "block_fold",
     "prefix_tree",
     "priorities",
     "sequence",

@@ -101,7 +101,7 @@ def test_manager_names_blocks_with_items_as_the_definition_does() -> None:
     manager.store_context_blocks(0, 3)
     for token in (1, 2, 3, 4):
         manager.add_tokens([0], [token])
-    named = {name: tokens for name, (_, _, _, tokens) in strategies.cached_blocks(manager.state).items()}
+    named = {name: tokens for name, (_, _, _, tokens, _) in strategies.cached_blocks(manager.state).items()}
     path = ((None, None, None), item[:2], (item[2], 1), (2, 3))
     assert named == {strategies.name_of(path[:end]): 2 for end in (2, 3, 4)}
 

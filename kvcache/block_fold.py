@@ -1,0 +1,235 @@
+"""How events about blocks change the state: the half of `CacheState` that knows slots, runs and copies.
+
+Only `CacheState.apply` calls what is here.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from events import types as ev
+from events.sequence_tokens import RunningTokens
+from events.types import PRIMARY, SECONDARY, MoveReason, RemoveReason
+from kvcache.errors import InvariantViolated, invariant
+from kvcache.group_state import GroupState
+from kvcache.sequence import Sequence
+from kvcache.slots import PRIORITY_MAX
+
+
+class Transfer:
+    """A copy whose landing is not yet known."""
+
+    __slots__ = ("first_block", "group", "handle", "level", "slots")
+
+    def __init__(
+        self, group: int, level: int, slots: array[int], handle: int | None, first_block: int
+    ) -> None:
+        self.group = group
+        self.level = level
+        self.slots = slots
+        self.handle = handle
+        """The sequence that must not have computed beyond `first_block` if this copy fails."""
+        self.first_block = first_block
+
+
+class BlockFold:
+    """Folds the events that are about blocks and copies."""
+
+    tokens_recorded: bool
+    groups: list[GroupState]
+    tokens_per_block: int
+    sequences: dict[int, Sequence]
+    running: RunningTokens
+    transfers: dict[int, Transfer]
+    next_transfer: int
+    changed_blocks: int
+
+    def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        self.running.forget()
+        sequence.computed = num_tokens
+
+    def _allocate(self, event: ev.BlocksAllocated) -> None:
+        index, sequences = event.group, self.sequences
+        slots = array("i", event.slots)
+        self.groups[index].levels[PRIMARY].take(slots)
+        handles = array("I", event.handles)
+        if not event.counts:
+            for handle, slot in zip(handles, slots, strict=True):
+                sequences[handle].tables[index].append(slot)
+            return
+        start = 0
+        for handle, count in zip(handles, array("I", event.counts), strict=True):
+            sequences[handle].tables[index].extend(slots[start : start + count])
+            start += count
+        invariant(start == len(slots), "slots were allocated for no sequence")
+
+    def _reuse(self, event: ev.BlocksReused) -> None:
+        group, sequence = self.groups[event.group], self.sequences[event.handle]
+        _check_level(event.level)
+        slots = array("i", event.slots)
+        tail = group.claim(sequence.tails[event.group], event.level, slots)
+        sequence.tails[event.group] = tail
+        if event.level == SECONDARY:
+            slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
+        table = sequence.tables[event.group]
+        first = event.first_block
+        invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
+        if event.replaced:
+            own = table[first : first + len(slots)]
+            own.reverse()
+            invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
+        table[first : first + len(slots)] = slots
+        if event.replaced:
+            group.give_back(array("i", event.replaced))
+        else:
+            self._set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
+        group.settle(tail)
+
+    def _copy(self, event: ev.BlocksCopied) -> None:
+        sequence = self.sequences[event.handle]
+        reached = event.block * self.tokens_per_block + event.num_tokens
+        self._set_computed(sequence, max(sequence.computed, reached))
+        target = array("i", [event.target])
+        self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle, event.block))
+
+    def _store(self, event: ev.BlocksStored) -> None:
+        index, first = event.group, event.first_block
+        group, sequence = self.groups[index], self.sequences[event.handle]
+        tail = sequence.tails[index]
+        slots = array("i", event.slots)
+        last = first + len(slots)
+        if tail.end != first or sequence.tables[index][first:last] != slots:
+            raise InvariantViolated("stored blocks do not continue the sequence's cached prefix")
+        size = self.tokens_per_block
+        partial = event.last_tokens % size
+        if self.tokens_recorded:
+            stop = last * size - (size - partial if partial else 0)
+            symbols = sequence.packed(first * size, stop)
+        else:
+            symbols = event.keys
+        sequence.tails[index] = tail = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        if group.incoming:
+            group.await_copies(tail, slots)
+        self.changed_blocks += len(slots)
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        index, size = event.group, self.tokens_per_block
+        group = self.groups[index]
+        blocks, slots = array("I", event.blocks), array("i", event.slots)
+        invariant(group.incoming.keys().isdisjoint(slots), "a block was filled while a copy is to come")
+        key_bytes, key, at = group.tree.key_bytes, b"", 0
+        owner, sequences, block_bytes = group.levels[PRIMARY].owner, self.sequences, group.tree.block_bytes
+        for handle, block, slot in zip(array("I", event.handles), blocks, slots, strict=True):
+            sequence = sequences[handle]
+            run = sequence.tails[index]
+            if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            if key_bytes:
+                key = event.keys[at : at + key_bytes]
+                at += key_bytes
+            symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
+            if len(symbols) != block_bytes:
+                raise InvariantViolated("a filled block is not full")
+            owner[slot] = run.extend(symbols, slot, key)
+        self.changed_blocks += len(slots)
+
+    def _update(self, event: ev.BlocksUpdated) -> None:
+        _check_level(event.level)
+        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
+        slots = array("i", event.slots)
+        self.groups[event.group].update(event.level, slots, event.old_priority, event.priority)
+        self.changed_blocks += len(slots)
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        group = self.groups[event.group]
+        _check_level(event.to_level)
+        from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
+        self.changed_blocks += len(from_slots)
+        if event.why == MoveReason.RECOMPUTED:
+            self._take_over(group, event, from_slots, to_slots)
+            return
+        if event.why == MoveReason.OFFLOAD:
+            group.levels[SECONDARY].take(to_slots)
+            group.offload(from_slots, to_slots, event.transfer)
+        else:
+            assert event.handle is not None
+            group.levels[PRIMARY].take(to_slots)
+            group.onboard(from_slots, to_slots, event.transfer)
+            group.settle(self.sequences[event.handle].tails[event.group])  # type: ignore[arg-type]
+            self._fill_tables(event.group, event.first_block, to_slots)
+        onboarded = event.handle if event.why == MoveReason.ONBOARD else None
+        transfer = Transfer(event.group, event.to_level, to_slots, onboarded, event.first_block)
+        self._track(event.transfer, transfer)
+
+    def _fill_tables(self, index: int, first: int, slots: array[int]) -> None:
+        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+        for sequence in self.sequences.values():
+            table = sequence.tables[index]
+            if first < len(table) and table[first] == -1 and self._holds(sequence, index, slots[0]):
+                last = min(first + len(slots), sequence.tails[index].end)
+                table[first:last] = slots[: last - first]
+
+    def _holds(self, sequence: Sequence, index: int, slot: int) -> bool:
+        return any(
+            run.level == PRIMARY and slot in run.slots
+            for run in self.groups[index].path(sequence.tails[index])
+        )
+
+    def _take_over(
+        self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]
+    ) -> None:
+        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        assert event.handle is not None
+        sequence = self.sequences[event.handle]
+        table = sequence.tables[event.group]
+        first = event.first_block
+        invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
+        tail = group.claim(sequence.tails[event.group], SECONDARY, from_slots)
+        group.onboard(from_slots, to_slots, 0)
+        group.await_copies(tail, to_slots)
+        sequence.tails[event.group] = tail
+        group.settle(tail)
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        group = self.groups[event.group]
+        _check_level(event.level)
+        slots = array("i", event.slots)
+        self.changed_blocks += len(slots)
+        for run, parent in group.remove(event.level, slots):
+            for sequence in self.sequences.values():
+                if sequence.tails[event.group] is run:
+                    sequence.tails[event.group] = parent
+                    if event.why == RemoveReason.TRANSFER_FAILED:
+                        kept = min(sequence.computed, parent.end * self.tokens_per_block)
+                        self._set_computed(sequence, kept)
+
+    # -- copies
+
+    def _track(self, transfer_id: int, transfer: Transfer) -> None:
+        invariant(transfer_id >= self.next_transfer, "a transfer id was used twice")
+        self.transfers[transfer_id] = transfer
+        self.next_transfer = transfer_id + 1
+        self.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
+
+    def _take_transfer(self, transfer_id: int) -> Transfer:
+        transfer = self.transfers.pop(transfer_id)
+        self.groups[transfer.group].forget(transfer_id, transfer.level, transfer.slots)
+        return transfer
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer_id in array("q", event.transfers):
+            transfer = self._take_transfer(transfer_id)
+            self.groups[transfer.group].land(transfer.level, transfer.slots, transfer_id)
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        for transfer_id in array("q", event.transfers):
+            transfer = self._take_transfer(transfer_id)
+            sequence = self.sequences.get(transfer.handle) if transfer.handle is not None else None
+            if sequence is not None:
+                kept = min(sequence.computed, transfer.first_block * self.tokens_per_block)
+                self._set_computed(sequence, kept)
+
+
+def _check_level(level: int) -> None:
+    if level not in (PRIMARY, SECONDARY):
+        raise InvariantViolated("there is no such level")
