@@ -11,9 +11,9 @@ from events.symbols import SymbolTable
 from events.types import Namespace, RequestId
 from kvcache.arguments import checked_request_id, listed
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, UsageError
+from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.lookup import namespace_of
 from kvcache.multimodal import rich_tokens
-from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import Request
 from kvcache.tokens import pack_tokens
 

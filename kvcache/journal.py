@@ -8,11 +8,11 @@ from events.bus import EventBus
 from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import CacheCreated, Event, EventBatch, StateExported
 from kvcache.config import KVCacheConfig
-from kvcache.exported_state import export
+from kvcache.fold.exported_state import export
+from kvcache.fold.state import CacheState
 from kvcache.latest_events import LatestEvents
 from kvcache.layout import Layout
 from kvcache.outlets import Outlets
-from kvcache.state import CacheState
 from kvcache.stats import StatsCounter
 
 

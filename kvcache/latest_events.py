@@ -16,7 +16,7 @@ from events.bus import EventBus
 from events.formats import trtllm
 from events.packed import NAME_BYTES, names_of_keys, unpack_names
 from events.types import PRIMARY
-from kvcache.state import CacheState
+from kvcache.fold.state import CacheState
 
 
 class LatestEvents:

@@ -8,10 +8,10 @@ from events.rich_tokens import RichTokens
 from events.types import Namespace
 from kvcache.arguments import checked_integer, checked_text
 from kvcache.errors import Unsupported
-from kvcache.matching import PathMatch, match
-from kvcache.prefix_tree import SYMBOL_BYTES, Run
+from kvcache.fold.matching import PathMatch, match
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, Run
+from kvcache.fold.state import CacheState
 from kvcache.results import Match, MatchedBlock
-from kvcache.state import CacheState
 
 
 def namespace_of(

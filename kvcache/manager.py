@@ -16,26 +16,26 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
-from kvcache.admission import Plan
 from kvcache.arguments import checked_flag, checked_integer, checked_range, listed, time_from
-from kvcache.block_manager import BlockManager
 from kvcache.bookkeeping import refuse_too_much
 from kvcache.config import KVCacheConfig
+from kvcache.decide.admission import Plan
+from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
-from kvcache.exported_state import export
+from kvcache.fold.exported_state import export
+from kvcache.fold.prefix_tree import SYMBOL_BYTES
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import PRIORITY_MAX
+from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.journal import Journal, cache_created
 from kvcache.layout import Layout
 from kvcache.multimodal import MultimodalItem
 from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
-from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.reading import Reading
 from kvcache.refusals import RefusalNotes
 from kvcache.results import Admission, PollResult, Request, StoreResult
-from kvcache.sequence import Sequence
-from kvcache.slots import PRIORITY_MAX
-from kvcache.state import CacheState
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import engine_for
 from sinks import Sink, SinkContext, SinkRunner

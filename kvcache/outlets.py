@@ -14,8 +14,8 @@ from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
+from kvcache.fold.state import CacheState
 from kvcache.replay import replay
-from kvcache.state import CacheState
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.router_feed import RouterFeed
 

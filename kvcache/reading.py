@@ -11,20 +11,20 @@ import numpy.typing as npt
 
 from events.types import RequestId
 from kvcache.arguments import checked_integer, listed
-from kvcache.block_manager import BlockManager
-from kvcache.check import check
 from kvcache.config import KVCacheConfig
+from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import TransfersPending, UsageError
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.check import check
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.prefix_tree import SYMBOL_BYTES
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming_batch
 from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
 from kvcache.multimodal import MultimodalItem, rich_tokens
-from kvcache.prefix_tree import SYMBOL_BYTES
 from kvcache.results import BlockTable, Match, Request
-from kvcache.sequence import Sequence
-from kvcache.state import CacheState
 from kvcache.tokens import Tokens, pack_tokens
 from kvcache.transfer import TransferEngine
 

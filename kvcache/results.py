@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from events.types import RequestId
+from kvcache.decide.window_manager import Swap
 from kvcache.multimodal import MultimodalItem
 from kvcache.tokens import Tokens
-from kvcache.window_manager import Swap
 
 
 class BlockTable(Protocol):

@@ -12,7 +12,7 @@ from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
-from kvcache.state import CacheState
+from kvcache.fold.state import CacheState
 
 _Gauges = tuple[int, int, int, int, int]
 """Blank slots, primary and secondary; unreferenced ones; sequences."""

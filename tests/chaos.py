@@ -29,8 +29,8 @@ from events.packed import NAME_BYTES
 from events.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.errors import CapacityError
-from kvcache.prefix_tree import Run
-from kvcache.state import CacheState
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router_feed import FeedBatch, RouterFeed
 from sinks.zmq import ZMQTransport

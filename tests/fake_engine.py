@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
+from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
-from kvcache.prefix_tree import Run, runs_below
 from kvcache.results import Admission, PollResult, Request
 from tests import strategies
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from events.codec import decode_batch, encode_batch
 from events.types import EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
-from kvcache.exported_state import COLUMNS, export
+from kvcache.fold.exported_state import COLUMNS, export
+from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.multimodal import MultimodalItem
 from kvcache.results import Request
-from kvcache.state import CacheState
 
 Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]
 """LoRA id, LoRA name, cache salt, and whether tokens have extra ids."""

@@ -18,10 +18,10 @@ from kvcache.cli.output import Output, count, printable, share
 from kvcache.cli.progress import progress
 from kvcache.cli.replay import LEVELS
 from kvcache.errors import UsageError
+from kvcache.fold.state import CacheState
 from kvcache.lookup import lookup, namespace_of
 from kvcache.replay import BeyondEnd, Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
-from kvcache.state import CacheState
 from kvcache.tokens import pack_tokens
 
 Prompt = tuple[Namespace, RichTokens]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from kvcache.fold.residency import resident_names
 from kvcache.manager import KVCacheManager
-from kvcache.residency import resident_names
 
 URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
 """Any free ports; nobody else is expected."""

@@ -12,7 +12,7 @@ from kvcache.cli.arguments import natural
 from kvcache.cli.output import Output, count, paint, printable
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
-from kvcache.group_state import GroupState
+from kvcache.fold.group_state import GroupState
 from kvcache.replay import Replayed, replay
 
 LEVELS = ("primary", "secondary")

@@ -27,7 +27,7 @@ from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import verify_own_log
 from kvcache.config import KVCacheConfig
 from kvcache.errors import InternalError, KVCacheError, UsageError
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.outlets import open_log

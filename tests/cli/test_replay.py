@@ -11,7 +11,7 @@ import pytest
 
 from events.log import LogReader, LogWriter
 from events.types import FORMAT_VERSION, CacheCreated, Checkpoint, EventBatch, Gap, StateExported
-from kvcache.exported_state import export
+from kvcache.fold.exported_state import export
 from kvcache.replay import replay
 from tests.cli.conftest import Kvcache, segments
 

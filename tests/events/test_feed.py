@@ -15,7 +15,7 @@ from events.symbols import has_symbols
 from events.types import EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
 from kvcache.errors import CapacityError
-from kvcache.exported_state import export
+from kvcache.fold.exported_state import export
 from kvcache.pools import Pools
 
 

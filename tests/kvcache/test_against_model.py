@@ -37,14 +37,14 @@ from events.types import (
     Event,
     MoveReason,
 )
-from kvcache.check import check
 from kvcache.config import KVCacheConfig
 from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong
-from kvcache.exported_state import export
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.check import check
+from kvcache.fold.exported_state import export
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
-from kvcache.state import CacheState
 from tests import strategies
 from tests.model import Model, Refused
 from tests.strategies import Namespace, Symbol, cached_blocks, name_of, request, split_names

@@ -8,8 +8,8 @@ import pytest
 
 from cuda_ops.simulated import FailingCopier
 from events.types import BlocksRemoved, RemoveReason, TransferFailed
-from kvcache.check import check
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.check import check
+from kvcache.fold.fingerprint import fingerprint
 from kvcache.results import Request
 from tests import strategies
 from tests.fake_engine import FakeEngine

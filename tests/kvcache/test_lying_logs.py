@@ -25,10 +25,10 @@ from events.types import (
     TokensAppended,
 )
 from kvcache import replay as module
-from kvcache.exported_state import export
+from kvcache.fold.exported_state import export
+from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
-from kvcache.state import CacheState
 from tests import strategies
 
 NUMBERS = ("parent", "blocks", "last_tokens", "level", "priority", "expiry", "stamp", "refs", "transfer")

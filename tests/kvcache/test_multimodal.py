@@ -18,13 +18,13 @@ from events.formats.vllm import BlockStored, decode_batch, encode_batch
 from events.log import LogReader
 from events.types import Event, EventBatch, SequenceAdded, StateExported, SymbolsForgotten, SymbolsInterned
 from kvcache import KVCacheManager, MultimodalItem, Request
-from kvcache.check import check
 from kvcache.errors import InvalidTokens, InvariantViolated, OutOfBlocks, OutOfSymbols, UsageError
-from kvcache.exported_state import export
+from kvcache.fold.check import check
+from kvcache.fold.exported_state import export
+from kvcache.fold.state import CacheState
 from kvcache.lookup import lookup, namespace_of
 from kvcache.multimodal import rich_tokens
 from kvcache.replay import replay
-from kvcache.state import CacheState
 from tests import strategies
 
 H1, H2 = b"\x11" * 32, b"\x22" * 32

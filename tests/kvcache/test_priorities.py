@@ -10,7 +10,7 @@ import pytest
 
 from events.feed import Feed
 from events.types import PRIMARY, BlocksMoved, BlocksRemoved, BlocksUpdated, EventBatch
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests import strategies

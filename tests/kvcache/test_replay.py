@@ -13,10 +13,10 @@ import pytest
 
 from events.log import LogReader
 from events.types import BlocksStored, Checkpoint, EventBatch, Gap, SequenceAdded
-from kvcache.check import check
 from kvcache.config import KVCacheConfig
 from kvcache.errors import CapacityError
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.check import check
+from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.outlets import open_log
 from kvcache.replay import BeyondEnd, Unreplayable, fold, replay

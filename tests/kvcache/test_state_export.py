@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from events.types import StateExported
-from kvcache.check import check
 from kvcache.errors import CapacityError, InvariantViolated
-from kvcache.exported_state import export
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.check import check
+from kvcache.fold.exported_state import export
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
-from kvcache.state import CacheState
 from tests import strategies
 from tests.kvcache.test_replay import Traffic, config
 

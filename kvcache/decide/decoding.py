@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from events.types import RequestId
-from kvcache.sequence import Sequence
+from kvcache.fold.sequence import Sequence
 
 
 class Due(NamedTuple):

@@ -14,12 +14,12 @@ import numpy as np
 from events.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
-from kvcache.group_state import GroupState
-from kvcache.interning import used_pages
-from kvcache.prefix_tree import Root, Run, runs_below
-from kvcache.sequence import Sequence
-from kvcache.slots import Level, eviction_order
-from kvcache.state import CacheState
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import Root, Run, runs_below
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import Level, eviction_order
+from kvcache.fold.state import CacheState
+from kvcache.fold.used_symbols import used_pages
 
 
 def check(state: CacheState) -> None:

@@ -19,15 +19,15 @@ from events.types import (
     StateExported,
     TransferExported,
 )
-from kvcache.block_fold import Transfer
-from kvcache.check import check_slots
 from kvcache.errors import invariant
-from kvcache.group_state import GroupState
-from kvcache.prefix_tree import SYMBOL_BYTES, Node, Run, runs_below
-from kvcache.sequence import Sequence
+from kvcache.fold.blocks import Transfer
+from kvcache.fold.check import check_slots
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, Run, runs_below
+from kvcache.fold.sequence import Sequence
 
 if TYPE_CHECKING:
-    from kvcache.state import CacheState
+    from kvcache.fold.state import CacheState
 
 COLUMNS = 9
 """Numbers per run in `GroupExported.runs`."""

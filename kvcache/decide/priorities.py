@@ -8,9 +8,9 @@ from itertools import groupby
 
 from events.packed import SLOT_BYTES, names_of_keys
 from events.types import BlocksUpdated, Event
-from kvcache.prefix_tree import Run
-from kvcache.sequence import Sequence
-from kvcache.window_manager import WindowBlockManager
+from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import Sequence
 
 
 def set_priority(

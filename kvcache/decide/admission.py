@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from events.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
-from kvcache.decoding import packed_handles
+from kvcache.decide.decoding import packed_handles
+from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockManager
+from kvcache.fold.matching import PathMatch
+from kvcache.fold.prefix_tree import SYMBOL_BYTES
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
 from kvcache.incoming import Incoming
-from kvcache.matching import PathMatch
-from kvcache.prefix_tree import SYMBOL_BYTES
-from kvcache.sequence import Sequence
-from kvcache.state import CacheState
-from kvcache.window_manager import BlockNames, CopySource, WindowBlockManager
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from events.hashing import ALGORITHMS, HashAlgorithm
 from events.sequence_tokens import RunningTokens
 from events.symbols import SymbolTable, rich_end
 from events.types import Namespace, RequestId
-from kvcache.block_fold import BlockFold, Transfer
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.group_state import GroupState
-from kvcache.prefix_tree import SYMBOL_BYTES, Node
-from kvcache.sequence import Sequence
-from kvcache.shape import check_created, longest_sequence
+from kvcache.fold.blocks import BlockFold, Transfer
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.shape import check_created, longest_sequence
 
 
 class CacheState(BlockFold):
@@ -106,7 +106,7 @@ class CacheState(BlockFold):
         self.tokens_recorded = event.tokens_recorded
 
     def _install(self, event: ev.StateExported) -> None:
-        from kvcache.exported_state import install  # exported_state describes this class
+        from kvcache.fold.exported_state import install  # exported_state describes this class
 
         self.running.forget()
         install(self, event)

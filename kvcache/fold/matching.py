@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from events.types import PRIMARY
-from kvcache.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Root, Run, common_bytes, common_prefix
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Root, Run, common_bytes, common_prefix
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 import numpy as np
 
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.prefix_tree import Run
+from kvcache.fold.prefix_tree import Run
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""

@@ -1,6 +1,6 @@
 """The state of one attention window: its prefix tree and its slots per level, and how events change them.
 
-Only `kvcache.state` calls the methods that change something, and only while it applies an event.
+Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.prefix_tree import Node, PrefixTree, Root, Run
-from kvcache.slots import Level, last_reversed
+from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
+from kvcache.fold.slots import Level, last_reversed
 
 
 class GroupState:

@@ -6,7 +6,7 @@ from array import array
 
 from events.sequence_tokens import SequenceTokens
 from events.types import Namespace, RequestId
-from kvcache.prefix_tree import Node
+from kvcache.fold.prefix_tree import Node
 
 _FOLLOWS = -1
 

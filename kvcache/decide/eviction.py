@@ -12,10 +12,10 @@ import numpy as np
 
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
-from kvcache.group_state import GroupState
-from kvcache.prefix_tree import Run, runs_below
-from kvcache.slots import eviction_order, last_reversed
-from kvcache.state import CacheState
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.fold.slots import eviction_order, last_reversed
+from kvcache.fold.state import CacheState
 
 _FEW = 8
 """Up to so many names a loop is faster than numpy."""

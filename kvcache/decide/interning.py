@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 from events import symbols
 from events.rich_tokens import RichTokens
-from events.symbols import pages_in
 from events.types import Event, SymbolPage, SymbolsForgotten, SymbolsInterned
 from kvcache.errors import OutOfSymbols
-from kvcache.state import CacheState
+from kvcache.fold.state import CacheState
+from kvcache.fold.used_symbols import used_pages
 
 
 def missing_pages(state: CacheState, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
@@ -33,14 +33,3 @@ def forget_unused(state: CacheState, emit: Callable[[Event], None]) -> None:
     """Drop the pages that nothing uses."""
     unused = sorted(state.symbols.pages.keys() - used_pages(state))
     emit(SymbolsForgotten(array("I", unused).tobytes()))
-
-
-def used_pages(state: CacheState) -> set[int]:
-    """The pages whose symbols occur in cached blocks and running sequences."""
-    used: set[int] = set()
-    for group in state.groups:
-        for run in group.tree.runs.values():
-            used |= pages_in(run.symbols)
-    for handle, end in state.rich.items():
-        used |= pages_in(state.sequences[handle].tokens[:end].tobytes())
-    return used

@@ -11,9 +11,9 @@ from events import types as ev
 from events.sequence_tokens import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.group_state import GroupState
-from kvcache.sequence import Sequence
-from kvcache.slots import PRIORITY_MAX
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import PRIORITY_MAX
 
 
 class Transfer:

@@ -29,12 +29,12 @@ from events.types import (
     Namespace,
     RemoveReason,
 )
-from kvcache.eviction import Evictor
-from kvcache.group_state import GroupState
-from kvcache.matching import PartialMatch, PathMatch, covered, covered_child, match
-from kvcache.prefix_tree import SYMBOL_BYTES, common_bytes
-from kvcache.sequence import Sequence
-from kvcache.state import CacheState
+from kvcache.decide.eviction import Evictor
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.matching import PartialMatch, PathMatch, covered, covered_child, match
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, common_bytes
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
 
 DEFAULT_PRIORITY = 35
 Swap = tuple[int, int, int]

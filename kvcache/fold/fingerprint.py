@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
-from kvcache.group_state import GroupState
-from kvcache.prefix_tree import Run
-from kvcache.sequence import Sequence
-from kvcache.state import CacheState
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
 
 _COLUMNS = 8
 """Per slot: name, parent's name, tokens, priority, expiry, stamp, references, landed."""

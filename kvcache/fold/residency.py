@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from events.packed import names_of_keys, unpack_names
-from kvcache.state import CacheState
+from kvcache.fold.state import CacheState
 
 
 def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:

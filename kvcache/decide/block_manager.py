@@ -25,19 +25,19 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
-from kvcache.admission import Plan, admit, fitting
 from kvcache.arguments import checked_request_id
 from kvcache.config import KVCacheConfig
-from kvcache.decoding import DecodeBatch, packed_handles
+from kvcache.decide.admission import Plan, admit, fitting
+from kvcache.decide.decoding import DecodeBatch, packed_handles
+from kvcache.decide.interning import forget_unused, intern, missing_pages
+from kvcache.decide.priorities import set_priority
+from kvcache.decide.window_manager import Swap, WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
-from kvcache.fingerprint import fingerprint
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
 from kvcache.incoming import Incoming
-from kvcache.interning import forget_unused, intern, missing_pages
-from kvcache.priorities import set_priority
 from kvcache.results import StoreResult
-from kvcache.sequence import Sequence
-from kvcache.state import CacheState
-from kvcache.window_manager import Swap, WindowBlockManager
 
 _PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""

@@ -1,0 +1,1 @@
+"""Decisions: what reads the state and says which events shall happen."""
