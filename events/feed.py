@@ -65,6 +65,9 @@ class FeedSequence(SequenceTokens):
         self.namespace = namespace
 
 
+_HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
+
+
 class Feed:
     """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
 
@@ -90,6 +93,7 @@ class Feed:
         """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
         self._changes: list[Change] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Gap: self._meet_gap,
             ev.CacheCreated: self._create,
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
@@ -113,12 +117,9 @@ class Feed:
         handlers = self._handlers
         for event in batch.events:
             kind = type(event)
-            if isinstance(event, ev.Gap):
-                self._meet_gap(event)
-            elif not self.lost or kind is ev.CacheCreated or kind is ev.StateExported:
-                handler = handlers.get(kind)
-                if handler is not None:
-                    handler(event)
+            handler = handlers.get(kind)
+            if handler is not None and (not self.lost or kind in _HEARD_WHEN_LOST):
+                handler(event)
         self.last_seq, self._beginning = batch.seq, False
         changes, self._changes = self._changes, []
         return changes

@@ -23,7 +23,11 @@ WIRE_TOKEN_BYTES = 5
 def change_bytes(change: Change) -> int:
     """A bound for the size of the encoded change."""
     if isinstance(change, Stored):
-        return CHANGE_BYTES + _lora_bytes(change) + _num_blocks(change) * _block_bytes(change)
+        # Without calls: this is asked for every block that decoding fills.
+        blocks = len(change.names) // NAME_BYTES
+        size = CHANGE_BYTES + blocks * BLOCK_BYTES + len(change.tokens) // TOKEN_BYTES * WIRE_TOKEN_BYTES
+        lora = _lora_bytes(change)
+        return size + (blocks + 1) * lora if lora else size
     if isinstance(change, Removed):
         return CHANGE_BYTES + _num_blocks(change) * BLOCK_BYTES
     return CHANGE_BYTES
