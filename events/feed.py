@@ -11,6 +11,7 @@ a batch can never be right again until it meets a `StateExported`.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,6 +66,7 @@ class FeedSequence(SequenceTokens):
         self.namespace = namespace
 
 
+_unpack_numbers = struct.Struct("<I").iter_unpack
 _HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
 
 
@@ -195,19 +197,25 @@ class Feed:
         )
 
     def _fill(self, event: ev.BlocksFilled) -> None:
-        group, size, key_bytes = event.group, self.tokens_per_block, self._key_bytes
+        group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
         columns = self._columns[group][PRIMARY]
         # Then all parents are visible and no bytes are awaited, which is nearly always so.
         usual = not self._hidden[group] and not self._incoming[group]
-        filled = zip(
-            array("I", event.handles), array("I", event.blocks), array("i", event.slots), strict=True
-        )
-        for index, (handle, block, slot) in enumerate(filled):
+        key_at = parent_at = 0
+        packed = map(_unpack_numbers, (event.handles, event.blocks, event.slots))
+        for (handle,), (block,), (slot,) in zip(*packed, strict=True):
             sequence = self._sequences[handle]
-            name = event.keys[index * key_bytes : index * key_bytes + NAME_BYTES]
-            parent = event.parents[index * NAME_BYTES : (index + 1) * NAME_BYTES]
-            tokens = sequence.tokens[block * size : (block + 1) * size].tobytes()
-            stored = Stored(group, PRIMARY, name, parent, tokens, size, sequence.namespace)
+            stored = Stored(
+                group,
+                PRIMARY,
+                keys[key_at : key_at + NAME_BYTES],
+                parents[parent_at : parent_at + NAME_BYTES],
+                sequence.tokens[block * size : (block + 1) * size].tobytes(),
+                size,
+                sequence.namespace,
+            )
+            key_at += self._key_bytes
+            parent_at += NAME_BYTES
             if usual:
                 columns.write_one(slot, stored, ANNOUNCED)
                 self._changes.append(stored)
@@ -289,7 +297,7 @@ class Feed:
                 columns.set_state(slots, WAITING)
             self._waiting.append((group, level, slots, stored.names))
 
-    def _withdraw(self, group: int, level: int, slots: array[int], names: bytes) -> None:
+    def _withdraw(self, group: int, level: int, slots: bytes, names: bytes) -> None:
         """The blocks of these names are not in these slots any more, shallowest last."""
         columns, hidden = self._columns[group][level], self._hidden[group]
         if hidden:
@@ -299,7 +307,7 @@ class Feed:
             self._changes.append(Removed(group, level, told))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
-        self._withdraw(event.group, event.level, array("i", event.slots), event.names)
+        self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
         source, target = (
@@ -312,10 +320,10 @@ class Feed:
             from_slots.reverse()
             to_slots.reverse()
         target.copy_from(source, from_slots, to_slots, event.transfer)
+        full = _split(source.names_in(event.from_slots))
         from_slots.reverse()
-        full = _split(source.names_in(from_slots))
         names = event.names if leaves_first else b"".join(_split(event.names)[::-1])
-        self._withdraw(event.group, event.from_level, from_slots, names)
+        self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
         self._hidden[event.group].update(full)
         if event.transfer:
             self._expect(event.transfer, event.group, event.to_level, to_slots)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from events.feed import Change, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES
+from events.types import Namespace
 
 BATCH_BYTES = 64
 CHANGE_BYTES = 512
@@ -18,6 +19,7 @@ BLOCK_BYTES = 16
 """Bounds a name and what else is said about a block, besides its LoRA adapter."""
 NUMBER_BYTES = 24
 WIRE_TOKEN_BYTES = 5
+_PLAIN = Namespace()
 
 
 def change_bytes(change: Change) -> int:
@@ -26,8 +28,7 @@ def change_bytes(change: Change) -> int:
         # Without calls: this is asked for every block that decoding fills.
         blocks = len(change.names) // NAME_BYTES
         size = CHANGE_BYTES + blocks * BLOCK_BYTES + len(change.tokens) // TOKEN_BYTES * WIRE_TOKEN_BYTES
-        lora = _lora_bytes(change)
-        return size + (blocks + 1) * lora if lora else size
+        return size if change.namespace == _PLAIN else size + (blocks + 1) * _lora_bytes(change)
     if isinstance(change, Removed):
         return CHANGE_BYTES + _num_blocks(change) * BLOCK_BYTES
     return CHANGE_BYTES
