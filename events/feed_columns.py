@@ -60,8 +60,11 @@ class Columns:
             self._parents[at] = np.frombuffer(parents, self._parents.dtype)
             self._tokens[at] = np.frombuffer(stored.tokens, self._tokens.dtype)
             self._state[at] = state
-            self._transfers[at] = transfer
-            self._namespaces[at] = self._number(stored.namespace)
+            if state == IN_FLIGHT:
+                self._transfers[at] = transfer
+            namespace = self._number(stored.namespace)
+            if len(self._known) > 1:  # else it is 0 everywhere
+                self._namespaces[at] = namespace
 
     def write_one(self, slot: int, stored: Stored, state: int) -> None:
         """Note a single block that no copy brings."""

@@ -31,11 +31,9 @@ OBJECT_BYTES = 200
 
 def batch_bytes(batch: EventBatch) -> int:
     """Bytes of memory that `batch` keeps alive, estimated."""
-    total = OBJECT_BYTES
+    total = OBJECT_BYTES * (1 + len(batch.events))
     for event in batch.events:
-        measure = _MEASURES.get(type(event))
-        total += measure(event) if measure else column_bytes(event)
-        total += OBJECT_BYTES
+        total += _MEASURES.get(type(event), column_bytes)(event)
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeGuard, cast
 
 import msgspec
@@ -279,6 +279,31 @@ def test_snapshot_tells_everything_parents_first() -> None:
         for change in feed.snapshot():
             late.apply(change)
         assert all(late.names(level) == index.names(level) for level in (0, 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_snapshot_tells_what_the_stream_told(seed: int) -> None:
+    """Tokens and namespace of each block in a snapshot are those with which it was announced."""
+    rng = random.Random(3000 + seed)
+    manager, feed = KVCacheManager(config(rng)), Feed()
+    told: dict[bytes, tuple[bytes, object]] = {}
+    namespaces: set[object] = set()
+    for batch in batches(manager, rng, 150):
+        told.update(blocks_of(feed.fold(batch)))
+        snapshot = dict(blocks_of(feed.snapshot()))
+        assert snapshot == {name: told[name] for name in snapshot}
+        namespaces.update(namespace for _, namespace in snapshot.values())
+    assert len(namespaces) == 2
+
+
+def blocks_of(changes: Iterable[Change]) -> Iterator[tuple[bytes, tuple[bytes, object]]]:
+    """Name, tokens and namespace of each stored block."""
+    for change in changes:
+        if isinstance(change, Stored):
+            size = 4 * change.tokens_per_block
+            for index in range(len(change.names) // NAME_BYTES):
+                name = change.names[index * NAME_BYTES : (index + 1) * NAME_BYTES]
+                yield name, (change.tokens[index * size : (index + 1) * size], change.namespace)
 
 
 def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:
