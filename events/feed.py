@@ -11,6 +11,7 @@ a batch can never be right again until it meets a `StateExported`.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from events import types as ev
-from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
+from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns, announced_chains
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.sequence_tokens import RunningTokens, SequenceTokens
 from events.symbols import SymbolTable
@@ -69,6 +70,10 @@ class FeedSequence(SequenceTokens):
         self.namespace = namespace
 
 
+_unpack_numbers = struct.Struct("<I").iter_unpack
+_HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
+
+
 class Feed:
     """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
 
@@ -95,12 +100,14 @@ class Feed:
         """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
         self._changes: list[Change] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Gap: self._meet_gap,
             ev.CacheCreated: self._create,
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.TokensAppended: self._running.append,
             ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
+            ev.BlocksFilled: self._fill,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
             ev.SequenceRemoved: self._remove_sequence,
@@ -119,12 +126,9 @@ class Feed:
         handlers = self._handlers
         for event in batch.events:
             kind = type(event)
-            if isinstance(event, ev.Gap):
-                self._meet_gap(event)
-            elif not self.lost or kind is ev.CacheCreated or kind is ev.StateExported:
-                handler = handlers.get(kind)
-                if handler is not None:
-                    handler(event)
+            handler = handlers.get(kind)
+            if handler is not None and (not self.lost or kind in _HEARD_WHEN_LOST):
+                handler(event)
         self.last_seq, self._beginning = batch.seq, False
         changes, self._changes = self._changes, []
         return changes
@@ -132,7 +136,7 @@ class Feed:
     def snapshot(self) -> Iterator[Change]:
         """Everything visible as stores, parents first."""
         for group, levels in enumerate(self._columns):
-            yield from self._snapshot_group(group, levels)
+            yield from (told(stored, self._symbols) for stored in announced_chains(group, levels))
 
     def resident(self, group: int, level: int) -> set[bytes]:
         """The names that routers know in this level."""
@@ -194,21 +198,53 @@ class Feed:
         names = names_of_keys(event.keys, self._key_bytes)[: count * NAME_BYTES]
         sequence = self._sequences[event.handle]
         first = event.first_block * size
-        tokens = sequence.tokens[first : first + count * size].tobytes()
-        stored = Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
-        columns = self._columns[event.group][event.level]
-        incoming = self._incoming[event.group]
+        tokens = sequence.packed(first, first + count * size)
+        self._place(
+            slots, Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
+        )
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
+        columns = self._columns[group][PRIMARY]
+        # Then all parents are visible, no bytes are awaited and all symbols are tokens, which is nearly always so.
+        usual = not (self._hidden[group] or self._incoming[group] or self._symbols.pages)
+        key_at = parent_at = 0
+        packed = map(_unpack_numbers, (event.handles, event.blocks, event.slots))
+        for (handle,), (block,), (slot,) in zip(*packed, strict=True):
+            sequence = self._sequences[handle]
+            stored = Stored(
+                group,
+                PRIMARY,
+                keys[key_at : key_at + NAME_BYTES],
+                parents[parent_at : parent_at + NAME_BYTES],
+                sequence.packed(block * size, (block + 1) * size),
+                size,
+                sequence.namespace,
+            )
+            key_at += self._key_bytes
+            parent_at += NAME_BYTES
+            if usual and not sequence.namespace.uses_extra_ids:
+                columns.write_one(slot, stored, ANNOUNCED)
+                self._changes.append(stored)
+            else:
+                self._place(array("i", (slot,)), stored)
+
+    def _place(self, slots: array[int], stored: Stored) -> None:
+        """Note cached blocks, and announce them if their bytes and their parent are there."""
+        group, level, names = stored.group, stored.level, stored.names
+        columns = self._columns[group][level]
+        incoming = self._incoming[group]
         if incoming and not incoming.keys().isdisjoint(slots):
             columns.write(slots, stored, IN_FLIGHT)
-            self._hidden[event.group].update(_split(names))
-            self._await_copies(event.group, event.level, slots)
-        elif self._is_visible(event.group, event.parent):
+            self._hidden[group].update(_split(names))
+            self._await_copies(group, level, slots)
+        elif self._is_visible(group, stored.parent):
             columns.write(slots, stored, ANNOUNCED)
             self._announce(stored)
         else:
             columns.write(slots, stored, WAITING)
-            self._hidden[event.group].update(_split(names))
-            self._waiting.append((event.group, event.level, slots, names))
+            self._hidden[group].update(_split(names))
+            self._waiting.append((group, level, slots, names))
 
     def _copy(self, event: ev.BlocksCopied) -> None:
         self._expect(event.transfer, event.group, PRIMARY, array("i", [event.target]))
@@ -268,17 +304,17 @@ class Feed:
                 columns.set_state(slots, WAITING)
             self._waiting.append((group, level, slots, stored.names))
 
-    def _withdraw(self, group: int, level: int, slots: array[int]) -> None:
-        """The blocks are not in these slots any more, shallowest last."""
+    def _withdraw(self, group: int, level: int, slots: bytes, names: bytes) -> None:
+        """The blocks of these names are not in these slots any more, shallowest last."""
         columns, hidden = self._columns[group][level], self._hidden[group]
         if hidden:
             hidden.difference_update(_split(columns.names_in(slots)))
-        told = columns.take_out(slots)
+        told = columns.take_out(slots, names)
         if told:
             self._changes.append(Removed(group, level, told))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
-        self._withdraw(event.group, event.level, array("i", event.slots))
+        self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
         source, target = (
@@ -291,10 +327,11 @@ class Feed:
             from_slots.reverse()
             to_slots.reverse()
         target.copy_from(source, from_slots, to_slots, event.transfer)
+        full = _split(source.names_in(event.from_slots))
         from_slots.reverse()
-        names = source.names_in(from_slots)
-        self._withdraw(event.group, event.from_level, from_slots)
-        self._hidden[event.group].update(_split(names))
+        names = event.names if leaves_first else b"".join(_split(event.names)[::-1])
+        self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
+        self._hidden[event.group].update(full)
         if event.transfer:
             self._expect(event.transfer, event.group, event.to_level, to_slots)
         else:
@@ -357,26 +394,6 @@ class Feed:
                 self._waiting.append((group, level, at, stored.names))
             tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
             block += count
-
-    def _snapshot_group(self, group: int, levels: tuple[Columns, Columns]) -> Iterator[Change]:
-        """Chains from the roots on: a block goes on with its only child in the same level."""
-        places = {name: (level, slot) for level in levels for name, slot in level.announced()}
-        children: dict[bytes, list[bytes]] = {}
-        for name, (columns, slot) in places.items():
-            children.setdefault(columns.parent_of(slot), []).append(name)
-        heads = children.get(b"", [])[::-1]
-        while heads:
-            columns, slot = places[heads[-1]]
-            name = heads.pop()
-            chain = array("i", [slot])
-            below = children.get(name, [])
-            while len(below) == 1 and places[below[0]][0] is columns:
-                name = below[0]
-                chain.append(places[name][1])
-                below = children.get(name, [])
-            level = PRIMARY if columns is levels[PRIMARY] else SECONDARY
-            yield told(columns.read(chain, group, level), self._symbols)
-            heads.extend(reversed(below))
 
 
 def _split(names: bytes) -> list[bytes]:

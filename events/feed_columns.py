@@ -1,27 +1,31 @@
 """What the feed knows about the block in each slot of one level, as columns.
 
-Most calls concern one block (a decode step) or hundreds (a prompt); few blocks are handled by a loop, many by numpy
-on the same memory.
+Most calls concern one block (decoding) or hundreds (a prompt): one is written without numpy, whose calls cost
+microseconds each, many by numpy on the same memory.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from events.packed import NAME_BYTES, TOKEN_BYTES
-from events.types import Namespace
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
+from events.types import PRIMARY, SECONDARY, Namespace
 
 if TYPE_CHECKING:
     from events.feed import Stored
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = 0, 1, 2, 3
 """No full block; one whose copy has not landed; one whose parent routers do not know yet; one that they know."""
-_FEW = 4
+_FEW = 8
+"""Up to here a loop takes less time than numpy."""
 _NO_PARENT = bytes(NAME_BYTES)
+_unpack_slots = struct.Struct("<i").iter_unpack
 
 
 class Columns:
@@ -29,10 +33,11 @@ class Columns:
 
     def __init__(self, size: int, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
+        self._token_size = tokens_per_block * TOKEN_BYTES
         self._state = np.zeros(size, np.uint8)
         self._names = np.zeros(size, f"V{NAME_BYTES}")
         self._parents = np.zeros(size, f"V{NAME_BYTES}")
-        self._tokens = np.zeros((size, tokens_per_block), np.int32)
+        self._tokens = np.zeros(size, f"V{self._token_size}")
         self._transfers = np.zeros(size, np.int64)
         self._namespaces = np.zeros(size, np.int32)
         self._known: list[Namespace] = []
@@ -41,42 +46,34 @@ class Columns:
         self._state_bytes = self._state.data
         self._name_bytes = self._names.view(np.uint8).data
         self._parent_bytes = self._parents.view(np.uint8).data
-        self._token_bytes = self._tokens.reshape(-1).view(np.uint8).data
+        self._token_bytes = self._tokens.view(np.uint8).data
+        self._namespace_numbers = self._namespaces.data
 
     def write(self, slots: array[int], stored: Stored, state: int, transfer: int = 0) -> None:
         """Note consecutive blocks."""
-        parents = (stored.parent or _NO_PARENT) + stored.names[:-NAME_BYTES]
-        namespace = self._number(stored.namespace)
-        if len(slots) <= _FEW:
-            self._write_few(slots, stored, parents)
-        elif len(slots):
-            at = np.frombuffer(slots, np.int32)
+        if len(slots) == 1 and state != IN_FLIGHT:
+            self.write_one(slots[0], stored, state)
+        elif slots:
+            at = _places(slots)
+            parents = (stored.parent or _NO_PARENT) + stored.names[:-NAME_BYTES]
             self._names[at] = np.frombuffer(stored.names, self._names.dtype)
             self._parents[at] = np.frombuffer(parents, self._parents.dtype)
-            self._tokens[at] = np.frombuffer(stored.tokens, np.int32).reshape(-1, self._tokens_per_block)
-        self._mark(slots, state, transfer, namespace)
+            self._tokens[at] = np.frombuffer(stored.tokens, self._tokens.dtype)
+            self._state[at] = state
+            if state == IN_FLIGHT:
+                self._transfers[at] = transfer
+            namespace = self._number(stored.namespace)
+            if len(self._known) > 1:  # else it is 0 everywhere
+                self._namespaces[at] = namespace
 
-    def _write_few(self, slots: array[int], stored: Stored, parents: bytes) -> None:
-        size = self._tokens_per_block * TOKEN_BYTES
-        for index, slot in enumerate(slots):
-            name, from_ = slot * NAME_BYTES, index * NAME_BYTES
-            self._name_bytes[name : name + NAME_BYTES] = stored.names[from_ : from_ + NAME_BYTES]
-            self._parent_bytes[name : name + NAME_BYTES] = parents[from_ : from_ + NAME_BYTES]
-            self._token_bytes[slot * size : (slot + 1) * size] = stored.tokens[
-                index * size : (index + 1) * size
-            ]
-
-    def _mark(self, slots: array[int], state: int, transfer: int, namespace: int) -> None:
-        if len(slots) <= _FEW and state != IN_FLIGHT:
-            for slot in slots:
-                self._state_bytes[slot] = state
-                if namespace or self._namespaces[slot]:
-                    self._namespaces[slot] = namespace
-            return
-        at = np.frombuffer(slots, np.int32)
-        self._state[at] = state
-        self._transfers[at] = transfer
-        self._namespaces[at] = namespace
+    def write_one(self, slot: int, stored: Stored, state: int) -> None:
+        """Note a single block that no copy brings."""
+        name, size = slot * NAME_BYTES, self._token_size
+        self._name_bytes[name : name + NAME_BYTES] = stored.names
+        self._parent_bytes[name : name + NAME_BYTES] = stored.parent or _NO_PARENT
+        self._token_bytes[slot * size : (slot + 1) * size] = stored.tokens
+        self._state_bytes[slot] = state
+        self._namespace_numbers[slot] = self._number(stored.namespace)
 
     def _number(self, namespace: Namespace) -> int:
         number = self._numbers.get(namespace)
@@ -89,7 +86,7 @@ class Columns:
         """Consecutive blocks as they are told to routers."""
         from events.feed import Stored  # feed is made of columns
 
-        at = np.frombuffer(slots, np.int32)
+        at = _places(slots)
         first = slots[0]
         return Stored(
             group,
@@ -112,34 +109,35 @@ class Columns:
 
     def set_state(self, slots: array[int], state: int) -> None:
         """Mark blocks."""
-        self._state[np.frombuffer(slots, np.int32)] = state
+        self._state[_places(slots)] = state
 
-    def names_in(self, slots: array[int]) -> bytes:
+    def names_in(self, slots: bytes) -> bytes:
         """The names of the full blocks in these slots."""
-        if len(slots) <= _FEW:
-            held = [slot * NAME_BYTES for slot in slots if self._state_bytes[slot] != ABSENT]
-            return b"".join([self._name_bytes[at : at + NAME_BYTES] for at in held])
-        at = np.frombuffer(slots, np.int32)
+        at = _places(slots)
         return bytes(self._names[at[self._state[at] != ABSENT]].tobytes())
 
-    def take_out(self, slots: array[int]) -> bytes:
-        """Forget the blocks in these slots; returns the names of those that routers know."""
-        states, names = self._state_bytes, self._name_bytes
-        if len(slots) <= _FEW:
-            known = []
-            for slot in slots:
-                if states[slot] == ANNOUNCED:
-                    known.append(bytes(names[slot * NAME_BYTES : (slot + 1) * NAME_BYTES]))
-                states[slot] = ABSENT
-            return b"".join(known)
-        at = np.frombuffer(slots, np.int32)
-        announced = at[self._state[at] == ANNOUNCED]
+    def take_out(self, slots: bytes, names: bytes) -> bytes:
+        """Forget the blocks in these slots, which have these names; returns the names of those that routers know."""
+        if len(slots) <= _FEW * SLOT_BYTES and self._take_out_known(slots):
+            return names
+        at = _places(slots)
+        known = self._state[at] == ANNOUNCED
         self._state[at] = ABSENT
-        return bytes(self._names[announced].tobytes())
+        return names if known.all() else bytes(np.frombuffer(names, self._names.dtype)[known].tobytes())
+
+    def _take_out_known(self, slots: bytes) -> bool:
+        """Forget blocks if routers know all of them, which they nearly always do; False: nothing was done."""
+        states = self._state_bytes
+        for (slot,) in _unpack_slots(slots):
+            if states[slot] != ANNOUNCED:
+                return False
+        for (slot,) in _unpack_slots(slots):
+            states[slot] = ABSENT
+        return True
 
     def copy_from(self, source: Columns, from_slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Take over blocks of another level, shallowest first; they are on their way until they arrive."""
-        at, to = np.frombuffer(from_slots, np.int32), np.frombuffer(to_slots, np.int32)
+        at, to = _places(from_slots), _places(to_slots)
         self._names[to] = source._names[at]
         self._parents[to] = source._parents[at]
         self._tokens[to] = source._tokens[at]
@@ -153,7 +151,7 @@ class Columns:
 
     def chains(self, slots: array[int], transfer: int) -> Iterator[array[int]]:
         """The blocks among these that this transfer has brought, in pieces without a hole, shallowest first."""
-        at = np.frombuffer(slots, np.int32)
+        at = _places(slots)
         there = (self._state[at] == IN_FLIGHT) & (self._transfers[at] == transfer)
         chain = array("i")
         for slot, is_there in zip(slots, there.tolist(), strict=True):
@@ -168,7 +166,7 @@ class Columns:
 
     def count_kept(self, slots: array[int], names: bytes, state: int) -> int:
         """How many of these blocks, from the shallowest on, are still there and in this state."""
-        at = np.frombuffer(slots, np.int32)
+        at = _places(slots)
         same = (self._names[at] == np.frombuffer(names, self._names.dtype)) & (self._state[at] == state)
         return len(slots) if same.all() else int(same.argmin())
 
@@ -184,3 +182,28 @@ class Columns:
     def clear(self) -> None:
         """Forget all blocks."""
         self._state[:] = ABSENT
+
+
+def announced_chains(group: int, levels: tuple[Columns, Columns]) -> Iterator[Stored]:
+    """Every block that routers know, in chains from the roots on: a block goes on with its only child in its level."""
+    places = {name: (level, slot) for level in levels for name, slot in level.announced()}
+    children: dict[bytes, list[bytes]] = {}
+    for name, (columns, slot) in places.items():
+        children.setdefault(columns.parent_of(slot), []).append(name)
+    heads = children.get(b"", [])[::-1]
+    while heads:
+        columns, slot = places[heads[-1]]
+        name = heads.pop()
+        chain = array("i", [slot])
+        below = children.get(name, [])
+        while len(below) == 1 and places[below[0]][0] is columns:
+            name = below[0]
+            chain.append(places[name][1])
+            below = children.get(name, [])
+        yield columns.read(chain, group, PRIMARY if columns is levels[PRIMARY] else SECONDARY)
+        heads.extend(reversed(below))
+
+
+def _places(slots: array[int] | bytes) -> npt.NDArray[np.intp]:
+    """The slots as numpy's own indices: it would convert any others at each use, at several times the cost."""
+    return np.frombuffer(slots, np.int32).astype(np.intp)

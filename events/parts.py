@@ -13,7 +13,7 @@ class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Base of the structs inside events."""
 
 
-class Namespace(Part, frozen=True):
+class Namespace(Part, frozen=True, cache_hash=True):
     """Blocks are shared only inside one namespace. The salt appears as its SHA-256 digest only."""
 
     lora_id: int | None = None
@@ -31,7 +31,7 @@ class PoolCreated(Part, frozen=True):
     bytes_per_block: int
 
 
-class GroupCreated(Part, frozen=True):
+class GroupCreated(Part, frozen=True, cache_hash=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int

@@ -78,6 +78,7 @@ class BatchQueue:
         self._refusal: str | None = None
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
+        self._put_waits = False
         self._wake = threading.Event()
         self.put_batches = self._put_events = self._put_bytes = 0
         self._left_events = self._left_bytes = 0
@@ -106,7 +107,8 @@ class BatchQueue:
             item = self._items.popleft()
             if not isinstance(item, Loss):
                 self._count_left(item)
-            self._room.notify()
+            if self._put_waits:
+                self._room.notify()
             return item
 
     def wait(self, seconds: float) -> None:
@@ -149,7 +151,9 @@ class BatchQueue:
         with self._lock:
             while self._overflow == "block" and not self._refusal and not self._fits(item):
                 self._wake.set()
+                self._put_waits = True
                 self._room.wait()
+            self._put_waits = False
             if self._refusal:
                 self._drop_newest(item, self._refusal)
             elif self._overflow == "drop_newest" and not self._fits(item):

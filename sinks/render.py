@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from events.packed import NAME_BYTES, names_of_keys, unpack_u32
+from events.packed import NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_u32
 from events.types import (
     PRIMARY,
     AdmissionRefused,
     AnyEvent,
     BlocksAllocated,
     BlocksCopied,
+    BlocksFilled,
     BlocksMoved,
     BlocksRemoved,
     BlocksReused,
@@ -68,7 +69,8 @@ def render_batch(batch: EventBatch, key_bytes: int) -> Iterator[str]:
 def render_event(event: AnyEvent, key_bytes: int) -> str:
     """One event, without its address."""
     kind = type(event)
-    details = _blocks_stored(event, key_bytes) if isinstance(event, BlocksStored) else _DETAILS[kind](event)
+    with_keys = _DETAILS_WITH_KEYS.get(kind)
+    details = with_keys(event, key_bytes) if with_keys is not None else _DETAILS[kind](event)
     return f"{kind.__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
 
 
@@ -161,6 +163,15 @@ def _blocks_stored(e: BlocksStored, key_bytes: int) -> str:
     return f"{_handle(e.handle)}{where}{names}{parent} priority={e.priority}"
 
 
+def _blocks_filled(e: BlocksFilled, key_bytes: int) -> str:
+    names = _names(names_of_keys(e.keys, key_bytes) if e.keys else b"")
+    where = f"group={e.group} {_level(PRIMARY)} {_blocks(e.slots)}"
+    if len(e.slots) == SLOT_BYTES:
+        where += f" first={int(unpack_u32(e.blocks)[0])}"
+        names += f" after {_name(e.parents)}" if e.parents else ""
+    return f"{_sequences(e.handles)}{where}{names} priority={e.priority}"
+
+
 def _blocks_updated(e: BlocksUpdated) -> str:
     updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
     return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle)}"
@@ -203,6 +214,10 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+_DETAILS_WITH_KEYS: dict[type, Callable[[Any, int], str]] = {
+    BlocksStored: _blocks_stored,
+    BlocksFilled: _blocks_filled,
+}
 _DETAILS: dict[type, Callable[[Any], str]] = {
     CacheCreated: _cache_created,
     EpochStarted: _epoch_started,

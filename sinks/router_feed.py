@@ -17,8 +17,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from events.feed import Change, Cleared, Feed
 from events.types import EventBatch, Gap, GroupCreated
@@ -31,8 +32,7 @@ SERVE_SECONDS = 0.01
 STOP_POLL_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class FeedBatch:
+class FeedBatch(msgspec.Struct, frozen=True):
     """What goes out under one number. Without changes it is a heartbeat."""
 
     seq: int
@@ -42,8 +42,7 @@ class FeedBatch:
     groups: tuple[GroupCreated, ...]
 
 
-@dataclass(frozen=True)
-class FeedState:
+class FeedState(msgspec.Struct, frozen=True):
     """All that is visible after the batch `seq` (-1: before the first)."""
 
     seq: int

@@ -173,7 +173,7 @@ class SinkRunner:
         if not opened:
             self._quarantine()
         self._opened.set()
-        while self._may_go_on() and (item := self._next()) is not None:
+        while (item := self._next()) is not None:
             self._deliver(item)
             self._call_tick()
         if opened and not self._forked:
@@ -203,7 +203,7 @@ class SinkRunner:
         if isinstance(item, Loss):
             self._owed.append(item)
             self._settle()
-        elif self._settle() and self._write(item[0]):
+        elif (not self._owed or self._settle()) and self._write(item[0]):
             self._batches += 1
             self._events += len(item[0].events)
         else:
@@ -222,7 +222,10 @@ class SinkRunner:
         return True
 
     def _write(self, batch: EventBatch) -> bool:
-        if not self._call("write", lambda: self._sink.write(batch)):
+        try:  # as `_call` does, without a call and a lambda for each batch
+            self._sink.write(batch)
+        except BaseException as error:  # noqa: BLE001
+            self._note_error("write", error)
             self._errors_in_row += 1
             return False
         self._errors_in_row = 0
@@ -249,10 +252,13 @@ class SinkRunner:
         try:
             method()
         except BaseException as error:  # noqa: BLE001  a sink's sys.exit() must not end the thread unnoticed
-            self._errors += 1
-            self._last_error = f"{what}: {describe(error)}"
+            self._note_error(what, error)
             return False
         return True
+
+    def _note_error(self, what: str, error: BaseException) -> None:
+        self._errors += 1
+        self._last_error = f"{what}: {describe(error)}"
 
     def _quarantine(self) -> None:
         self._state = "quarantined"

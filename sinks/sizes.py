@@ -15,6 +15,8 @@ import msgspec
 
 from events.types import (
     BlocksAllocated,
+    BlocksFilled,
+    BlocksRemoved,
     BlocksReused,
     BlocksStored,
     ContextComputed,
@@ -29,11 +31,9 @@ OBJECT_BYTES = 200
 
 def batch_bytes(batch: EventBatch) -> int:
     """Bytes of memory that `batch` keeps alive, estimated."""
-    total = OBJECT_BYTES
+    total = OBJECT_BYTES * (1 + len(batch.events))
     for event in batch.events:
-        measure = _MEASURES.get(type(event))
-        total += measure(event) if measure else column_bytes(event)
-        total += OBJECT_BYTES
+        total += _MEASURES.get(type(event), column_bytes)(event)
     return total
 
 
@@ -53,6 +53,8 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     BlocksAllocated: lambda e: len(e.handles) + len(e.counts) + len(e.slots),
     BlocksReused: lambda e: len(e.slots) + len(e.names) + len(e.replaced),
     BlocksStored: lambda e: len(e.parent) + len(e.keys) + len(e.slots),
+    BlocksFilled: lambda e: len(e.handles) * 3 + len(e.parents) + len(e.keys),
+    BlocksRemoved: lambda e: len(e.slots) + len(e.names),
     ContextComputed: lambda _: 0,
     SequenceAdded: lambda e: len(e.tokens),
 }

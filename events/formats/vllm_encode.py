@@ -15,7 +15,7 @@ A host block is announced with its tokens, as if it were new: routers cannot fol
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -38,6 +38,9 @@ _TS = struct.Struct(">Bd")
 _SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
 _UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
 
+_FEW_NAMES, _FEW_TOKENS = 4, 32
+"""Up to here a call of numpy costs more than it saves."""
+
 _CLEARED = _pack({"type": "AllBlocksCleared"})
 _STORED_KEYS, _REMOVED_KEYS = 0x8B, b"\x84"
 """Headers of the maps: 11 keys, and 4."""
@@ -54,6 +57,7 @@ def encode_batch(
     changes: Sequence[Change], ts: float, rank: int = 0, groups: Sequence[GroupCreated] = ()
 ) -> bytes:
     """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
+    groups = tuple(groups)
     parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
         if isinstance(change, Stored):
@@ -67,9 +71,15 @@ def encode_batch(
     return b"".join(parts)
 
 
-def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence[GroupCreated]) -> None:
+def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
     blocks = len(stored.names) // NAME_BYTES
     parent, namespace = stored.parent, stored.namespace
+    if blocks == 1 and parent:  # what decoding stores, several times per engine step
+        start, middle, end = _around_one(
+            namespace, stored.level, stored.tokens_per_block, stored.group, groups
+        )
+        parts += (start, stored.names, _PARENT, parent, middle, _token_ids(stored.tokens), end)
+        return
     salt = _salt(namespace)
     keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group), bool(salt))
     first, other = _extra_keys(namespace, not parent)
@@ -86,6 +96,21 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: Sequence
         *(_with_extras(stored) if stored.extras else (first if blocks else b"", other * (blocks - 1))),
         attention,
         salt,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _around_one(
+    namespace: Namespace, level: int, tokens_per_block: int, group: int, groups: tuple[GroupCreated, ...]
+) -> tuple[bytes, bytes, bytes]:
+    """What stands before the name, between the parent and the token ids, and behind those, of one inner block."""
+    salt = _salt(namespace)
+    keys, attention = _attention(group, *_kind_and_window(groups, group), bool(salt))
+    extra_keys, _ = _extra_keys(namespace, False)
+    return (
+        keys + _array(1) + _UINT64,
+        _TOKENS + _array(tokens_per_block),
+        _scope(namespace, level, tokens_per_block) + _array(1) + extra_keys + attention + salt,
     )
 
 
@@ -108,8 +133,8 @@ def _array(length: int) -> bytes:
 
 def _names(names: bytes, blocks: int) -> bytes | bytearray:
     """Fixed-width uint64; the names are big-endian already."""
-    if blocks <= 1:
-        return _UINT64 + names if names else b""
+    if blocks <= _FEW_NAMES:
+        return b"".join([_UINT64 + names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)])
     items = bytearray(b"\xcf\0\0\0\0\0\0\0\0") * blocks
     np.ndarray(blocks, _RAW64, items, 1, 9)[:] = np.ndarray(blocks, _RAW64, names)
     return items
@@ -118,11 +143,19 @@ def _names(names: bytes, blocks: int) -> bytes | bytearray:
 def _token_ids(tokens: bytes) -> bytes | bytearray:
     """Fixed-width uint32."""
     count = len(tokens) // TOKEN_BYTES
-    if not count:
-        return b""
+    if count <= _FEW_TOKENS:
+        unpack, pack, headers, size = _few_token_ids(count)
+        return (int.from_bytes(pack(*unpack(tokens)), "big") | headers).to_bytes(size, "big")
     items = bytearray(b"\xce\0\0\0\0") * count
     np.ndarray(count, _BIG, items, 1, 5)[:] = np.ndarray(count, _LITTLE, tokens)
     return items
+
+
+@lru_cache(maxsize=_FEW_TOKENS + 1)
+def _few_token_ids(count: int) -> tuple[Callable[..., tuple[int, ...]], Callable[..., bytes], int, int]:
+    """Reads so many tokens; lays them out with gaps; what belongs there; the bytes of all."""
+    headers = int.from_bytes(b"\xce\0\0\0\0" * count, "big")
+    return struct.Struct(f"<{count}I").unpack, struct.Struct(">" + "xI" * count).pack, headers, 5 * count
 
 
 @lru_cache(maxsize=1024)

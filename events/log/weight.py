@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from events.types import (
+    BlocksFilled,
     BlocksMoved,
     BlocksRemoved,
     BlocksReused,
@@ -45,6 +46,7 @@ def _exported(event: StateExported) -> int:
 
 # A slot has 4 bytes and a name 8, so columns of equal length need one look.
 _COLUMNS: dict[type, Callable[[Any], int]] = {
+    BlocksFilled: lambda event: len(event.keys) + 5 * len(event.slots),
     BlocksMoved: lambda event: 4 * len(event.from_slots),
     BlocksRemoved: lambda event: 3 * len(event.slots),
     BlocksReused: lambda event: 3 * len(event.slots),

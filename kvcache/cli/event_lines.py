@@ -13,6 +13,7 @@ _COLORS = {
     "SequenceRemoved": "bold",
     "BlocksReused": "green",
     "BlocksStored": "green",
+    "BlocksFilled": "green",
     "BlocksCopied": "green",
     "BlocksUpdated": "yellow",
     "BlocksMoved": "yellow",

@@ -18,6 +18,7 @@ from events.log import LogReader
 from events.packed import NAME_BYTES
 from events.types import (
     AnyEvent,
+    BlocksFilled,
     BlocksStored,
     CacheCreated,
     EventBatch,
@@ -195,6 +196,8 @@ class NamingBlock:
             self._key_bytes = event.key_bytes
         if isinstance(event, BlocksStored):
             return self._within(event.keys, self._key_bytes) or self._within(event.parent, NAME_BYTES)
+        if isinstance(event, BlocksFilled):
+            return self._within(event.keys, self._key_bytes) or self._within(event.parents, NAME_BYTES)
         if isinstance(event, StateExported):
             return any(self._within(group.keys, self._key_bytes) for group in event.groups)
         return self._within(getattr(event, "names", b""), NAME_BYTES)

@@ -12,12 +12,15 @@ import pytest
 
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
-from events.packed import unpack_u32
+from events.packed import pack_i32, pack_u32, unpack_u32
 from events.types import (
     AnyEvent,
+    BlocksFilled,
     BlocksStored,
     BlocksUpdated,
+    CacheCreated,
     EventBatch,
+    Namespace,
     SequenceAdded,
     SequenceRemoved,
     TokensAppended,
@@ -29,6 +32,8 @@ from tests import strategies
 from tests.cli.conftest import Kvcache, Start, run_log
 
 REQUEST = 20
+NAMES = ("names", "parent", "parents", "keys")
+"""Fields that name blocks."""
 
 
 def all_events(log: Path) -> Iterator[tuple[int, int, AnyEvent]]:
@@ -160,7 +165,7 @@ class TestConditions:
         expected = []
         for seq, index, event in all_events(log):
             fields = to_dict(event, 32)
-            names = [*fields.get("names", []), *fields.get("parent", []), *fields.get("keys", [])]
+            names = [each for column in NAMES for each in fields.get(column, [])]
             if any(each.startswith(name) for each in names):
                 expected.append((seq, index))
         assert len(expected) > 1
@@ -175,6 +180,20 @@ class TestConditions:
         done = kvcache("events", log, "--block", name)
         assert done.code == 2
         assert "hex digits" in done.err
+
+    def test_filled_blocks(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A block that decoding filled is found among others: by its name, its parent's, and its request."""
+        handles, names = pack_u32([7, 8]), bytes(range(16))
+        keys = bytes(range(100, 164))
+        filled = BlocksFilled(handles, 0, pack_u32([1, 2]), names, keys, pack_i32([3, 4]), 35)
+        added = SequenceAdded(8, "mine", Namespace(), 0, b"", (0,), (0,), 0)
+        created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
+        log = lying(tmp_path / "log", created, added, filled)
+        for name in (keys[32:40], keys[:4], names[8:]):
+            assert addresses(kvcache("events", log, "--json", "--block", name.hex())) == [(0, 2)]
+        assert addresses(kvcache("events", log, "--json", "--block", keys[8:16].hex())) == []
+        assert addresses(kvcache("events", log, "--json", "--request", "mine")) == [(0, 1), (0, 2)]
+        assert addresses(kvcache("events", log, "--json", "--request", "9")) == []
 
     def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
         """Several conditions must all hold."""
@@ -274,8 +293,8 @@ class TestLyingLogs:
         assert "the column handles of TokensAppended does not hold whole entries" in done.err
 
 
-def lying(directory: Path, event: AnyEvent) -> Path:
-    """A log of this one event."""
+def lying(directory: Path, *events: AnyEvent) -> Path:
+    """A log of these events only."""
     with LogWriter(directory, fsync="never") as log:
-        log.append(EventBatch(0, 0, (event,)))
+        log.append(EventBatch(0, 0, events))
     return directory

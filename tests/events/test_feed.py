@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeGuard, cast
 
 import msgspec
 import pytest
 
 from cuda_ops.simulated import LateCopier
 from events.feed import Change, Cleared, Feed, Removed, Stored
-from events.packed import NAME_BYTES
+from events.packed import NAME_BYTES, pack_u32
 from events.symbols import has_symbols
-from events.types import EventBatch, Gap
+from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
 from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
@@ -157,6 +158,66 @@ def batches(manager: KVCacheManager, rng: random.Random, steps: int) -> Iterator
                 yield batch
 
 
+def with_filled_blocks(batch: EventBatch, size: int) -> EventBatch:
+    """The batch with single full blocks behind others told by `BlocksFilled`, those in a row by one."""
+    events: list[AnyEvent] = []
+    for event in batch.events:
+        if is_filled_block(event, size):
+            before = events.pop() if events and isinstance(events[-1], BlocksFilled) else None
+            event = filled(event, before)
+        events.append(event)
+    return EventBatch(batch.seq, batch.ts, tuple(events))
+
+
+def is_filled_block(event: AnyEvent, size: int) -> TypeGuard[BlocksStored]:
+    """Whether it could be one that decoding filled."""
+    if not isinstance(event, BlocksStored) or not event.parent:
+        return False
+    return (event.level, event.last_tokens, len(event.slots)) == (PRIMARY, size, 4)
+
+
+def filled(stored: BlocksStored, before: AnyEvent | None) -> BlocksFilled:
+    """The block, and those `before` it."""
+    handle, block = pack_u32([stored.handle]), pack_u32([stored.first_block])
+    if before is None:
+        return BlocksFilled(handle, 0, block, stored.parent, stored.keys, stored.slots, stored.priority)
+    before = cast(BlocksFilled, before)
+    return BlocksFilled(
+        before.handles + handle,
+        0,
+        before.blocks + block,
+        before.parents + stored.parent,
+        before.keys + stored.keys,
+        before.slots + stored.slots,
+        before.priority,
+    )
+
+
+def with_stored_blocks(batch: EventBatch, size: int) -> EventBatch:
+    """The batch with one `BlocksStored` for each block of a `BlocksFilled`."""
+    events: list[AnyEvent] = []
+    for event in batch.events:
+        if not isinstance(event, BlocksFilled):
+            events.append(event)
+            continue
+        width = len(event.keys) // (len(event.slots) // 4)
+        events += [
+            BlocksStored(
+                int.from_bytes(event.handles[4 * at : 4 * at + 4], "little"),
+                event.group,
+                int.from_bytes(event.blocks[4 * at : 4 * at + 4], "little"),
+                event.parents[NAME_BYTES * at : NAME_BYTES * (at + 1)],
+                event.keys[width * at : width * (at + 1)],
+                event.slots[4 * at : 4 * at + 4],
+                PRIMARY,
+                event.priority,
+                size,
+            )
+            for at in range(len(event.slots) // 4)
+        ]
+    return EventBatch(batch.seq, batch.ts, tuple(events))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_what_routers_hold_is_what_the_manager_holds(seed: int) -> None:
     """After every batch the feed and a strict index hold exactly the landed full blocks, level by level."""
@@ -195,6 +256,27 @@ def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
     assert waiting_seen or not settings.secondary_blocks
 
 
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_filled_blocks_are_told_as_stored_ones(seed: int, delay: int) -> None:
+    """One `BlocksFilled` says what a `BlocksStored` for each of its blocks says, also behind parents still hidden."""
+    rng = random.Random(2000 + seed)
+    settings = config(rng)
+    size = settings.tokens_per_block
+    pools = Pools(Layout.of(settings), device="cpu")
+    copier = LateCopier(pools.copier(), delay)
+    manager, together, apart = KVCacheManager(settings, pools=pools, copier=copier), Feed(), Feed()
+    num_filled = 0
+    for batch in batches(manager, rng, 200):
+        one_each = with_stored_blocks(batch, size)
+        merged = with_filled_blocks(one_each, size)
+        num_filled += sum(isinstance(event, BlocksFilled) for event in merged.events)
+        assert together.fold(merged) == apart.fold(one_each)
+        assert list(together.snapshot()) == list(apart.snapshot())
+        copier.tick()
+    assert num_filled
+
+
 def test_snapshot_tells_everything_parents_first() -> None:
     """A snapshot alone builds the same index as the whole stream."""
     rng = random.Random(5)
@@ -206,6 +288,31 @@ def test_snapshot_tells_everything_parents_first() -> None:
         for change in feed.snapshot():
             late.apply(change)
         assert all(late.names(level) == index.names(level) for level in (0, 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_snapshot_tells_what_the_stream_told(seed: int) -> None:
+    """Tokens and namespace of each block in a snapshot are those with which it was announced."""
+    rng = random.Random(3000 + seed)
+    manager, feed = KVCacheManager(config(rng)), Feed()
+    told: dict[bytes, tuple[bytes, object]] = {}
+    namespaces: set[object] = set()
+    for batch in batches(manager, rng, 150):
+        told.update(blocks_of(feed.fold(batch)))
+        snapshot = dict(blocks_of(feed.snapshot()))
+        assert snapshot == {name: told[name] for name in snapshot}
+        namespaces.update(namespace for _, namespace in snapshot.values())
+    assert len(namespaces) == 2
+
+
+def blocks_of(changes: Iterable[Change]) -> Iterator[tuple[bytes, tuple[bytes, object]]]:
+    """Name, tokens and namespace of each stored block."""
+    for change in changes:
+        if isinstance(change, Stored):
+            size = 4 * change.tokens_per_block
+            for index in range(len(change.names) // NAME_BYTES):
+                name = change.names[index * NAME_BYTES : (index + 1) * NAME_BYTES]
+                yield name, (change.tokens[index * size : (index + 1) * size], change.namespace)
 
 
 def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:

@@ -273,6 +273,24 @@ class TestEncoding:
         [_, [event], _] = msgspec.msgpack.decode(encode_batch([stored([H1], [1], namespace=NUMBERED)], TS))
         assert (event["lora_id"], event["lora_name"], event["extra_keys"]) == (7, "7", [["7"]])
 
+    @pytest.mark.parametrize("level", [0, 1])
+    def test_a_block_behind_another_says_the_same_of_its_window(self, level: int) -> None:
+        """The short way for single blocks of running prompts tells group, attention, window and medium as all do."""
+        changes = [
+            stored([H2] * blocks, [1, 2] * blocks, parent, index, level)
+            for index in range(3)
+            for blocks, parent in ((1, H1), (1, None), (2, H1))
+        ]
+        [_, events, _] = msgspec.msgpack.decode(encode_batch(changes, TS, 0, WINDOWS))
+        about_blocks = ("block_hashes", "parent_block_hash", "token_ids", "extra_keys")
+        for at in range(0, 9, 3):
+            inner, *others = [
+                {key: value for key, value in event.items() if key not in about_blocks}
+                for event in events[at : at + 3]
+            ]
+            assert others == [inner, inner]
+        assert events[0]["kv_cache_spec_sliding_window"] == 512
+
     def test_salt_is_on_the_first_block_of_a_prompt_only(self) -> None:
         """The salt's digest is a key of the block without a parent, and of no other."""
         digest = SALTED.salt_digest

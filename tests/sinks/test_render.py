@@ -11,6 +11,7 @@ from events.types import (
     AllocateReason,
     AnyEvent,
     BlocksAllocated,
+    BlocksFilled,
     BlocksStored,
     EventBatch,
     Namespace,
@@ -18,7 +19,7 @@ from events.types import (
     TokensAppended,
 )
 from sinks.render import render_batch, render_event, text
-from tests.sinks.helpers import KEY_BYTES, KEYS, PLANTED, SAMPLES, TWO
+from tests.sinks.helpers import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
 LINES = [
     "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)",
@@ -30,6 +31,7 @@ LINES = [
     "BlocksReused      #7 group=1 primary blocks=2 first=2 1f2e3d4c..9a8b7c6d replaced=1",
     "BlocksCopied      #7 group=0 tokens=3 from secondary block=2 transfer=11",
     "BlocksStored      #7 group=0 primary blocks=2 first=35 1f2e3d4c..9a8b7c6d after 00112233 priority=36",
+    "BlocksFilled      sequences=2 group=0 primary blocks=2 1f2e3d4c..9a8b7c6d priority=36",
     "BlocksUpdated     group=0 primary blocks=2 1f2e3d4c..9a8b7c6d priority=35->80 for #7",
     "BlocksMoved       group=0 primary->secondary blocks=2 1f2e3d4c..9a8b7c6d why=offload transfer=12 for #7",
     "BlocksRemoved     group=0 secondary blocks=2 1f2e3d4c..9a8b7c6d why=capacity for #7",
@@ -71,6 +73,14 @@ def test_a_step_of_one_sequence_shows_its_handle() -> None:
     assert line.split() == ["TokensAppended", "#7", "tokens=1"]
     line = render_event(BlocksAllocated(pack_u32([7, 8]), b"", 0, TWO, AllocateReason.DECODE), KEY_BYTES)
     assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
+
+
+def test_a_block_filled_alone_shows_its_place() -> None:
+    """Where decoding has filled one block, its sequence, index and parent are named, as for a stored one."""
+    event = BlocksFilled(pack_u32([7]), 0, pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36)
+    assert render_event(event, KEY_BYTES).split(maxsplit=1)[1] == (
+        "#7 group=0 primary blocks=1 first=35 1f2e3d4c after 9a8b7c6d priority=36"
+    )
 
 
 def test_tokens_are_counted_when_they_were_taken_out() -> None:
