@@ -22,7 +22,7 @@ import numpy as np
 from events import types as ev
 from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns, announced_chains
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
-from events.sequence_tokens import RunningTokens, SequenceTokens
+from events.sequence_tokens import NamedTokens, RunningTokens
 from events.symbols import SymbolTable
 from events.told_blocks import BlockExtras, told
 from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
@@ -60,16 +60,6 @@ class Cleared(msgspec.Struct, frozen=True, gc=False):
 Change = Stored | Removed | Cleared
 
 
-class FeedSequence(SequenceTokens):
-    """A running sequence, as far as the feed needs it."""
-
-    __slots__ = ("namespace",)
-
-    def __init__(self, tokens: array[int], namespace: Namespace) -> None:
-        super().__init__(tokens)
-        self.namespace = namespace
-
-
 _unpack_numbers = struct.Struct("<I").iter_unpack
 _HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
 
@@ -87,7 +77,7 @@ class Feed:
         self.tokens_per_block = 1
         self._key_bytes = 0
         self._columns: list[tuple[Columns, Columns]] = []
-        self._sequences: dict[int, FeedSequence] = {}
+        self._sequences: dict[int, NamedTokens] = {}
         self._running = RunningTokens(self._sequences)
         self._symbols = SymbolTable()
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
@@ -180,7 +170,7 @@ class Feed:
         self._changes.append(Cleared())
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
-        self._sequences[event.handle] = FeedSequence(array("i", event.tokens), event.namespace)
+        self._sequences[event.handle] = NamedTokens(array("i", event.tokens), event.namespace)
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]
@@ -360,7 +350,7 @@ class Feed:
         self._forget()
         self._symbols.install(event)
         for sequence in event.sequences:
-            self._sequences[sequence.handle] = FeedSequence(array("i", sequence.tokens), sequence.namespace)
+            self._sequences[sequence.handle] = NamedTokens(array("i", sequence.tokens), sequence.namespace)
         for group, exported in enumerate(event.groups):
             self._install_group(group, exported)
         for item in event.transfers:

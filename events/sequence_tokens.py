@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping
 
 from events.packed import TOKEN_BYTES
-from events.types import TokensAppended
+from events.types import Namespace, TokensAppended
 
 
 class SequenceTokens:
@@ -44,6 +44,16 @@ class SequenceTokens:
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""
+
+
+class NamedTokens(SequenceTokens):
+    """A running sequence with the namespace in which its blocks are cached."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, tokens: array[int], namespace: Namespace) -> None:
+        super().__init__(tokens)
+        self.namespace = namespace
 
 
 class RunningTokens:

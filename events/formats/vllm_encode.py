@@ -74,7 +74,7 @@ def encode_batch(
 def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
     blocks = len(stored.names) // NAME_BYTES
     parent, namespace = stored.parent, stored.namespace
-    if blocks == 1 and parent:  # what decoding stores, several times per engine step
+    if blocks == 1 and parent and not stored.extras:  # what decoding stores, several times per engine step
         start, middle, end = _around_one(
             namespace, stored.level, stored.tokens_per_block, stored.group, groups
         )

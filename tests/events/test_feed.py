@@ -302,7 +302,7 @@ def test_snapshot_tells_what_the_stream_told(seed: int) -> None:
         snapshot = dict(blocks_of(feed.snapshot()))
         assert snapshot == {name: told[name] for name in snapshot}
         namespaces.update(namespace for _, namespace in snapshot.values())
-    assert len(namespaces) == 2
+    assert len(namespaces) > 1
 
 
 def blocks_of(changes: Iterable[Change]) -> Iterator[tuple[bytes, tuple[bytes, object]]]:
