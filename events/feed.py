@@ -16,49 +16,17 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from events import types as ev
-from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns, announced_chains
+from events.feed_changes import Change, Cleared, Removed, Stored
+from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
+from events.feed_snapshot import visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.sequence_tokens import NamedTokens, RunningTokens
 from events.symbols import SymbolTable
-from events.told_blocks import BlockExtras, told
+from events.told_blocks import told
 from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
-
-
-class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive full blocks of one prefix became resident in a level."""
-
-    group: int
-    level: int
-    names: bytes
-    """8 bytes per block, big-endian."""
-    parent: bytes
-    """The name before the first block; empty at the start of a prompt."""
-    tokens: bytes
-    """Plain token ids, int32 LE; `tokens_per_block` for each name."""
-    tokens_per_block: int
-    namespace: Namespace
-    extras: tuple[BlockExtras, ...] = ()
-    """What distinguishes each block besides its tokens; empty where there is nothing."""
-
-
-class Removed(msgspec.Struct, frozen=True, gc=False):
-    """Blocks left a level; leaves first."""
-
-    group: int
-    level: int
-    names: bytes
-
-
-class Cleared(msgspec.Struct, frozen=True, gc=False):
-    """Nothing is resident any more."""
-
-
-Change = Stored | Removed | Cleared
-
 
 _unpack_numbers = struct.Struct("<I").iter_unpack
 _HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
@@ -126,7 +94,8 @@ class Feed:
     def snapshot(self) -> Iterator[Change]:
         """Everything visible as stores, parents first."""
         for group, levels in enumerate(self._columns):
-            yield from (told(stored, self._symbols) for stored in announced_chains(group, levels))
+            for change in visible_blocks(group, levels):
+                yield told(change, self._symbols) if isinstance(change, Stored) else change
 
     def resident(self, group: int, level: int) -> set[bytes]:
         """The names that routers know in this level."""

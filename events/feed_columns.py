@@ -9,16 +9,13 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from events.feed_changes import Stored
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
-from events.types import PRIMARY, SECONDARY, Namespace
-
-if TYPE_CHECKING:
-    from events.feed import Stored
+from events.types import Namespace
 
 ABSENT, IN_FLIGHT, WAITING, ANNOUNCED = 0, 1, 2, 3
 """No full block; one whose copy has not landed; one whose parent routers do not know yet; one that they know."""
@@ -84,8 +81,6 @@ class Columns:
 
     def read(self, slots: array[int], group: int, level: int) -> Stored:
         """Consecutive blocks as they are told to routers."""
-        from events.feed import Stored  # feed is made of columns
-
         at = _places(slots)
         first = slots[0]
         return Stored(
@@ -175,6 +170,11 @@ class Columns:
         for slot in np.flatnonzero(self._state == ANNOUNCED).tolist():
             yield bytes(self._name_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES]), slot
 
+    def hidden(self) -> Iterator[tuple[bytes, int]]:
+        """(name, slot) of every full block that they do not know yet."""
+        for slot in np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING)).tolist():
+            yield bytes(self._name_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES]), slot
+
     def announced_names(self) -> set[bytes]:
         """Their names."""
         return {name for name, _ in self.announced()}
@@ -182,26 +182,6 @@ class Columns:
     def clear(self) -> None:
         """Forget all blocks."""
         self._state[:] = ABSENT
-
-
-def announced_chains(group: int, levels: tuple[Columns, Columns]) -> Iterator[Stored]:
-    """Every block that routers know, in chains from the roots on: a block goes on with its only child in its level."""
-    places = {name: (level, slot) for level in levels for name, slot in level.announced()}
-    children: dict[bytes, list[bytes]] = {}
-    for name, (columns, slot) in places.items():
-        children.setdefault(columns.parent_of(slot), []).append(name)
-    heads = children.get(b"", [])[::-1]
-    while heads:
-        columns, slot = places[heads[-1]]
-        name = heads.pop()
-        chain = array("i", [slot])
-        below = children.get(name, [])
-        while len(below) == 1 and places[below[0]][0] is columns:
-            name = below[0]
-            chain.append(places[name][1])
-            below = children.get(name, [])
-        yield columns.read(chain, group, PRIMARY if columns is levels[PRIMARY] else SECONDARY)
-        heads.extend(reversed(below))
 
 
 def _places(slots: array[int] | bytes) -> npt.NDArray[np.intp]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from events.feed_changes import BlockExtras, Stored
 from events.rich_tokens import RichTokens
 from events.symbols import SymbolTable, has_symbols
-
-if TYPE_CHECKING:
-    from events.feed import Stored
-
-BlockExtras = tuple[tuple[str, int], ...]
-"""(64 hex digits, where it begins relative to the block) of each item in a block, in order."""
 
 
 def told(stored: Stored, table: SymbolTable) -> Stored:

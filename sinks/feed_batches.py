@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from events.feed import Change, Removed, Stored
+from events.feed_changes import Change, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import structlog
 import zmq
 
-from events.feed import Change, Cleared
+from events.feed_changes import Change, Cleared
 from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.types import GroupCreated
 from sinks.feed_batches import at_most, in_batches

@@ -21,7 +21,8 @@ from typing import Protocol
 
 import msgspec
 
-from events.feed import Change, Cleared, Feed
+from events.feed import Feed
+from events.feed_changes import Change, Cleared
 from events.types import EventBatch, Gap, GroupCreated
 from sinks.feed_batches import BATCH_BYTES, change_bytes, in_batches
 from sinks.feed_numbers import FeedNumbers

@@ -35,7 +35,7 @@ import msgspec
 import structlog
 import zmq
 
-from events.feed import Change
+from events.feed_changes import Change
 from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError

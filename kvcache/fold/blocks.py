@@ -156,24 +156,23 @@ class BlockFold:
             group.levels[PRIMARY].take(to_slots)
             group.onboard(from_slots, to_slots, event.transfer)
             group.settle(self.sequences[event.handle].tails[event.group])  # type: ignore[arg-type]
-            self._fill_tables(event.group, event.first_block, to_slots)
+            self._fill_tables(event.group)
         onboarded = event.handle if event.why == MoveReason.ONBOARD else None
         transfer = Transfer(event.group, event.to_level, to_slots, onboarded, event.first_block)
         self._track(event.transfer, transfer)
 
-    def _fill_tables(self, index: int, first: int, slots: array[int]) -> None:
-        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+    def _fill_tables(self, index: int) -> None:
+        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have.
+
+        Each gets what lies on its own path: a request may share only the start of what another one has onboarded.
+        """
+        group = self.groups[index]
         for sequence in self.sequences.values():
             table = sequence.tables[index]
-            if first < len(table) and table[first] == -1 and self._holds(sequence, index, slots[0]):
-                last = min(first + len(slots), sequence.tails[index].end)
-                table[first:last] = slots[: last - first]
-
-    def _holds(self, sequence: Sequence, index: int, slot: int) -> bool:
-        return any(
-            run.level == PRIMARY and slot in run.slots
-            for run in self.groups[index].path(sequence.tails[index])
-        )
+            if -1 in table:
+                for run in group.path(sequence.tails[index]):
+                    if run.level == PRIMARY:
+                        table[run.start : run.end] = run.slots
 
     def _take_over(
         self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]

@@ -256,6 +256,28 @@ def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
     assert waiting_seen or not settings.secondary_blocks
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_who_comes_late_knows_what_the_others_know(seed: int) -> None:
+    """Also while blocks are on their way and others hang behind them: a snapshot and what follows tell the same."""
+    rng = random.Random(4000 + seed)
+    settings = config(rng)
+    pools = Pools(Layout.of(settings), device="cpu")
+    copier = LateCopier(pools.copier(), 3)
+    manager, feed = KVCacheManager(settings, pools=pools, copier=copier), Feed()
+    indexes = [StrictIndex()]
+    for batch in batches(manager, rng, 150):
+        for change in feed.fold(batch):
+            for index in indexes:
+                index.apply(change)
+        late = StrictIndex()
+        for change in feed.snapshot():
+            late.apply(change)
+        indexes = [*indexes[:20], late]
+        for level in (0, 1):
+            assert {frozenset(index.names(level)) for index in indexes} == {frozenset(feed.resident(0, level))}
+        copier.tick()
+
+
 @pytest.mark.parametrize("delay", [0, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_filled_blocks_are_told_as_stored_ones(seed: int, delay: int) -> None:

@@ -111,6 +111,20 @@ def test_secondary_prefix_shared_by_a_batch_is_onboarded_once() -> None:
     manager.check()
 
 
+def test_each_request_of_a_batch_gets_what_it_onboarded_itself() -> None:
+    """Two prompts that share their start in secondary and part there: no table names the other one's blocks."""
+    manager = cache(primary_blocks=8, secondary_blocks=8)
+    prompts = {"a": [1, 2, 3, 4, 9], "b": [1, 2, 5, 6, 9]}
+    fill(manager, *prompts.values(), [7] * 16)
+    manager.flush()
+    admitted = manager.add_sequences([Request(name, prompt) for name, prompt in prompts.items()])
+    assert [each.reused_secondary for each in admitted] == [4, 4]
+    manager.check()
+    one, other = manager.block_tables(["a", "b"]).tolist()
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
 def test_requests_of_a_batch_do_not_reuse_each_other() -> None:
     """Nothing of a batch is computed yet, so equal prompts in one batch each get blocks of their own."""
     manager = cache()
