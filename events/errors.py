@@ -48,7 +48,10 @@ class LogExists(LogError):
         super().__init__(path)
 
     def __str__(self) -> str:
-        return f"{self.path} holds a log already: choose another directory, or open it with resume=True"
+        return (
+            f"{self.path} holds a log already: choose another directory, or continue it with "
+            "log=LogWriter(directory, resume=True)"
+        )
 
 
 class LogLocked(LogError):

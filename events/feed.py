@@ -143,6 +143,7 @@ class Feed:
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]
+        self._running.forget()
 
     # -- blocks
 

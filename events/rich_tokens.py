@@ -15,6 +15,8 @@ import numpy.typing as npt
 from events.packed import TOKEN_BYTES
 
 ExtraIds = npt.NDArray[np.uint64]
+DIGEST_BYTES = 32
+"""Of an item's content."""
 
 
 class ItemSpan(NamedTuple):

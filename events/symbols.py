@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from events.rich_tokens import ItemSpan, RichTokens
+from events.rich_tokens import DIGEST_BYTES, ItemSpan, RichTokens
 from events.types import (
     AnyEvent,
     CacheCreated,
@@ -113,6 +113,8 @@ class SymbolTable:
         for page in pages:
             if page.number in self.pages or not 0 <= page.number < MAX_PAGES or _key(page) in self._numbers:
                 raise ValueError("a page of symbols is there already, or has an impossible number")
+            if not _is_possible(page):
+                raise ValueError("a page of symbols stands for nothing")
             self.pages[page.number] = page
             self._numbers[_key(page)] = page.number
         while self._lowest in self.pages:
@@ -240,3 +242,15 @@ def _add_spans(items: list[ItemSpan], page: SymbolPage, places: _Int64s, offsets
             items[-1] = last._replace(end=end)
         else:
             items.append(ItemSpan(begin, end, digest, offset, page.uuid))
+
+
+def _is_possible(page: SymbolPage) -> bool:
+    """Whether a cache can have begun such a page; in a log without tokens it says nothing of what it stands for."""
+    if page.digest is None:
+        return page.token >= 0 and page.token % PAGE_SIZE == 0 and page.offset == 0
+    return (
+        page.token >= 0
+        and len(page.digest) == DIGEST_BYTES
+        and page.offset >= 0
+        and page.offset % PAGE_SIZE == 0
+    )

@@ -49,6 +49,8 @@ def incoming(request: Any, max_tokens: int, table: SymbolTable) -> Incoming:
     symbols = pack_tokens(request.tokens, max_tokens)
     if not symbols:
         raise InvalidTokens("the prompt is empty: at least one token is needed")
+    if len(symbols) > max_tokens * SYMBOL_BYTES:
+        raise PromptTooLong(len(symbols) // SYMBOL_BYTES, max_tokens)
     rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
     return Incoming(request_id, namespace, symbols, rich).with_symbols(table)
 
@@ -63,6 +65,4 @@ def incoming_batch(
         if request.request_id in running or request.request_id in seen:
             raise DuplicateRequest(request.request_id)
         seen.add(request.request_id)
-        if request.num_tokens > max_tokens:
-            raise PromptTooLong(request.num_tokens, max_tokens)
     return batch

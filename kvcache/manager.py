@@ -78,7 +78,7 @@ class KVCacheManager(Reading, Observed):
         self._guard, self._wall_ns = Guard(), wall_ns
         pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
         self._max_tokens = min(config.max_sequence_length, pool)
-        self.transfers = engine_for(pools, copier)
+        self.transfers = engine_for(pools, copier, self.layout)
         self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
@@ -103,9 +103,13 @@ class KVCacheManager(Reading, Observed):
     def resume(cls, state: CacheState, **options: Any) -> Self:
         """A manager without pools that goes on from a replayed state: it decides as the recorded one would have.
 
-        Takes the same `log`, `sinks` and `wall_ns` as the constructor. Raises `Unsupported` for the state of a log
-        without tokens: matching needs them.
+        `state` is that of `kvcache.replay.replay(directory)`; `log`, `sinks` and `wall_ns` are the constructor's.
+        Raises `Unsupported` for the state of a log without tokens: matching needs them.
         """
+        if not isinstance(state, CacheState):
+            raise UsageError(
+                f"a state is needed, not {type(state).__name__}: replay.replay(directory).state is one"
+            )
         if state.created is None or not state.tokens_recorded:
             instead = "replay a log that records tokens, up to its first batch or beyond"
             raise Unsupported("going on from this state", instead)

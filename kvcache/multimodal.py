@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from events.rich_tokens import ExtraIds, ItemSpan, RichTokens
+from events.rich_tokens import DIGEST_BYTES, ExtraIds, ItemSpan, RichTokens
 from kvcache.arguments import checked_integer, checked_text, listed
 from kvcache.errors import InvalidTokens, UsageError
 
-DIGEST_BYTES = 32
 _LIMIT = 2**64
 
 

@@ -61,6 +61,11 @@ class Outlets:
         return self.log.epoch_started if self.log is not None else None
 
     @property
+    def records_tokens(self) -> bool:
+        """Whether the log, if there is one, says what prompts are, so that nobody relies on names."""
+        return self.log is None or self.log.epoch_started.tokens_recorded
+
+    @property
     def next_seq(self) -> int:
         """Number of the next batch."""
         return self.log.next_seq if self.log is not None else 0

@@ -24,7 +24,7 @@ except ImportError as error:
 
 from cuda_ops.cpu import TorchCopier
 from cuda_ops.host_memory import pinned_zeros
-from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout, PoolLayout
 from kvcache.memory import free_bytes
 
@@ -79,6 +79,10 @@ class Pools:
         Raises NotEnoughMemory, before anything is allocated, if it does not fit, and Unsupported for a
         device that is neither a GPU of CUDA nor the host.
         """
+        if not isinstance(layout, Layout):
+            raise UsageError(
+                f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
+            )
         self.device = _device(device)
         self.layout = layout
         self.bytes_primary, self.bytes_secondary = _bytes(layout)
@@ -121,9 +125,14 @@ class Pools:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError("device must name one as torch does: 'cpu', 'cuda', 'cuda:1'") from None
     if device.type not in ("cuda", "cpu"):
         raise Unsupported(f"a cache on {device.type}", "use a CUDA device, or the CPU")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Unsupported("a cache on cuda", "this PyTorch finds no GPU: use the CPU")
     return torch.empty(0, device=device).device  # with the index of the GPU, should it be missing
 
 

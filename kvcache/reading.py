@@ -13,7 +13,7 @@ from events.types import RequestId
 from kvcache.arguments import checked_integer, listed
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import TransfersPending, UsageError
+from kvcache.errors import TransfersPending, Unsupported, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
@@ -21,6 +21,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming_batch
+from kvcache.journal import Journal
 from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
 from kvcache.multimodal import MultimodalItem, rich_tokens
@@ -40,6 +41,7 @@ class Reading:
     state: CacheState
     transfers: TransferEngine | None
     _blocks: BlockManager
+    _journal: Journal
     _guard: Guard
     _max_tokens: int
     _pools: Pools | None
@@ -97,8 +99,9 @@ class Reading:
         only = self.layout.groups[0].window
         if window is not None and checked_integer(window, "a window") != only:
             raise UsageError(f"there is no window of {window} tokens, only one of {only}")
+        sequence = self._sequence(request_id)
         self._refuse_pending()
-        return self._presented(np.array(self._sequence(request_id).tables[0], np.int32))
+        return self._presented(np.array(sequence.tables[0], np.int32))
 
     def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
         """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
@@ -106,9 +109,9 @@ class Reading:
         With pools a torch tensor on the host, without them a numpy array.
         """
         self._guard.enter()
-        self._refuse_pending()
         ids = listed(request_ids, "request_ids")
         tables = [self._sequence(request_id).tables[0] for request_id in ids]
+        self._refuse_pending()
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -142,7 +145,22 @@ class Reading:
         check(self.state)
 
     def _incoming(self, requests: Items[Request]) -> list[Incoming]:
-        return incoming_batch(requests, self.state.handles, self._max_tokens, self.state.symbols)
+        batch = incoming_batch(requests, self.state.handles, self._max_tokens, self.state.symbols)
+        if self.state.hashing.name == "v1_block_key":
+            self._refuse_ambiguous(batch)
+        return batch
+
+    def _refuse_ambiguous(self, batch: Items[Incoming]) -> None:
+        """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""
+        instead = "use the default block_hash, v2_sha256_64"
+        if any(request.namespace.lora_name is not None for request in batch):
+            raise Unsupported(
+                "a lora_name with v1_block_key, which knows LoRA ids only", f"{instead}, or lora_id"
+            )
+        if not self._journal.outlets.records_tokens and any(
+            request.rich is not None and request.rich.items for request in batch
+        ):
+            raise Unsupported("multimodal items with v1_block_key in a log without tokens", instead)
 
     def _sequence(self, request_id: RequestId) -> Sequence:
         return self._blocks.sequence(request_id)

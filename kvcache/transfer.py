@@ -27,6 +27,7 @@ from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
 from events.types import PRIMARY, BlocksCopied, BlocksMoved
 from kvcache.errors import UsageError
+from kvcache.layout import Layout
 
 SlotKey = tuple[int, int, int]
 """Group, level, slot."""
@@ -172,11 +173,16 @@ class TransferEngine:
                 self._bad.pop(key, None)
 
 
-def engine_for(pools: Any, copier: Copier | None) -> TransferEngine | None:
+def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEngine | None:
     """What moves the bytes of `pools`, or whatever `copier` moves; None without either. Raises `UsageError`."""
-    if copier is None and pools is not None:
+    if pools is not None:
         if not callable(getattr(pools, "copier", None)):
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
+        if getattr(pools, "layout", layout) != layout:
+            raise UsageError(
+                "the pools have another layout than the config: make them by Pools(Layout.of(config))"
+            )
+    if copier is None and pools is not None:
         copier = pools.copier()
     if copier is None:
         return None

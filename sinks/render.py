@@ -166,7 +166,7 @@ def _blocks_stored(e: BlocksStored, key_bytes: int) -> str:
 def _blocks_filled(e: BlocksFilled, key_bytes: int) -> str:
     names = _names(names_of_keys(e.keys, key_bytes) if e.keys else b"")
     where = f"group={e.group} {_level(PRIMARY)} {_blocks(e.slots)}"
-    if len(e.slots) == SLOT_BYTES:
+    if len(e.slots) == len(e.blocks) == SLOT_BYTES:
         where += f" first={int(unpack_u32(e.blocks)[0])}"
         names += f" after {_name(e.parents)}" if e.parents else ""
     return f"{_sequences(e.handles)}{where}{names} priority={e.priority}"

@@ -48,6 +48,13 @@ def claim(directory: Path, resume: bool) -> int:
     return lock
 
 
+def release(lock: int) -> None:
+    """Give up what `claim` returned."""
+    # Said aloud, because a child that was just forked may still hold the descriptor.
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
 def _lock(directory: Path) -> int:
     # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

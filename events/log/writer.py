@@ -29,7 +29,7 @@ from typing import Literal, Self
 
 from events.errors import LogWriteFailed
 from events.log.output import LogOutput
-from events.log.recovery import claim, recover
+from events.log.recovery import claim, recover, release
 from events.log.weight import batch_weight
 from events.types import EpochStarted, EventBatch, Gap
 
@@ -265,7 +265,7 @@ class LogWriter:
         self._hurry.set()
         self._work.set()
         self._thread.join()
-        os.close(self._lock)
+        release(self._lock)
         atexit.unregister(self._drain_at_exit)
         _open_writers.discard(self)
         if self._failure is not None:

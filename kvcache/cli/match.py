@@ -11,8 +11,8 @@ from typing import Any
 
 from events.log import LogReader
 from events.rich_tokens import RichTokens
-from events.symbols import SymbolTable
-from events.types import EventBatch, Namespace, SequenceAdded
+from events.symbols import SymbolTable, has_symbols
+from events.types import EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
 from kvcache.cli.output import Output, count, printable, share
 from kvcache.cli.progress import progress
@@ -121,8 +121,13 @@ class _Search:
             yield batch
 
     def _look(self, batch: EventBatch) -> None:
-        for event in batch.events:
-            self._symbols.fold(event)
+        # What a batch says before a gap continues what is missing: symbols begin with the whole state behind it.
+        known = max((index for index, event in enumerate(batch.events) if isinstance(event, Gap)), default=-1)
+        for index, event in enumerate(batch.events):
+            if index > known:
+                self._symbols.fold(event)
+            elif isinstance(event, SequenceAdded) and has_symbols(event.tokens):
+                continue
             if isinstance(event, SequenceAdded) and str(event.request_id) == self._id:
                 self._found = event.namespace, self._symbols.spell(event.tokens)
 

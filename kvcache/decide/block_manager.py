@@ -114,13 +114,8 @@ class BlockManager:
     def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
         """The sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self._decoding
-        try:
-            same = batch is not None and batch.ids == request_ids
-            if same and batch is not None and batch.has_like_flags:
-                same = bool not in map(type, request_ids)
-        except Exception:  # noqa: BLE001  what cannot be compared is no id, which is said below
-            same = False
-        if batch is None or not same:
+        # Types first: what is no id may equal one (1.0, True), or do anything when it is compared.
+        if batch is None or not _PLAIN_IDS.issuperset(map(type, request_ids)) or batch.ids != request_ids:
             batch = DecodeBatch(request_ids, self.running(request_ids), self._state.tokens_per_block, limit)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(

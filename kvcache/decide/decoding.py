@@ -26,14 +26,12 @@ class Due(NamedTuple):
 class DecodeBatch:
     """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
 
-    __slots__ = ("_due", "_period", "_steps", "_steps_left", "handles", "has_like_flags", "ids", "sequences")
+    __slots__ = ("_due", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
 
     def __init__(
         self, ids: Items[RequestId], sequences: list[Sequence], tokens_per_block: int, limit: int
     ) -> None:
         self.ids = list(ids)
-        self.has_like_flags = not {0, 1}.isdisjoint(self.ids)
-        """Whether True or False, which are no ids, would equal one of them."""
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed uint32."""

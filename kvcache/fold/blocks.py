@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 
 from events import types as ev
+from events.packed import NAME_BYTES
 from events.sequence_tokens import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
@@ -94,6 +95,7 @@ class BlockFold:
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first = event.group, event.first_block
+        invariant(event.level == PRIMARY, "blocks are stored in primary")
         group, sequence = self.groups[index], self.sequences[event.handle]
         tail = sequence.tails[index]
         slots = array("i", event.slots)
@@ -118,6 +120,9 @@ class BlockFold:
         blocks, slots = array("I", event.blocks), array("i", event.slots)
         invariant(group.incoming.keys().isdisjoint(slots), "a block was filled while a copy is to come")
         key_bytes, key, at = group.tree.key_bytes, b"", 0
+        named = len(slots) * NAME_BYTES if key_bytes else 0
+        if len(event.keys) != len(slots) * key_bytes or len(event.parents) != named:
+            raise InvariantViolated("filled blocks have other names than there are blocks")
         owner, sequences, block_bytes = group.levels[PRIMARY].owner, self.sequences, group.tree.block_bytes
         for handle, block, slot in zip(array("I", event.handles), blocks, slots, strict=True):
             sequence = sequences[handle]

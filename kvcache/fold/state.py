@@ -78,6 +78,8 @@ class CacheState(BlockFold):
 
     def apply(self, event: ev.Event) -> None:
         """Change the state by one event."""
+        # Live events are right by construction; one that was read may name a group from the end, as Python would.
+        invariant(getattr(event, "group", 0) >= 0, "there is no such group")
         self.handlers[type(event)](event)
 
     # -- life of the cache
@@ -199,6 +201,7 @@ class CacheState(BlockFold):
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
         self.rich.pop(event.handle, None)
+        self.running.forget()
         self.stamp += 1
         for index, group in enumerate(self.groups):
             tail = sequence.tails[index]

@@ -274,7 +274,9 @@ def test_who_comes_late_knows_what_the_others_know(seed: int) -> None:
             late.apply(change)
         indexes = [*indexes[:20], late]
         for level in (0, 1):
-            assert {frozenset(index.names(level)) for index in indexes} == {frozenset(feed.resident(0, level))}
+            assert {frozenset(index.names(level)) for index in indexes} == {
+                frozenset(feed.resident(0, level))
+            }
         copier.tick()
 
 

@@ -18,7 +18,14 @@ from events.formats.vllm import BlockStored, decode_batch, encode_batch
 from events.log import LogReader
 from events.types import Event, EventBatch, SequenceAdded, StateExported, SymbolsForgotten, SymbolsInterned
 from kvcache import KVCacheManager, MultimodalItem, Request
-from kvcache.errors import InvalidTokens, InvariantViolated, OutOfBlocks, OutOfSymbols, UsageError
+from kvcache.errors import (
+    InvalidTokens,
+    InvariantViolated,
+    OutOfBlocks,
+    OutOfSymbols,
+    Unsupported,
+    UsageError,
+)
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
@@ -352,10 +359,12 @@ class Traffic:
                 self.manager.check()
 
 
-@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
-@pytest.mark.parametrize("algorithm", ["v1_block_key", "v2_sha256_64", "xxh3_64"])
+@pytest.mark.parametrize(
+    ("algorithm", "tokens"),
+    [("v1_block_key", True), ("v2_sha256_64", True), ("v2_sha256_64", False), ("xxh3_64", False)],
+)
 def test_log_replays_at_every_batch(
-    tmp_path: Path, tokens: bool, algorithm: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, algorithm: str, tokens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each batch the folded state is the live one; with tokens it knows the symbols, without it tells nothing."""
     monkeypatch.setattr(symbols, "FORGET_ABOVE", 6)
@@ -552,3 +561,15 @@ def test_admission_records_symbols() -> None:
     )
     assert array("i", added.tokens).tolist() == [1, -1, -2, 2]
     assert list(itertools.chain(manager._sequence("r").tokens)) == [1, -1, -2, 2]
+
+
+def test_v1_names_are_not_relied_on_where_they_are_ambiguous(tmp_path: Path) -> None:
+    """v1_block_key knows no LoRA names, and not where an item begins: refused where blocks are known by name only."""
+    with pytest.raises(Unsupported, match="lora_name with v1_block_key"):
+        cache(block_hash="v1_block_key").add_sequence("a", [1, 2, 3], lora_name="x")
+    nameless = {"log_settings": {"record_tokens": False}, "log": tmp_path / "log"}
+    with cache(block_hash="v1_block_key", **nameless) as manager:
+        with pytest.raises(Unsupported, match="in a log without tokens"):
+            manager.add_sequence("a", [7, 7, 7, 7, 9], multimodal=[MultimodalItem(bytes(32), 0, 2)])
+        manager.add_sequence("a", [7, 7, 7, 7, 9])
+        manager.check()

@@ -12,8 +12,9 @@ import torch
 from cuda_ops.copier import Copy
 from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
-from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout
+from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 
 
@@ -138,3 +139,20 @@ def test_pools_say_which_extra_they_need() -> None:
     code = "import sys; sys.modules['torch'] = None\nimport kvcache.pools"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "install kvcache[torch]" in result.stderr
+
+
+def test_pools_of_another_layout_are_refused() -> None:
+    """Slots of the config's numbers would lie outside of these tensors."""
+    config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8, secondary_blocks=8)
+    other = config.model_copy(update={"primary_blocks": 4})
+    with pytest.raises(UsageError, match="another layout than the config"):
+        KVCacheManager(config, pools=Pools(Layout.of(other), device="cpu"))
+
+
+def test_pools_are_made_of_a_layout_on_a_device_that_is_there() -> None:
+    """A config instead of its layout, or a device that torch does not know, gets an error that says what to do."""
+    config = KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8)
+    with pytest.raises(UsageError, match=r"pass Layout\.of\(config\)"):
+        Pools(config)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'cpu', 'cuda'"):
+        Pools(Layout.of(config), device="gpu")
