@@ -236,10 +236,11 @@ class KVCacheManager(Reading, Observed):
     ) -> dict[RequestId, StoreResult]:
         """Append sampled tokens: one call per engine step for all running sequences.
 
-        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). What was sampled before is
-        taken as computed now: blocks that this completes become reusable. Returns the sequences whose tables point
-        at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of
-        them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
+        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
+        its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
+        `store_context_blocks` said so; where another block is needed, the full ones become reusable. Returns the
+        sequences whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the
+        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
         """
         self._guard.enter()
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")

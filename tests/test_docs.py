@@ -13,12 +13,15 @@ import pytest
 from pydantic import BaseModel
 
 from events.types import AllocateReason, MoveReason, RemoveReason
+from kvcache import errors
 from kvcache.config import KVCacheConfig
+from kvcache.manager import KVCacheManager
 from sinks.file import FileOptions
 from sinks.stdout import StdoutOptions
 from sinks.zmq import ZMQOptions
 from tests.conftest import ROOT, RunPython
 
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
@@ -81,16 +84,22 @@ def test_every_option_of_a_sink_is_documented(heading: str, options: type[msgspe
     assert {name: row[0] for name, row in table(SETTINGS, heading).items()} == declared
 
 
-def test_every_module_is_in_the_architecture() -> None:
-    """The table of modules has exactly those that lie in the directory."""
+# Directories whose modules are listed one by one, and not as one noun.
+OPENED = {"events": ("log", "formats"), "sinks": (), "cuda_ops": (), "kvcache": ("fold", "decide")}
+
+
+@pytest.mark.parametrize("package", OPENED)
+def test_every_module_is_in_the_architecture(package: str) -> None:
+    """The table of each package's modules has exactly those that lie in its directory."""
+    home = ROOT / package
     there = {
-        path.relative_to(ROOT / "kvcache").with_suffix("").as_posix()
-        for place in ("*", "fold/*", "decide/*")
-        for path in (ROOT / "kvcache").glob(place)
+        path.relative_to(home).with_suffix("").as_posix()
+        for place in ("*", *(f"{directory}/*" for directory in OPENED[package]))
+        for path in home.glob(place)
         if not path.name.startswith("_") and (path.suffix == ".py" or (path / "__init__.py").is_file())
-    } - {"fold", "decide"}
-    listed = [name for names in table(ARCHITECTURE, "Inside `kvcache`") for name in names.split(", ")]
-    assert sorted(listed) == sorted(there)
+    } - set(OPENED[package])
+    rows = table(ARCHITECTURE, f"Inside `{package}`")
+    assert sorted(name for names in rows for name in names.split(", ")) == sorted(there)
 
 
 def test_every_reason_is_in_the_legend() -> None:
@@ -108,6 +117,38 @@ def test_readme_example_runs(run_python: RunPython) -> None:
         "request-1: 0 of 100 prompt tokens were reused",
         "request-2: 99 of 100 prompt tokens were reused",
     ]
+
+
+def test_every_call_is_in_the_api() -> None:
+    """The table of calls has exactly the public methods and properties of the manager, each with a sentence."""
+    lines = API.partition("## All calls")[2].partition("\n## ")[0].splitlines()
+    rows = [line.strip("|").split(" | ") for line in lines if re.match(r"\| .*`", line)][1:]
+    calls = [re.findall(r"\w+", row[1])[0] for row in rows]
+    public = [name for name in dir(KVCacheManager) if not name.startswith("_")]
+    assert sorted(calls) == sorted(["KVCacheManager", *public])
+    assert all(row[2].strip().endswith(".") for row in rows)
+
+
+def test_every_error_is_in_the_api() -> None:
+    """The page names each error under its kind."""
+    tree = API.partition("## Errors")[2]
+    kinds = dict(re.findall(r"^- `(\w+)`:(.*(?:\n  .*)*)", tree, re.MULTILINE))
+    assert set(kinds) == {kind.__name__ for kind in errors.KVCacheError.__subclasses__()}
+    for kind, text in kinds.items():
+        declared = {
+            error.__name__
+            for error in getattr(errors, kind).__subclasses__()
+            if error.__module__ == errors.__name__
+        }
+        assert declared <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_api_examples_run(run_python: RunPython) -> None:
+    """The pieces of code of the page, one behind the other, are a program that runs."""
+    pieces = re.findall(r"^```python\n(.*?)^```", API, re.MULTILINE | re.DOTALL)
+    done = run_python("\n".join(pieces))
+    assert len(pieces) == 3
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
