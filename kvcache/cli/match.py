@@ -14,7 +14,8 @@ from events.rich_tokens import RichTokens
 from events.symbols import SymbolTable
 from events.types import EventBatch, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
-from kvcache.cli.output import Output, count, printable, share
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
 from kvcache.cli.replay import LEVELS
 from kvcache.errors import UsageError

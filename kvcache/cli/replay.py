@@ -9,7 +9,8 @@ from typing import Any
 from events.log import LogEnd
 from events.types import Gap
 from kvcache.cli.arguments import natural
-from kvcache.cli.output import Output, count, paint, printable
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, paint
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
 from kvcache.fold.group_state import GroupState

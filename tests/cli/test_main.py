@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -189,6 +190,36 @@ class TestDiagnostics:
         assert '"event": "sink_lost_batches"' in err
         assert '"level": "warning"' in err
         assert "locals" not in err
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (["replay", "/nowhere\x1b"], "/nowhere\\x1b is not a log directory"),
+            (["replay", "x", "--bogus"], "unrecognized arguments: --bogus"),
+        ],
+    )
+    def test_errors_as_json(self, kvcache: Kvcache, args: list[str], says: str) -> None:
+        """With --log-json, given anywhere, an error is a JSON line, that of wrong usage included."""
+        for line in (["--log-json", *args], [*args, "--log-json"]):
+            done = kvcache(*line)
+            [told] = map(json.loads, done.err.splitlines())
+            assert (done.code, told["level"]) == (2, "error")
+            assert says in told["event"]
+            assert told["timestamp"].endswith("Z")
+            assert "exception" not in told
+        assert kvcache(*args).err.startswith("kvcache: error: ")
+
+    def test_traceback_as_json(self, kvcache: Kvcache) -> None:
+        """With -v the JSON line of an error holds its traceback."""
+        [told] = map(json.loads, kvcache("replay", "/nowhere", "--log-json", "-v").err.splitlines())
+        assert told["exception"].startswith("Traceback")
+
+    def test_notes_as_json(self, kvcache: Kvcache, log: Path) -> None:
+        """Notes are JSON lines, too, and -q silences them in either form."""
+        args = ("events", log, "--request", "nobody", "--log-json")
+        [told] = map(json.loads, kvcache(*args).err.splitlines())
+        assert (told["event"], told["level"]) == ("no such event of request 'nobody'", "info")
+        assert kvcache(*args, "-q").err == ""
 
     def test_silent_by_default(self, start: Start) -> None:
         """Without being asked, stderr stays empty; the summary tells about the sink."""
