@@ -85,7 +85,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         tokens=not args.no_tokens,
         wanted=[each.wants for each in conditions if isinstance(each, OfRequest | NamingBlock)],
     )
+    last = -1
     for batch in reader:
+        last = batch.seq
         printer.learn(batch)
         for index, event in enumerate(batch.events):
             # All of them see every event: one that comes later may refer to it.
@@ -94,7 +96,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 printer.print(batch, index, event)
         if args.follow:
             sys.stdout.flush()
-    if args.request is not None and not printer.lines:
+    if args.since > max(last, 0):
+        ending = f"its last one is {last}" if last >= 0 else "it holds none"
+        out.note(f"the log ends before batch {args.since}: {ending}")
+    elif args.request is not None and not printer.lines:
         out.note(f"no such event of request {args.request!r}")
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")

@@ -146,6 +146,9 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
         return paint(
             f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red"
         )
+    if not replayed.checkpoints_verified:
+        where = "in the log" if replayed.end is not None else "up to there"
+        return f"none {where} to compare with; the state keeps its invariants"
     return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
 
 

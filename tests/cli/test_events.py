@@ -113,6 +113,16 @@ class TestConditions:
             (seq, index) for seq, index, _ in all_events(log) if seq >= 100
         ]
 
+    def test_since_beyond_the_end(self, kvcache: Kvcache, log: Path) -> None:
+        """A batch that the log does not have is said, since nothing at all is shown."""
+        last = max(batch.seq for batch in LogReader(log))
+        assert kvcache("events", log, "--since", last).err == ""
+        assert kvcache("events", log, "--since", last + 1) == (
+            0,
+            "",
+            f"kvcache: the log ends before batch {last + 1}: its last one is {last}\n",
+        )
+
     def test_request(self, kvcache: Kvcache, log: Path) -> None:
         """--request finds everything that carries the request's handle, and the landing of its copies."""
         [handle] = [

@@ -33,6 +33,8 @@ class TestErrors:
         [
             ([], "the following arguments are required: COMMAND"),
             (["frobnicate"], "invalid choice: 'frobnicate'"),
+            (["run", "--bogus"], "unrecognized arguments: --bogus (see `kvcache run --help`)"),
+            (["--bogus", "run"], "unrecognized arguments: --bogus (see `kvcache --help`)"),
             (["replay"], "the following arguments are required: LOG"),
             (["replay", "/nowhere/log"], "/nowhere/log is not a log directory"),
             (["events", "/nowhere/log"], "/nowhere/log is not a log directory"),
@@ -121,7 +123,7 @@ class TestClosedStreams:
     def test_no_input(self, log: Path) -> None:
         """A closed stdin is an empty one."""
         done = in_shell(f"match {log} --tokens - <&-")
-        assert (done.returncode, done.stderr) == (2, "kvcache: error: - holds no token ids\n")
+        assert (done.returncode, done.stderr) == (2, "kvcache: error: stdin holds no token ids\n")
 
     def test_nothing_at_all(self, tmp_path: Path) -> None:
         """A run without any of them writes its log, and no message into it."""
