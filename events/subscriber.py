@@ -48,7 +48,7 @@ class Subscriber:
     Args:
         endpoint: where it publishes, as ``tcp://127.0.0.1:5557``.
         replay: where it can be asked for what was missed; None: what is missed is lost.
-        topic: only messages whose topic begins with this.
+        topic: only messages whose topic begins with this; answers without any topic pass, too.
         start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
         replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
         max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
@@ -71,10 +71,12 @@ class Subscriber:
         self.malformed = 0
         """Messages that were ignored since they do not even have a number."""
         self._replay = replay
+        self._topic = topic.encode()
         self._replay_timeout = replay_timeout
         self._max_queued, self._max_message_bytes = max_queued, max_message_bytes
         self._continuity = Continuity(start, can_ask=replay is not None)
         self._waiting_since: float | None = None
+        self._asked_since: float | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._asking: zmq.Socket[bytes] | None = None
         try:
@@ -104,6 +106,11 @@ class Subscriber:
         """Reports as they come, until the subscriber is closed."""
         while not self._context.closed:
             yield from self.poll()
+
+    @property
+    def unanswered_seconds(self) -> float:
+        """For how long the replay endpoint has been asked without a word of answer; 0: it is not, or has answered."""
+        return 0.0 if self._asked_since is None else time.monotonic() - self._asked_since
 
     def poll(self, timeout_ms: int | None = None) -> list[Report]:
         """Wait until there is something to report, and return it in order; empty after `timeout_ms`.
@@ -142,11 +149,12 @@ class Subscriber:
         self._stop_asking()
         self._asking = self._connect(zmq.DEALER, self._replay)
         self._asking.send_multipart(replay_request(start))
+        self._asked_since = time.monotonic()
 
     def _stop_asking(self) -> None:
         if self._asking is not None:
             self._asking.close()
-        self._asking = self._waiting_since = None
+        self._asking = self._waiting_since = self._asked_since = None
 
     def _read_answers(self) -> None:
         if self._asking is None:
@@ -155,7 +163,7 @@ class Subscriber:
             frames = _receive(self._asking)
             if frames is None:
                 break
-            self._waiting_since = None
+            self._waiting_since = self._asked_since = None
             try:
                 message = parse_answer(frames)
             except EventDecodeError:
@@ -164,7 +172,9 @@ class Subscriber:
             if message is None:
                 self._end_replay(complete=True)
                 return
-            self._continuity.answer(message)
+            # Live messages were filtered by their publisher; it is asked for numbers, not for topics.
+            if not message.topic or message.topic.startswith(self._topic):
+                self._continuity.answer(message)
         if self._patience() == 0:
             self._end_replay(complete=False)
 

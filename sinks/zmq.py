@@ -225,6 +225,9 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
             raise SinkURLError(str(url), f"bad option: {name} must be at least {least}")
     if options.replay is not None and not 0 <= options.replay < 1 << 16:
         raise SinkURLError(str(url), "bad option: replay must be a port")
+    if options.replay is not None and options.replay == url.port != 0:
+        reason = f"port {url.port} cannot be both its own and the replay's: name another in replay= (0: any)"
+        raise SinkURLError(str(url), reason)
     model = options.model or context.model or "unknown"
     if options.topic is None and "@" in model:
         reason = "routers cut the topic kv@HOST:PORT@MODEL at each @, so the model must have none: add model= or topic="

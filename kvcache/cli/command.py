@@ -7,7 +7,7 @@
     2    the request was wrong: usage, settings, a missing file, a log of a newer version
     130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: nobody reads the output any more
 
-Expected errors are one line on stderr; ``-v`` shows where they come from.
+Expected errors are one line on stderr; ``-v`` shows where they come from, ``--log-json`` makes them JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from kvcache.cli import messages
 from kvcache.cli.output import Output
 from kvcache.cli.parser import build_parser
 from kvcache.cli.starting import done
@@ -47,8 +48,11 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that has no sign for a letter is no reason to fail.
             stream.reconfigure(errors="backslashreplace")
+    given = sys.argv[1:] if argv is None else argv
+    # Looked for by hand: what is wrong with the arguments must come in this form, too.
+    messages.configure(as_json="--log-json" in given)
     try:
-        args = build_parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
+        args = build_parser(given).parse_args(argv)
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else WRONG_REQUEST
     # Only now: `--help` has no need of it.

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvcache.cli import settings
-from kvcache.cli.output import Output, printable
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output
 from kvcache.config import KVCacheConfig
 
 _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcache._version import __version__
-from kvcache.cli.output import Output, paint, printable, size
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, paint, size
 from sinks import known_schemes
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")

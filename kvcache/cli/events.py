@@ -28,6 +28,7 @@ from events.types import (
 )
 from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
+from kvcache.cli.narrowing import FilledRow, WantedRow, narrowed
 from kvcache.cli.output import Output
 from kvcache.cli.replay import describe_end
 from kvcache.cli.streams import nobody_reads
@@ -44,7 +45,8 @@ def add_parser(commands: Any, **options: Any) -> None:
         "events",
         **options,
         description="Print the events of a log. With several conditions, events that meet all of them.",
-        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
+        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of a BlocksFilled, "
+        "which\nconcerns several sequences, --request and --block show only what they ask for.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
@@ -78,8 +80,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the conditions."""
     conditions = _conditions(args)
     reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader)
-    printer = _Printer(as_json=args.json, tokens=not args.no_tokens)
+    printer = _Printer(
+        as_json=args.json,
+        tokens=not args.no_tokens,
+        wanted=[each.wants for each in conditions if isinstance(each, OfRequest | NamingBlock)],
+    )
+    last = -1
     for batch in reader:
+        last = batch.seq
         printer.learn(batch)
         for index, event in enumerate(batch.events):
             # All of them see every event: one that comes later may refer to it.
@@ -88,7 +96,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 printer.print(batch, index, event)
         if args.follow:
             sys.stdout.flush()
-    if args.request is not None and not printer.lines:
+    if args.since > max(last, 0):
+        ending = f"its last one is {last}" if last >= 0 else "it holds none"
+        out.note(f"the log ends before batch {args.since}: {ending}")
+    elif args.request is not None and not printer.lines:
         out.note(f"no such event of request {args.request!r}")
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")
@@ -105,7 +116,8 @@ def _end_with_the_reader() -> bool:
 class _Printer:
     """Writes events in the form that was asked for."""
 
-    def __init__(self, *, as_json: bool, tokens: bool) -> None:
+    def __init__(self, *, as_json: bool, tokens: bool, wanted: list[WantedRow]) -> None:
+        self._wanted = wanted
         self._as_json = as_json
         self._tokens = tokens
         self._key_bytes = 0
@@ -118,7 +130,12 @@ class _Printer:
                 self._key_bytes = event.key_bytes
 
     def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
-        """Write one event."""
+        """Write one event, or the part of it that was asked for."""
+        if self._wanted and isinstance(event, BlocksFilled):
+            part = narrowed(event, self._key_bytes, self._wanted)
+            if part is None:
+                return
+            event = part
         self.lines += 1
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts}
@@ -171,6 +188,10 @@ class OfRequest:
             return bool(ours)
         return self._concerns(event)
 
+    def wants(self, row: FilledRow) -> bool:
+        """Whether this part of an event is one of theirs."""
+        return row.handle in self._handles
+
     def _concerns(self, event: AnyEvent) -> bool:
         if getattr(event, "handle", None) in self._handles:
             self._transfers.add(getattr(event, "transfer", 0))
@@ -201,6 +222,10 @@ class NamingBlock:
         if isinstance(event, StateExported):
             return any(self._within(group.keys, self._key_bytes) for group in event.groups)
         return self._within(getattr(event, "names", b""), NAME_BYTES)
+
+    def wants(self, row: FilledRow) -> bool:
+        """Whether this part of an event names the block, as its own or as its parent."""
+        return self._within(row.key, self._key_bytes) or self._within(row.parent, NAME_BYTES)
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""

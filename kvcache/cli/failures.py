@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
-
 from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
+from kvcache.cli import messages
 from kvcache.cli.command import WRONG_DATA, WRONG_REQUEST
-from kvcache.cli.output import printable
-from kvcache.cli.streams import complain
 from kvcache.errors import ConfigError, InternalError, KVCacheError
 from sinks import SinkError
 
@@ -18,10 +15,8 @@ _ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed)
 
 def report(error: Exception, *, verbose: bool) -> int:
     """Tell what went wrong on stderr; returns the exit code."""
-    if verbose:
-        complain("".join(traceback.format_exception(error)).rstrip())
-    for line in _lines(error):
-        complain(f"kvcache: error: {printable(line)}")
+    for number, line in enumerate(_lines(error)):
+        messages.error(line, error if verbose and number == 0 else None)
     return WRONG_DATA if isinstance(error, _ABOUT_DATA) else WRONG_REQUEST
 
 

@@ -1,7 +1,7 @@
 """What the libraries below report (a sink that is quarantined, for example) and where it goes: stderr, if asked for.
 
-A command tells what matters in its own output, so the reports are silent by default. ``--log-json`` writes them
-as JSON lines for machines, ``-v`` as text.
+A command tells what matters in its own output and messages (`kvcache.cli.messages`), so the reports are silent by
+default. ``--log-json`` writes them as JSON lines for machines, ``-v`` as text.
 """
 
 from __future__ import annotations

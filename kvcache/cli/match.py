@@ -14,7 +14,8 @@ from events.rich_tokens import RichTokens
 from events.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
-from kvcache.cli.output import Output, count, printable, share
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
 from kvcache.cli.replay import LEVELS
 from kvcache.errors import UsageError
@@ -75,13 +76,18 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json(to_json(replayed, found))
     else:
-        title = f"request {printable(args.request)}" if args.request is not None else printable(args.tokens)
+        title = (
+            f"request {printable(args.request)}"
+            if args.request is not None
+            else printable(_origin(args.tokens))
+        )
         _show(title, replayed, found, out)
     return 0
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt:
     text = sys.stdin.read() if args.tokens == "-" else _read_text(args.tokens)
+    origin = _origin(args.tokens)
     try:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
     except (ValueError, RecursionError):
@@ -89,11 +95,15 @@ def _read_prompt(args: argparse.Namespace) -> Prompt:
     if not isinstance(tokens, list):
         # SECURITY: the parser's own message would quote the prompt.
         raise UsageError(
-            f"{args.tokens} does not hold token ids: write a JSON list of numbers, or numbers between spaces"
+            f"{origin} does not hold token ids: write a JSON list of numbers, or numbers between spaces"
         )
     if not tokens:
-        raise UsageError(f"{args.tokens} holds no token ids")
+        raise UsageError(f"{origin} holds no token ids")
     return namespace_of(args.lora_id, args.lora_name, args.cache_salt), RichTokens(pack_tokens(tokens))
+
+
+def _origin(tokens: str) -> str:
+    return "stdin" if tokens == "-" else tokens
 
 
 def _read_text(path: str) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvcache.cli.streams import complain
+from kvcache.cli import messages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,7 +43,7 @@ class Output:
     def note(self, text: str) -> None:
         """Something to know that is not the result."""
         if not self.quiet:
-            complain(f"kvcache: {printable(text)}")
+            messages.note(text)
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Labels with what there is to say about each; an empty label continues the one before."""
@@ -65,11 +65,6 @@ def paint(text: str, color: str | None) -> str:
     if color is None or not text.strip() or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
-
-
-def printable(text: str) -> str:
-    """The text without anything that could drive a terminal."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _print_plain(columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:

@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvcache._version import __version__
-from kvcache.cli.output import printable
-from kvcache.cli.streams import complain
+from kvcache.cli import messages
 
 COMMANDS = {
     "run": "play a trace, or generated chats, and verify the log",
@@ -31,9 +30,18 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Refuses what is unknown here: the base class leaves that to the outer parser, which names the wrong help."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        complain(f"kvcache: error: {printable(message)} (see `{self.prog} --help`)")
+        messages.error(f"{message} (see `{self.prog} --help`)")
         self.exit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -76,5 +84,8 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         help="no progress and no notes, only the result",
     )
     group.add_argument(
-        "--log-json", action="store_true", default=default, help="diagnostics as JSON lines on stderr"
+        "--log-json",
+        action="store_true",
+        default=default,
+        help="errors, notes and diagnostics as JSON lines on stderr",
     )

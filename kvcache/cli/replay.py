@@ -9,7 +9,8 @@ from typing import Any
 from events.log import LogEnd
 from events.types import Gap
 from kvcache.cli.arguments import natural
-from kvcache.cli.output import Output, count, paint, printable
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, paint
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
 from kvcache.fold.group_state import GroupState
@@ -145,6 +146,9 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
         return paint(
             f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red"
         )
+    if not replayed.checkpoints_verified:
+        where = "in the log" if replayed.end is not None else "up to there"
+        return f"none {where} to compare with; the state keeps its invariants"
     return f"{replayed.checkpoints_verified:,} compared: {paint('all agree', 'green')}; the state keeps its invariants"
 
 

@@ -7,6 +7,7 @@ reused block is compared, and at the end the log is replayed and must give the s
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from events.errors import EventsError, LogExists
 from events.log import LogWriter
 from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
-from kvcache.cli.output import Output
+from kvcache.cli.output import Output, count
 from kvcache.cli.progress import progress
 from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.stopping import StopSignals
@@ -34,6 +35,7 @@ from kvcache.outlets import open_log
 from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, open_sink
+from sinks.router_feed import RouterFeed
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -136,6 +138,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
         )
+    _require_feed(args)
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
     with StopSignals() as stop, _Directory(args, out) as directory:
@@ -146,6 +149,17 @@ def run(args: argparse.Namespace, out: Output) -> int:
         else:
             show(outcome, kept, out, events=args.trace is None)
         return _exit_code(outcome, stop, out)
+
+
+def _require_feed(args: argparse.Namespace) -> None:
+    """Refuse to wait for readers that cannot come."""
+    context = SinkContext(key_bytes=0, tokens_per_block=1)
+    if args.wait_subscribers and not any(
+        isinstance(open_sink(url, context), RouterFeed) for url in args.sinks
+    ):
+        raise UsageError(
+            "--wait-subscribers needs a sink that feeds routers: add --sink 'zmq+pub://127.0.0.1:5557?replay=5558'"
+        )
 
 
 def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
@@ -232,8 +246,11 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
     manager = _open_manager(sinks, config, pools, writer, clock)
     attached = own_feed.OwnFeed(manager) if router else None
     if args.wait_subscribers:
-        out.note(f"waiting for {args.wait_subscribers} readers of the feed; Ctrl-C ends that")
-        manager.wait_subscribers(args.wait_subscribers, stop=stop.is_set)
+        readers = count(args.wait_subscribers, "reader")
+        out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
+        # Not for those of the run's own feed: nobody else knows its port.
+        for feed in manager.feeds[: -1 if router else None]:
+            feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
     played = _drive(args, out, stop, manager, source, pools, clock)
     return _finish(args, out, stop, manager, writer, played, attached)
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from events.subscriber import Missed, Report, Restarted, Subscriber
 
 _POLL_MS = 200
+_PATIENCE_SECONDS = 2.0
+"""Of a replay endpoint; one that is there answers at once."""
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
 _TYPE_WIDTH = max(map(len, _COLORS))
 
@@ -29,7 +31,7 @@ def add_parser(commands: Any, **options: Any) -> None:
         "subscribe",
         **options,
         description=(
-            "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of "
+            "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
             "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
         ),
         epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
@@ -41,7 +43,12 @@ def add_parser(commands: Any, **options: Any) -> None:
         metavar="ENDPOINT",
         help="its replay socket: begin with all that it can still tell, and ask for what is missed",
     )
-    parser.add_argument("--topic", default="", metavar="TOPIC", help="only topics that begin with this")
+    parser.add_argument(
+        "--topic",
+        default="",
+        metavar="TOPIC",
+        help="only topics that begin with this (replayed batches without any topic are shown, too)",
+    )
     parser.add_argument("--count", type=positive, metavar="N", help="end after N batches with events")
     parser.add_argument(
         "--json",
@@ -64,7 +71,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         Subscriber(args.endpoint, replay=args.replay, topic=args.topic, start=start) as subscriber,
     ):
         out.note(f"listening to {args.endpoint}")
-        for report in _reports(subscriber, stop, args.count):
+        patience = _Patience(subscriber, args.replay, out)
+        for report in _reports(subscriber, stop, args.count, patience):
             index.fold(report)
             for line in lines(report):
                 print(line, flush=True)
@@ -72,10 +80,29 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return stop.exit_code
 
 
-def _reports(subscriber: Subscriber, stop: StopSignals, limit: int | None) -> Iterator[Report]:
+class _Patience:
+    """Says once that the replay endpoint keeps us waiting: nothing is shown before it answers."""
+
+    def __init__(self, subscriber: Subscriber, endpoint: str | None, out: Output) -> None:
+        self._subscriber = subscriber
+        self._endpoint = endpoint
+        self._out = out
+        self._told = False
+
+    def look(self) -> None:
+        """To be called now and then."""
+        if not self._told and self._subscriber.unanswered_seconds >= _PATIENCE_SECONDS:
+            self._told = True
+            self._out.note(f"no answer from the replay endpoint {self._endpoint} yet")
+
+
+def _reports(
+    subscriber: Subscriber, stop: StopSignals, limit: int | None, patience: _Patience
+) -> Iterator[Report]:
     """What the subscriber reports, until a signal or the last batch wanted."""
     batches = 0
     while not stop.is_set():
+        patience.look()
         for report in subscriber.poll(_POLL_MS):
             yield report
             batches += bool(_events(report))

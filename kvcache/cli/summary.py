@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
-from kvcache.cli.output import Output, count, duration, paint, printable, share, size
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, duration, paint, share, size
 from kvcache.cli.own_feed import FeedCheck
 from kvcache.cli.source import Source
 from kvcache.cli.verification import Verification

@@ -113,6 +113,16 @@ class TestConditions:
             (seq, index) for seq, index, _ in all_events(log) if seq >= 100
         ]
 
+    def test_since_beyond_the_end(self, kvcache: Kvcache, log: Path) -> None:
+        """A batch that the log does not have is said, since nothing at all is shown."""
+        last = max(batch.seq for batch in LogReader(log))
+        assert kvcache("events", log, "--since", last).err == ""
+        assert kvcache("events", log, "--since", last + 1) == (
+            0,
+            "",
+            f"kvcache: the log ends before batch {last + 1}: its last one is {last}\n",
+        )
+
     def test_request(self, kvcache: Kvcache, log: Path) -> None:
         """--request finds everything that carries the request's handle, and the landing of its copies."""
         [handle] = [
@@ -194,6 +204,34 @@ class TestConditions:
         assert addresses(kvcache("events", log, "--json", "--block", keys[8:16].hex())) == []
         assert addresses(kvcache("events", log, "--json", "--request", "mine")) == [(0, 1), (0, 2)]
         assert addresses(kvcache("events", log, "--json", "--request", "9")) == []
+
+    def test_filled_blocks_show_what_was_asked_for(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of an event of several sequences only the rows are shown that meet the conditions, in both forms."""
+        names, keys = bytes(range(24)), bytes(range(100, 196))
+        filled = BlocksFilled(
+            pack_u32([7, 8, 9]), 0, pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
+        )
+        added = [
+            SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
+            for handle, name in ((7, "other"), (8, "mine"), (9, "mine"))
+        ]
+        created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
+        log = lying(tmp_path / "log", created, *added, filled)
+        kind, block = ("--type", "BlocksFilled"), ("--block", keys[32:40].hex())
+        line = "#8 group=0 primary blocks=1 first=2 84858687 after 08090a0b priority=35"
+        for asked in (block, (*block, "--request", "mine"), ("--block", names[8:16].hex())):
+            done = kvcache("events", log, *kind, *asked)
+            assert [each.split(maxsplit=2)[2] for each in done.out.splitlines()] == [line]
+        assert kvcache("events", log, *kind, *block, "--request", "other").out == ""
+        [spelled] = kvcache("events", log, *kind, "--request", "mine", "--json").out.splitlines()
+        assert {name: json.loads(spelled)[name] for name in ("handles", "blocks", "slots")} == {
+            "handles": [8, 9],
+            "blocks": [2, 3],
+            "slots": [4, 5],
+        }
+        assert json.loads(spelled)["keys"] == [keys[32:64].hex(), keys[64:].hex()]
+        assert json.loads(spelled)["parents"] == [names[8:16].hex(), names[16:].hex()]
+        assert "sequences=3" in kvcache("events", log, *kind).out
 
     def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
         """Several conditions must all hold."""

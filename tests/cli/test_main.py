@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,8 @@ class TestErrors:
         [
             ([], "the following arguments are required: COMMAND"),
             (["frobnicate"], "invalid choice: 'frobnicate'"),
+            (["run", "--bogus"], "unrecognized arguments: --bogus (see `kvcache run --help`)"),
+            (["--bogus", "run"], "unrecognized arguments: --bogus (see `kvcache --help`)"),
             (["replay"], "the following arguments are required: LOG"),
             (["replay", "/nowhere/log"], "/nowhere/log is not a log directory"),
             (["events", "/nowhere/log"], "/nowhere/log is not a log directory"),
@@ -120,7 +123,7 @@ class TestClosedStreams:
     def test_no_input(self, log: Path) -> None:
         """A closed stdin is an empty one."""
         done = in_shell(f"match {log} --tokens - <&-")
-        assert (done.returncode, done.stderr) == (2, "kvcache: error: - holds no token ids\n")
+        assert (done.returncode, done.stderr) == (2, "kvcache: error: stdin holds no token ids\n")
 
     def test_nothing_at_all(self, tmp_path: Path) -> None:
         """A run without any of them writes its log, and no message into it."""
@@ -189,6 +192,36 @@ class TestDiagnostics:
         assert '"event": "sink_lost_batches"' in err
         assert '"level": "warning"' in err
         assert "locals" not in err
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (["replay", "/nowhere\x1b"], "/nowhere\\x1b is not a log directory"),
+            (["replay", "x", "--bogus"], "unrecognized arguments: --bogus"),
+        ],
+    )
+    def test_errors_as_json(self, kvcache: Kvcache, args: list[str], says: str) -> None:
+        """With --log-json, given anywhere, an error is a JSON line, that of wrong usage included."""
+        for line in (["--log-json", *args], [*args, "--log-json"]):
+            done = kvcache(*line)
+            [told] = map(json.loads, done.err.splitlines())
+            assert (done.code, told["level"]) == (2, "error")
+            assert says in told["event"]
+            assert told["timestamp"].endswith("Z")
+            assert "exception" not in told
+        assert kvcache(*args).err.startswith("kvcache: error: ")
+
+    def test_traceback_as_json(self, kvcache: Kvcache) -> None:
+        """With -v the JSON line of an error holds its traceback."""
+        [told] = map(json.loads, kvcache("replay", "/nowhere", "--log-json", "-v").err.splitlines())
+        assert told["exception"].startswith("Traceback")
+
+    def test_notes_as_json(self, kvcache: Kvcache, log: Path) -> None:
+        """Notes are JSON lines, too, and -q silences them in either form."""
+        args = ("events", log, "--request", "nobody", "--log-json")
+        [told] = map(json.loads, kvcache(*args).err.splitlines())
+        assert (told["event"], told["level"]) == ("no such event of request 'nobody'", "info")
+        assert kvcache(*args, "-q").err == ""
 
     def test_silent_by_default(self, start: Start) -> None:
         """Without being asked, stderr stays empty; the summary tells about the sink."""

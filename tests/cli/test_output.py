@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.cli.output import count, duration, printable, share, size
+from kvcache.cli.messages import printable
+from kvcache.cli.output import count, duration, share, size
 from tests.cli.conftest import TRACE, Kvcache
 from tests.conftest import ROOT
 

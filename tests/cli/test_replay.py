@@ -52,6 +52,11 @@ class TestSummary:
         assert "closed in good order" in done.out
         assert replay(log).fingerprint.hex() in done.out
 
+    def test_no_checkpoints(self, kvcache: Kvcache, log: Path) -> None:
+        """Where there is nothing to compare with, nothing agrees."""
+        done = kvcache("replay", log, "--verify", "--at", 3)
+        assert "checkpoints     none up to there to compare with; the state keeps its invariants" in done.out
+
     def test_json(self, kvcache: Kvcache, log: Path) -> None:
         """The same as JSON, with blocks per level that add up."""
         found = json.loads(kvcache("replay", log, "--json").out)

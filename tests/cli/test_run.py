@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import resource
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from events.subscriber import Subscriber
 from kvcache.cli import main
 from kvcache.cli import run as run_module
 from kvcache.replay import replay
@@ -406,3 +408,34 @@ def test_a_feed_beside_the_runs_own(kvcache: Kvcache) -> None:
     assert feed["faults"] == 0
     assert feed["batches"] > 0
     assert sum(feed["blocks"]) > 0
+
+
+class TestWaitingForSubscribers:
+    """`--wait-subscribers`: readers of the feeds that were asked for."""
+
+    @pytest.mark.parametrize("sinks", [[], ["--sink", "stdout:"]])
+    def test_no_feed(self, kvcache: Kvcache, sinks: list[str]) -> None:
+        """Without a sink that anybody could read there is nothing to wait for, and the run says so."""
+        done = kvcache("run", "--no-pools", "--limit", 2, "--wait-subscribers", 1, *sinks)
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(
+            "kvcache: error: --wait-subscribers needs a sink that feeds routers: add --sink"
+        )
+
+    @pytest.mark.parametrize(("readers", "said"), [(1, "1 reader "), (2, "2 readers ")])
+    def test_run_begins_with_the_readers(self, start: Start, readers: int, said: str) -> None:
+        """It waits for readers of each such sink, and for none of the feed that the run checks itself."""
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+        url = f"zmq+pub://127.0.0.1:{port}?linger=0"
+        process = start(
+            *("run", "--no-pools", "--limit", 2, "--check-feed", "--json"),
+            *("--wait-subscribers", readers, "--sink", url),
+        )
+        assert process.stderr is not None
+        assert f"waiting for {said}of each zmq+pub: sink" in process.stderr.readline()
+        with contextlib.ExitStack() as stack:
+            for _ in range(readers):
+                stack.enter_context(Subscriber(f"tcp://127.0.0.1:{port}"))
+            process.communicate(timeout=60)
+        assert process.returncode == 0

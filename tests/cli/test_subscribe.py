@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -100,6 +101,35 @@ class TestLines:
             "0.0  AllBlocksCleared",
         ]
         assert err[-1].endswith("3 batches lost; 1 restart")
+
+    @pytest.mark.parametrize(("topic", "shown"), [("k", 2), ("other", 1)])
+    def test_topic(self, start: Start, publisher: Publisher, topic: str, shown: int) -> None:
+        """--topic chooses among replayed batches as it does among live ones."""
+        with replaying({0: batch(CLEARED)}) as server:
+            process = start(
+                *("subscribe", publisher.endpoint, "--replay", server.endpoint),
+                *("--topic", topic, "--count", shown, "-q"),
+            )
+            publisher.wait_subscribed()
+            assert server.asked.acquire(timeout=60)
+            publisher.send(1, batch(CLEARED, ts=9.0), topic=f"{topic}v".encode())
+            code, out, _ = ended(process)
+        assert code == 0
+        assert ("(replayed)" in out) is (topic == "k")
+        assert "      1.0  AllBlocksCleared\n" in out
+
+    def test_silent_replay(self, start: Start, publisher: Publisher) -> None:
+        """A replay endpoint that does not answer is told of once, while it is waited for."""
+        process = start("subscribe", publisher.endpoint, "--replay", "tcp://127.0.0.1:1")
+        assert process.stderr is not None
+        process.stderr.readline()
+        assert process.stderr.readline() == (
+            "kvcache: no answer from the replay endpoint tcp://127.0.0.1:1 yet\n"
+        )
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = ended(process)
+        assert (code, len(err)) == (128 + signal.SIGTERM, 1)
 
     def test_quiet(self, kvcache: Kvcache, publisher: Publisher) -> None:
         """-q leaves the events only."""
