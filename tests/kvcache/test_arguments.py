@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +93,14 @@ def test_tokens_for_what_is_no_request_are_refused(request_id: Any, counts: list
 
 
 @pytest.mark.parametrize("ids", [[1], [1, "a"], [0, 1]], ids=str)
-def test_a_flag_is_no_request_of_the_step_before(ids: list[Any]) -> None:
-    """True equals 1, and yet does not continue the steps of request 1."""
+def test_what_equals_an_id_is_no_request_of_the_step_before(ids: list[Any]) -> None:
+    """True, 1.0 and others equal 1, and yet do not continue the steps of request 1."""
     manager = cache()
     manager.add_sequence(0, [1])
     manager.add_tokens(ids, [3] * len(ids))
-    flags = [bool(each) if type(each) is int else each for each in ids]
-    refused(manager, lambda: manager.add_tokens(flags, [3] * len(flags)))
+    for kind in (bool, float, complex, Fraction):
+        like = [kind(each) if type(each) is int else each for each in ids]
+        refused(manager, partial(manager.add_tokens, like, [3] * len(like)))
     manager.add_tokens(ids, [3] * len(ids))
 
 

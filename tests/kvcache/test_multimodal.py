@@ -567,8 +567,8 @@ def test_v1_names_are_not_relied_on_where_they_are_ambiguous(tmp_path: Path) -> 
     """v1_block_key knows no LoRA names, and not where an item begins: refused where blocks are known by name only."""
     with pytest.raises(Unsupported, match="lora_name with v1_block_key"):
         cache(block_hash="v1_block_key").add_sequence("a", [1, 2, 3], lora_name="x")
-    nameless = {"log_settings": {"record_tokens": False}, "log": tmp_path / "log"}
-    with cache(block_hash="v1_block_key", **nameless) as manager:
+    without_tokens = {"record_tokens": False}
+    with cache(tmp_path / "log", block_hash="v1_block_key", log_settings=without_tokens) as manager:
         with pytest.raises(Unsupported, match="in a log without tokens"):
             manager.add_sequence("a", [7, 7, 7, 7, 9], multimodal=[MultimodalItem(bytes(32), 0, 2)])
         manager.add_sequence("a", [7, 7, 7, 7, 9])
