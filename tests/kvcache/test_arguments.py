@@ -99,7 +99,7 @@ def test_what_equals_an_id_is_no_request_of_the_step_before(ids: list[Any]) -> N
     manager.add_sequence(0, [1])
     manager.add_tokens(ids, [3] * len(ids))
     for kind in (bool, float, complex, Fraction):
-        like = [kind(each) if type(each) is int else each for each in ids]
+        like: list[Any] = [kind(each) if type(each) is int else each for each in ids]
         refused(manager, partial(manager.add_tokens, like, [3] * len(like)))
     manager.add_tokens(ids, [3] * len(ids))
 
