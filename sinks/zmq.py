@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import structlog
@@ -65,6 +65,10 @@ _FORMATS: dict[str, EncodeBatch] = {"vllm": vllm.encode_batch}
 _log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
 
 
+_INT32 = 2**31 - 1
+"""More than any socket, and any rank, can be given."""
+
+
 class ZMQOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
@@ -72,12 +76,12 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     replay: int | None = None
     topic: str | None = None
     model: str | None = None
-    rank: int = 0
+    rank: Annotated[int, msgspec.Meta(le=_INT32)] = 0
     coalesce: str = "50ms"
     max_batch: str = "1MiB"
     ring: str = "64MiB"
     heartbeat: str = "1s"
-    hwm: int = 1000
+    hwm: Annotated[int, msgspec.Meta(le=_INT32)] = 1000
     state: str | None = None
     linger: str = "1s"
 
@@ -182,7 +186,7 @@ class ZMQTransport:
         socket = self._context.socket(kind)
         options = {
             zmq.SNDHWM: hwm,
-            zmq.LINGER: int(self._settings.linger_seconds * 1000),
+            zmq.LINGER: min(int(self._settings.linger_seconds * 1000), _INT32),
             zmq.MAXMSGSIZE: MAX_INBOUND_BYTES,
             zmq.TCP_KEEPALIVE: 1,
             zmq.IPV6: int(":" in self._settings.host),

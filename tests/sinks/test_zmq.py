@@ -533,6 +533,7 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1?replay=70000", "replay must be a port"),
             ("zmq+pub://127.0.0.1:1?rank=-1", "rank must be at least 0"),
             ("zmq+pub://127.0.0.1:1?hwm=0", "hwm must be at least 1"),
+            ("zmq+pub://127.0.0.1:1?hwm=99999999999999", "<= 2147483647"),
             (
                 "zmq+pub://127.0.0.1:1?coalesce=50",
                 r"coalesce='50' needs a number and one of the units .*50ms",
