@@ -18,6 +18,7 @@ are never repeated. All errors survive pickling, because engines carry them betw
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 
@@ -114,3 +115,10 @@ class LogWriteFailed(LogError):
 
     def __str__(self) -> str:
         return f"{self.path} is not recorded any more: {self.reason}; make room or open a new log"
+
+
+def type_and_place(error: BaseException) -> str:
+    """What was raised and where, without its text: that may quote anything, a prompt's tokens too."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{place}"

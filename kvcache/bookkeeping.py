@@ -6,7 +6,8 @@ count should be an error at the start rather than a process that grows until the
 
 from __future__ import annotations
 
-from kvcache.errors import NotEnoughMemory
+from kvcache.config import KVCacheConfig
+from kvcache.errors import NotEnoughMemory, Unsupported
 from kvcache.layout import Layout
 from kvcache.memory import free_bytes
 
@@ -14,7 +15,18 @@ SLOT_BYTES = 24
 """About what one slot takes in lists of blank slots and of owners, with a copy while the state is written down."""
 
 
-def refuse_too_much(layout: Layout) -> None:
+def served_layout(config: KVCacheConfig) -> Layout:
+    """The layout of a cache that a manager can serve; raises `Unsupported` or `NotEnoughMemory` for others."""
+    layout = Layout.of(config)
+    if len(layout.groups) > 1 or layout.groups[0].window < config.max_sequence_length:
+        raise Unsupported(
+            "an attention window shorter than max_sequence_length", "leave max_attention_window out"
+        )
+    _refuse_too_much(layout)
+    return layout
+
+
+def _refuse_too_much(layout: Layout) -> None:
     """Raise `NotEnoughMemory` if there is no room to keep book of so many blocks."""
     needed = SLOT_BYTES * sum(sum(group.num_blocks) for group in layout.groups)
     free = free_bytes()

@@ -248,6 +248,11 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
         problems.append(
             f"max_attention_window: given {len(windows)} windows; accepted: at most {config.num_layers} (num_layers)"
         )
+    if config.block_hash == "none" and not config.log.record_tokens:
+        problems.append(
+            "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "
+            "tokens tells blocks apart by their names"
+        )
     return problems
 
 

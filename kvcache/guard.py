@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from kvcache.errors import CapacityError, ManagerClosed, Poisoned, WrongThread
+from events.errors import type_and_place
+from kvcache.errors import CapacityError, KVCacheError, ManagerClosed, Poisoned, WrongThread
 
 
 class Guard:
@@ -44,4 +45,11 @@ class Guard:
     ) -> None:
         # A refusal for lack of room is decided before the first event.
         if error is not None and not isinstance(error, CapacityError):
-            self.failure = f"{type(error).__name__}: {error}"
+            self.failure = _told(error)
+
+
+def _told(error: BaseException) -> str:
+    """What failed, and where. Only our own errors are quoted: others may hold tokens, as that of a dict's key."""
+    if isinstance(error, KVCacheError):
+        return f"{type(error).__name__}: {error}"
+    return type_and_place(error)

@@ -8,6 +8,7 @@ from events.bus import EventBus
 from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import CacheCreated, Event, EventBatch, StateExported
 from kvcache.config import KVCacheConfig
+from kvcache.errors import Unsupported
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.latest_events import LatestEvents
@@ -42,6 +43,11 @@ class Journal:
         event_buffer_max_size: int = 0,
         first: StateExported | None = None,
     ) -> None:
+        if not outlets.records_tokens and not created.key_bytes:
+            raise Unsupported(
+                "a log without tokens and without names, by which blocks could be told apart",
+                "give a block_hash other than none, or record tokens",
+            )
         self.state = CacheState()
         self.bus = EventBus()
         self._handlers, self._pending, self._subscribers = (

@@ -7,7 +7,6 @@ from events.packed import NAME_BYTES
 from events.rich_tokens import RichTokens
 from events.types import Namespace
 from kvcache.arguments import checked_integer, checked_text
-from kvcache.errors import Unsupported
 from kvcache.fold.matching import PathMatch, match
 from kvcache.fold.prefix_tree import SYMBOL_BYTES, Run
 from kvcache.fold.state import CacheState
@@ -43,10 +42,6 @@ def lookup(
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
-    if not state.hashing.key_bytes:
-        raise Unsupported(
-            "matching in a log with neither tokens nor names", "record the log with one of them"
-        )
     block_bytes = state.tokens_per_block * SYMBOL_BYTES
     chain, full = state.hashing.chain_rich, stop // block_bytes
     keys = chain(namespace, state.root_key(namespace), prompt, block_bytes)

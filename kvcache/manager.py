@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
 from kvcache.arguments import checked_flag, checked_integer, checked_range, listed, time_from
-from kvcache.bookkeeping import refuse_too_much
+from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
@@ -29,7 +29,6 @@ from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.journal import Journal, cache_created
-from kvcache.layout import Layout
 from kvcache.multimodal import MultimodalItem
 from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
@@ -69,12 +68,7 @@ class KVCacheManager(Reading, Observed):
         if state is not None and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         self.config = config
-        self.layout = Layout.of(config)
-        if len(self.layout.groups) > 1 or self.layout.groups[0].window < config.max_sequence_length:
-            raise Unsupported(
-                "an attention window shorter than max_sequence_length", "leave max_attention_window out"
-            )
-        refuse_too_much(self.layout)
+        self.layout = served_layout(config)
         self._guard, self._wall_ns = Guard(), wall_ns
         pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
         self._max_tokens = min(config.max_sequence_length, pool)

@@ -118,7 +118,9 @@ class Outlets:
                 self.log.close()
 
 
-def open_log(directory: Path, config: LogConfig, *, resume: bool = False) -> LogWriter:
+def open_log(
+    directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
+) -> LogWriter:
     """A log writer as configured."""
     return LogWriter(
         directory,
@@ -130,6 +132,7 @@ def open_log(directory: Path, config: LogConfig, *, resume: bool = False) -> Log
         segment_bytes=config.segment_bytes,
         fsync=config.fsync,
         software=f"kvcache {__version__}",
+        log_id=log_id,
     )
 
 

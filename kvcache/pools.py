@@ -70,6 +70,40 @@ class KVCacheBlockPool:
         return self.primary[:, self.layout.layers.index(layer)]
 
 
+class PoolSizes:
+    """What the pools of a cache will take, known before anything is allocated."""
+
+    def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
+        """Add up, for primary on `device` (None: the current GPU, else the host).
+
+        Raises Unsupported for a device that is neither a GPU of CUDA nor the host.
+        """
+        if not isinstance(layout, Layout):
+            raise UsageError(
+                f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
+            )
+        self.device = _device(device)
+        self.primary, self.secondary = _bytes(layout)
+        """Bytes per level."""
+
+    def require_room(self) -> None:
+        """Raise NotEnoughMemory unless there is room on the GPU and on the host, or on a host that holds both."""
+        on_host = self.primary + self.secondary
+        lower_on_host = f"{LOWER_PRIMARY}, or {LOWER_SECONDARY}" if self.secondary else LOWER_PRIMARY
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            if self.primary > free:
+                raise NotEnoughMemory(self.primary, free, f"memory on {self.device}", LOWER_PRIMARY)
+            on_host, lower_on_host = self.secondary, LOWER_SECONDARY
+        free = free_bytes()
+        if on_host > free:
+            raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
+
+    def __str__(self) -> str:
+        secondary = f", {_readable(self.secondary)} secondary on the host" if self.secondary else ""
+        return f"{_readable(self.primary)} primary on {self.device}{secondary}"
+
+
 class Pools:
     """All pools of a cache."""
 
@@ -79,14 +113,10 @@ class Pools:
         Raises NotEnoughMemory, before anything is allocated, if it does not fit, and Unsupported for a
         device that is neither a GPU of CUDA nor the host.
         """
-        if not isinstance(layout, Layout):
-            raise UsageError(
-                f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
-            )
-        self.device = _device(device)
-        self.layout = layout
-        self.bytes_primary, self.bytes_secondary = _bytes(layout)
-        _refuse_too_much(self.device, self.bytes_primary, self.bytes_secondary)
+        sizes = PoolSizes(layout, device)
+        sizes.require_room()
+        self.device, self.layout = sizes.device, layout
+        self.bytes_primary, self.bytes_secondary = sizes.primary, sizes.secondary
         self.groups = tuple(
             tuple(KVCacheBlockPool(pool, group.num_blocks, self.device) for pool in group.pools)
             for group in layout.groups
@@ -108,19 +138,6 @@ class Pools:
         """Create what moves blocks between the levels of these pools. Needed once."""
         return TorchCopier(self.groups)
 
-    def describe(self) -> str:
-        """Say in one line what was allocated where."""
-        parts = [
-            f"{_readable(self.bytes_primary)} primary on {self.device}",
-            f"{_readable(self.bytes_secondary)} secondary on the host",
-        ]
-        parts += [
-            f"window {group.window}: {group.num_blocks[0]}+{group.num_blocks[1]} blocks of "
-            f"{_readable(group.bytes_per_block)} in {len(group.pools)} pool{'s' * (len(group.pools) > 1)}"
-            for group in self.layout.groups
-        ]
-        return "; ".join(parts)
-
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
@@ -140,20 +157,6 @@ def _bytes(layout: Layout) -> tuple[int, int]:
     primary = sum(group.num_blocks[0] * group.bytes_per_block for group in layout.groups)
     secondary = sum(group.num_blocks[1] * group.bytes_per_block for group in layout.groups)
     return primary, secondary
-
-
-def _refuse_too_much(device: torch.device, primary: int, secondary: int) -> None:
-    """Compare with what is free on the GPU and on the host, or on the host alone if it holds both levels."""
-    on_host = primary + secondary
-    lower_on_host = f"{LOWER_PRIMARY}, or {LOWER_SECONDARY}" if secondary else LOWER_PRIMARY
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        if primary > free:
-            raise NotEnoughMemory(primary, free, f"memory on {device}", LOWER_PRIMARY)
-        on_host, lower_on_host = secondary, LOWER_SECONDARY
-    free = free_bytes()
-    if on_host > free:
-        raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:

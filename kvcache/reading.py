@@ -127,11 +127,13 @@ class Reading:
     @property
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
+        self._guard.enter()
         return self.state.groups[0].levels[0].available
 
     @property
     def num_sequences(self) -> int:
         """Running sequences."""
+        self._guard.enter()
         return len(self.state.sequences)
 
     def fingerprint(self) -> bytes:

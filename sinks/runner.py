@@ -18,15 +18,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import structlog
 
+from events.errors import type_and_place
 from events.types import EventBatch
 from sinks.base import Sink, SinkError, SinkOpenError
 from sinks.queue import BatchQueue, Item, Loss, Overflow, note_loss
@@ -278,9 +277,7 @@ def describe(error: BaseException) -> str:
     # An OSError without a number was made up by a library, and may hold anything.
     if isinstance(error, SinkError) or (isinstance(error, OSError) and error.errno is not None):
         return f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{place}"
+    return type_and_place(error)
 
 
 _runners: weakref.WeakSet[SinkRunner] = weakref.WeakSet()

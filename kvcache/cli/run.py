@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import tempfile
 import time
 from contextlib import ExitStack, suppress
+from hashlib import sha256
 from pathlib import Path
-from shutil import rmtree
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from events.errors import EventsError, LogExists
+from events.errors import EventsError
 from events.log import LogWriter
+from kvcache.bookkeeping import served_layout
 from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
 from kvcache.cli.output import Output, count
 from kvcache.cli.progress import progress
+from kvcache.cli.run_directory import RunDirectory
 from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.stopping import StopSignals
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
@@ -31,14 +32,13 @@ from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
-from kvcache.outlets import open_log
 from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, open_sink
 from sinks.router_feed import RouterFeed
 
 if TYPE_CHECKING:
-    from kvcache.pools import Pools
+    from kvcache.pools import Pools, PoolSizes
 
 _EPILOG = """\
 What is not given follows from the requests: max_sequence_length is the longest request, primary-blocks is room
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _require_feed(args)
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
-    with StopSignals() as stop, _Directory(args, out) as directory:
+    with StopSignals() as stop, RunDirectory(args, out) as directory:
         outcome = _play(args, out, stop, directory)
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
@@ -199,35 +199,7 @@ class FeedDisagrees(InternalError):
         return f"the router does not hold what the cache holds {faults}: a bug of kvcache, please report it"
 
 
-class _Directory:
-    """The log's directory; a temporary one goes away again, unless it is evidence."""
-
-    def __init__(self, args: argparse.Namespace, out: Output) -> None:
-        self._out = out
-        self._keep = args.keep
-        self.temporary = args.log is None
-        self.path: Path = args.log or Path(tempfile.mkdtemp(prefix="kvcache-run-"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
-        stays = self.settle(evidence=isinstance(error, InternalError))
-        if stays is not None and self.temporary:
-            self._out.note(f"the log is kept in {stays}")
-
-    def settle(self, *, evidence: bool) -> Path | None:
-        """Remove a temporary directory if nobody wants it; returns the directory if it stays."""
-        wanted = (self._keep or evidence) and any(self.path.glob("*.kvlog"))
-        if self.temporary and not wanted:
-            rmtree(self.path, ignore_errors=True)
-            return None
-        return self.path
-
-
-def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _Directory) -> Outcome:
+def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: RunDirectory) -> Outcome:
     clock = StepClock(parse_speed(args.speed))
     source = _open_source(args, stop)
     config = _config(args, source)
@@ -236,14 +208,15 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: _
     for url in args.sinks:
         # A URL that cannot be understood should be known before there are pools and a log.
         open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
-    pools = None if args.no_pools else _pools(config)
-    writer = _open_log(directory.path, config, out, resume=args.resume)
+    layout = served_layout(config)
+    sizes = None if args.no_pools else _pool_sizes(layout)
+    writer = directory.open_log(config.log, _log_id(args, source, config), resume=args.resume)
     if not (args.json or out.quiet):
         removed = directory.temporary and not args.keep
-        describe_start(out, source, config, pools, directory.path, temporary=removed)
+        describe_start(out, source, config, sizes, directory.path, temporary=removed)
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
-    manager = _open_manager(sinks, config, pools, writer, clock)
+    manager, pools = _open_manager(sinks, config, sizes, writer, clock)
     attached = own_feed.OwnFeed(manager) if router else None
     if args.wait_subscribers:
         readers = count(args.wait_subscribers, "reader")
@@ -286,38 +259,42 @@ def _require_room(config: KVCacheConfig, source: Source) -> None:
         raise UsageError(f"none of the requests fits: {obstacle}")
 
 
-def _pools(config: KVCacheConfig) -> Pools:
+def _pool_sizes(layout: Layout) -> PoolSizes:
+    """What the tensors will take; raises NotEnoughMemory, and UsageError without torch."""
     try:
-        from kvcache.pools import Pools
+        from kvcache.pools import PoolSizes
     except ImportError as error:
         raise UsageError(f"{error}, or play without them (--no-pools)") from error
-    return Pools(Layout.of(config))
+    sizes = PoolSizes(layout)
+    sizes.require_room()
+    return sizes
 
 
-def _open_log(directory: Path, config: KVCacheConfig, out: Output, *, resume: bool) -> LogWriter:
-    if directory.exists() and not directory.is_dir():
-        raise UsageError(f"{directory} is a file; --log takes a directory")
-    try:
-        writer = open_log(directory, config.log, resume=resume)
-    except LogExists:
-        raise UsageError(
-            f"{directory} holds a log already: choose another directory, or add --continue to append to it"
-        ) from None
-    if resume and writer.epoch_started.previous_epoch is None:
-        out.note(f"{directory} is new: nothing to continue")
-    return writer
+def _log_id(args: argparse.Namespace, source: Source, config: KVCacheConfig) -> bytes | None:
+    """The same for equal runs, so that they write equal logs; at another speed than max none is equal."""
+    if parse_speed(args.speed) is not None:
+        return None
+    inputs = (config.model_dump_json(), source.sizes.digest, args.concurrency, args.seed, args.no_pools)
+    return sha256(repr(inputs).encode()).digest()[:16]
 
 
 def _open_manager(
-    sinks: list[str], config: KVCacheConfig, pools: Pools | None, log: LogWriter, clock: StepClock
-) -> KVCacheManager:
+    sinks: list[str], config: KVCacheConfig, sizes: PoolSizes | None, log: LogWriter, clock: StepClock
+) -> tuple[KVCacheManager, Pools | None]:
     # A sink on stdout writes past the buffer, and must not come before what was said already.
     sys.stdout.flush()
     try:
-        return KVCacheManager(config, pools=pools, log=log, sinks=sinks, wall_ns=clock.wall_ns)
+        pools = None if sizes is None else _pools(config, sizes)
+        return KVCacheManager(config, pools=pools, log=log, sinks=sinks, wall_ns=clock.wall_ns), pools
     except BaseException:
         log.close()
         raise
+
+
+def _pools(config: KVCacheConfig, sizes: PoolSizes) -> Pools:
+    from kvcache.pools import Pools
+
+    return Pools(Layout.of(config), sizes.device)
 
 
 def _drive(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from kvcache.errors import UsageError
@@ -24,18 +25,22 @@ class Sizes:
     longest: int
     """Tokens of the longest request, prompt and output."""
     shortest: int
+    digest: bytes
+    """SHA-256 of the requests."""
 
     @classmethod
     def of(cls, requests: Iterable[TraceRequest], stop: threading.Event) -> Sizes:
         """Add up; ends early if `stop` is set."""
         count = tokens = longest = shortest = 0
+        digest = sha256()
         for request in requests:
             length = request.input_length + request.output_length
             longest, shortest = max(longest, length), min(shortest, length) if count else length
             count, tokens = count + 1, tokens + length
+            digest.update(repr(request).encode())
             if stop.is_set():
                 break
-        return cls(count, tokens, longest, shortest)
+        return cls(count, tokens, longest, shortest, digest.digest())
 
     def primary_blocks(self, concurrency: int, tokens_per_block: int) -> int:
         """Room for `concurrency` requests of average length, and for the longest one."""

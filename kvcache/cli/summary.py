@@ -20,7 +20,7 @@ from kvcache.workload import RunResult
 from sinks import SinkStats
 
 if TYPE_CHECKING:
-    from kvcache.pools import Pools
+    from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
 
@@ -95,21 +95,22 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
 
 
 def describe_start(
-    out: Output, source: Source, config: KVCacheConfig, pools: Pools | None, log: Path, *, temporary: bool
+    out: Output, source: Source, config: KVCacheConfig, pools: PoolSizes | None, log: Path, *, temporary: bool
 ) -> None:
     """Say what is about to be played into what."""
     layout = Layout.of(config)
     primary, secondary = layout.groups[0].num_blocks
     block = sum(group.bytes_per_block for group in layout.groups)
-    where = "no tensors" if pools is None else f"{size(block)} each, on {pools.device}"
+    tensors = "none (--no-pools)" if pools is None else f"{pools}; a block has {size(block)}"
     out.heading(f"kvcache run: {printable(source.title)}")
     out.facts(
         [
             ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
             (
                 "cache",
-                f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens ({where})",
+                f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens",
             ),
+            ("tensors", tensors),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
         ]
     )

@@ -86,6 +86,7 @@ class CacheState(BlockFold):
 
     def _create(self, event: ev.CacheCreated) -> None:
         check_created(event)
+        invariant(self.tokens_recorded or event.key_bytes > 0, "blocks have neither tokens nor names")
         self.created = event
         self.longest = longest_sequence(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]

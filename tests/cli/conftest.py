@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*args: Any, **options: Any) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache.cli", *map(str, args)],
+            [sys.executable, "-m", "kvcache", *map(str, args)],
             cwd=tmp_path,
             # Unbuffered output would hide that something is not flushed.
             env={**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},

@@ -134,7 +134,7 @@ class TestClosedStreams:
 
 def in_shell(args: str) -> subprocess.CompletedProcess[str]:
     """Run the command by a shell, which can do to its streams what Python cannot."""
-    script = f"{sys.executable} -m kvcache.cli {args}"
+    script = f"{sys.executable} -m kvcache {args}"
     return subprocess.run(["sh", "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -151,14 +151,14 @@ def test_every_command_has_help(kvcache: Kvcache, command: str) -> None:
 
 
 def test_module_can_be_run(start: Start) -> None:
-    """`python -m kvcache.cli` is the command where no script is installed."""
+    """`python -m kvcache` is the command where no script is installed."""
     process = start("--version")
     assert process.communicate() == (f"kvcache {__version__}\n", "")
 
 
 def test_closed_reader_ends_the_command_silently(log: Path) -> None:
     """In `kvcache events | head` nothing complains when head has seen enough."""
-    script = f"{sys.executable} -m kvcache.cli events --json {log}; echo code $? >&2"
+    script = f"{sys.executable} -m kvcache events --json {log}; echo code $? >&2"
     with subprocess.Popen(
         ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -233,7 +233,7 @@ class TestDiagnostics:
 def test_terminal_without_unicode(log: Path) -> None:
     """Where letters cannot be shown they are spelled out, instead of failing."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "kvcache.cli", "match", str(log), "--request", "3"]
+    command = [sys.executable, "-m", "kvcache", "match", str(log), "--request", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0
     assert "\\u2013" in done.stdout

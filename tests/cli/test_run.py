@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import resource
 import socket
 import tempfile
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from events.log import LogReader
 from events.subscriber import Subscriber
+from events.types import EpochStarted
 from kvcache.cli import main
 from kvcache.cli import run as run_module
 from kvcache.replay import replay
@@ -129,6 +132,59 @@ class TestOutput:
             for seed in (1, 1, 2)
         )
         assert first == again != other
+
+    def test_equal_runs_write_equal_logs(
+        self, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two processes write the same bytes from the same inputs, and others from another seed."""
+        logs: list[list[bytes]] = []
+        for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+            monkeypatch.setenv("PYTHONHASHSEED", str(len(logs)))
+            process = start("run", "--limit", 30, "--seed", seed, "--log", tmp_path / name)
+            assert process.wait(60) == 0
+            logs.append([path.read_bytes() for path in segments(tmp_path / name)])
+        assert logs[0] == logs[1] != logs[2]
+
+    def test_paced_runs_have_ids_of_their_own(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """With real times no two runs are equal, so that their logs have different ids."""
+        for name in ("one", "other"):
+            paced = ("--speed", 1e6, "--log", tmp_path / name)
+            assert kvcache("run", "--no-pools", "--limit", 3, *paced).code == 0
+        one, other = (next(iter(LogReader(tmp_path / name))).events[0] for name in ("one", "other"))
+        assert isinstance(one, EpochStarted)
+        assert isinstance(other, EpochStarted)
+        assert one.log_id != other.log_id
+
+    def test_bytes_are_told_before_they_are_taken(
+        self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the tensors take is on the terminal before the first one is made."""
+
+        def fail(*_: object) -> None:
+            raise MemoryError("no tensor")
+
+        monkeypatch.setattr("kvcache.pools.KVCacheBlockPool", fail)
+        done = kvcache("run", "--limit", 3)
+        assert done.code == 2
+        assert re.search(
+            r"tensors +[\d.]+ [KM]iB primary on cpu, [\d.]+ [KM]iB secondary on the host", done.out
+        )
+
+    @pytest.mark.parametrize(
+        ("setting", "says"),
+        [
+            ("max_attention_window=[16]", "an attention window shorter than max_sequence_length"),
+            ("num_layers=65536", "host memory"),
+        ],
+    )
+    def test_what_cannot_be_served_is_refused_first(
+        self, kvcache: Kvcache, tmp_path: Path, setting: str, says: str
+    ) -> None:
+        """A cache that cannot be is an error line alone, and leaves no log."""
+        done = kvcache("run", "--limit", 3, "--set", setting, "--log", tmp_path / "log")
+        assert (done.code, done.out) == (2, "")
+        assert says in done.err
+        assert not (tmp_path / "log").exists()
 
     def test_pools_do_not_change_the_decisions(self, kvcache: Kvcache) -> None:
         """With and without bytes a run ends in the same state."""

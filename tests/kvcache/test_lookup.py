@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.errors import Unsupported
 from kvcache.lookup import lookup, namespace_of
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
@@ -115,13 +114,3 @@ def test_log_without_tokens_is_matched_by_its_keys(tmp_path: object) -> None:
     assert [block.slot for block in found.blocks] == [block.slot for block in live.blocks]
     assert found.partial is None
     assert not lookup(state, namespace_of(None, None, None), pack_tokens([1, 9, 3])).blocks
-
-
-def test_log_without_tokens_and_names_cannot_be_matched(tmp_path: object) -> None:
-    """Where neither tokens nor names are recorded a lookup says so instead of finding nothing."""
-    config = strategies.config(block_hash="none", log={"record_tokens": False, "fsync": "never"})
-    with KVCacheManager(config, log=f"{tmp_path}/log") as manager:
-        manager.add_sequence(0, [1, 2, 3])
-    state = replay(f"{tmp_path}/log").state
-    with pytest.raises(Unsupported, match="neither tokens nor names"):
-        lookup(state, namespace_of(None, None, None), pack_tokens([1, 2, 3]))

@@ -233,8 +233,24 @@ def test_failed_managers_refuse_commands(
         patched.setitem(manager.state.handlers, TokensAppended, fail)
         with pytest.raises(RuntimeError, match="broken"):
             manager.add_tokens(["a"], [1])
-    with pytest.raises(Poisoned, match="RuntimeError: broken"):
+    with pytest.raises(Poisoned, match=r"RuntimeError at test_manager.py:\d+"):
         getattr(manager, method)(*arguments)
+    manager.close()
+
+
+def test_failure_is_repeated_without_tokens() -> None:
+    """What a manager says of the failure that stopped it quotes our own texts only: a dict's key is a prompt."""
+    manager = KVCacheManager(strategies.config())
+    manager.add_sequence("past", [1234, 5678, 1, 2, 3])
+    manager.store_context_blocks("past", 5)
+    manager.remove_sequence("past")
+    for root in manager.state.groups[0].tree.roots.values():
+        root.children.clear()  # as a bug would
+    with pytest.raises(KeyError):
+        manager.add_sequence("next", [7] * 16)
+    with pytest.raises(Poisoned, match=r"KeyError at prefix_tree.py:\d+") as told:
+        manager.flush()
+    assert "\\x" not in str(told.value)
     manager.close()
 
 

@@ -11,12 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from events.log import LogReader
-from events.types import BlocksStored, Checkpoint, EventBatch, Gap, SequenceAdded
+from events.log import LogReader, LogWriter
+from events.types import BlocksStored, Checkpoint, EpochStarted, EventBatch, Gap, SequenceAdded
 from kvcache.config import KVCacheConfig
-from kvcache.errors import CapacityError
+from kvcache.errors import CapacityError, ConfigError, InvariantViolated, Unsupported
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.state import CacheState
+from kvcache.journal import cache_created
+from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.outlets import open_log
 from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
@@ -99,6 +102,23 @@ def test_log_replays_to_every_state(tmp_path: Path, seed: int, tokens: bool) -> 
     assert whole.checkpoints_verified >= 2
     assert whole.end is not None
     assert whole.end.kind == "clean"
+
+
+def test_log_without_tokens_and_names_is_refused(tmp_path: Path) -> None:
+    """Nothing would tell its blocks apart: it is refused before the first event, in the settings and as a writer."""
+    with pytest.raises(
+        ConfigError, match=r"block_hash: given 'none'; accepted: another one with log.record_tokens"
+    ):
+        config(block_hash="none", log={"record_tokens": False})
+    with LogWriter(tmp_path / "log", record_tokens=False) as log:
+        with pytest.raises(Unsupported, match="a log without tokens and without names"):
+            KVCacheManager(config(block_hash="none"), log=log)
+        assert log.batches_written == 0
+    created = cache_created(config(block_hash="none"), Layout.of(config()), heard=False)
+    state = CacheState()
+    state.apply(EpochStarted(1, bytes(16), None, None, True, False, ""))
+    with pytest.raises(InvariantViolated, match="neither tokens nor names"):
+        state.apply(created)
 
 
 def test_equal_runs_write_equal_events(tmp_path: Path) -> None:

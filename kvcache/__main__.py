@@ -1,4 +1,4 @@
-"""``python -m kvcache.cli``: the command without its installed script."""
+"""``python -m kvcache``: the command without its installed script."""
 
 from __future__ import annotations
 
