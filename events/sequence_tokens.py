@@ -59,12 +59,12 @@ class NamedTokens(SequenceTokens):
 class RunningTokens:
     """Appends tokens to the sequences of a fold, which adds and removes them itself."""
 
-    __slots__ = ("_handles", "_sampled", "_sequences")
+    __slots__ = ("_sampled", "_sequences", "handles")
 
     def __init__(self, sequences: Mapping[int, SequenceTokens]) -> None:
         self._sequences = sequences
-        self._handles: bytes | None = None
-        """Packed uint32: the sequences that were decoded last."""
+        self.handles: bytes | None = None
+        """Packed uint32: the sequences that were decoded last; None once something else happened to one of them."""
         self._sampled: list[list[int]] = []
         """Their last tokens."""
 
@@ -73,21 +73,21 @@ class RunningTokens:
         if event.counts:
             self._append_many(event)
             return
-        if event.handles != self._handles:
+        if event.handles != self.handles:
             self._begin(event.handles)
         # `append` returns None, so `any` goes on to the end.
         any(map(list.append, self._sampled, array("i", event.tokens)))
 
     def forget(self) -> None:
         """Begin anew: the sequences are others, or one of them is not decoding any more."""
-        self._handles = None
+        self.handles = None
 
     def _begin(self, handles: bytes) -> None:
         """Other sequences than before are decoded together from now on."""
         sequences = [self._sequences[handle] for handle in array("I", handles)]
         for sequence in sequences:
             sequence.begin_decoding()
-        self._handles, self._sampled = handles, [sequence.sampled for sequence in sequences]
+        self.handles, self._sampled = handles, [sequence.sampled for sequence in sequences]
 
     def _append_many(self, event: TokensAppended) -> None:
         self.forget()

@@ -114,8 +114,14 @@ class BlockManager:
     def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
         """The sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self._decoding
-        # Types first: what is no id may equal one (1.0, True), or do anything when it is compared.
-        if batch is None or not _PLAIN_IDS.issuperset(map(type, request_ids)) or batch.ids != request_ids:
+        # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
+        # Types before ids: what is no id may equal one (1.0, True), or do anything when it is compared.
+        if (
+            batch is None
+            or self._state.running.handles != batch.handles
+            or not _PLAIN_IDS.issuperset(map(type, request_ids))
+            or batch.ids != request_ids
+        ):
             batch = DecodeBatch(request_ids, self.running(request_ids), self._state.tokens_per_block, limit)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(
@@ -145,7 +151,6 @@ class BlockManager:
         for sequence, count in zip(sequences, counts, strict=True):
             if sequence.num_tokens + count > limit:
                 raise PromptTooLong(sequence.num_tokens + count, limit)
-        self._decoding = None
         if not sequences:
             return {}
         growing = self._growing(sequences, counts)
@@ -194,7 +199,6 @@ class BlockManager:
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
-        self._decoding = None
         if store:
             self.window.store(sequence, partial=True)
         self._emit(
@@ -225,7 +229,6 @@ class BlockManager:
 
         Returns the sequences that must compute something again, and how many leading tokens they still have.
         """
-        self._decoding = None
         before = {handle: sequence.computed for handle, sequence in self._state.sequences.items()}
         reasons: dict[str, list[int]] = {}
         for transfer, reason in failed:
