@@ -309,4 +309,4 @@ def test_closing_lands_what_is_in_flight() -> None:
     engine.manager.close()
     assert not engine.manager.state.transfers
     assert strategies.cached_blocks(engine.manager.state)
-    assert engine.manager.num_sequences == 1
+    assert len(engine.manager.state.sequences) == 1
