@@ -34,6 +34,6 @@ def _refuse_too_much(layout: Layout) -> None:
         raise NotEnoughMemory(
             needed,
             free,
-            "host memory for their bookkeeping",
+            "host memory for the bookkeeping of its blocks",
             "primary_blocks, max_tokens or secondary_blocks",
         )

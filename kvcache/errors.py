@@ -60,13 +60,16 @@ class ConfigError(UsageError, ValueError):
 
 
 class DuplicateRequest(UsageError):
-    """A request was added whose id belongs to a running one."""
+    """A request was added whose id belongs to a running one, or (`in_batch`) to another one of the same call."""
 
-    def __init__(self, request_id: RequestId) -> None:
-        super().__init__(request_id)
+    def __init__(self, request_id: RequestId, in_batch: bool = False) -> None:
+        super().__init__(request_id, in_batch)
         self.request_id = request_id
+        self.in_batch = in_batch
 
     def __str__(self) -> str:
+        if self.in_batch:
+            return f"request {self.request_id!r} is in this call twice: give each request an id of its own"
         return f"request {self.request_id!r} is running already: remove it first, or choose another id"
 
 
@@ -207,7 +210,7 @@ class NotEnoughMemory(CapacityError):
         self.lower = lower
 
     def __str__(self) -> str:
-        return f"the pools need {self.needed:,} bytes of {self.where}, {self.free:,} are free: lower {self.lower}"
+        return f"the cache needs {self.needed:,} bytes of {self.where}, {self.free:,} are free: lower {self.lower}"
 
 
 class InternalError(KVCacheError):

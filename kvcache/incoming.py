@@ -63,6 +63,6 @@ def incoming_batch(
     seen: set[RequestId] = set()
     for request in batch:
         if request.request_id in running or request.request_id in seen:
-            raise DuplicateRequest(request.request_id)
+            raise DuplicateRequest(request.request_id, in_batch=request.request_id not in running)
         seen.add(request.request_id)
     return batch

@@ -238,6 +238,16 @@ def test_failed_managers_refuse_commands(
     manager.close()
 
 
+def test_duplicates_are_told_apart() -> None:
+    """An id that is twice in one call is not said to be running."""
+    for requests, says in (
+        ([Request("a", [1])], "is running already"),
+        ([Request("c", [1]), Request("c", [2])], "is in this call twice"),
+    ):
+        with pytest.raises(DuplicateRequest, match=says):
+            cache().add_sequences(requests)
+
+
 def test_failure_is_repeated_without_tokens() -> None:
     """What a manager says of the failure that stopped it quotes our own texts only: a dict's key is a prompt."""
     manager = KVCacheManager(strategies.config())
