@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 class KVCacheManager(Reading, Observed):
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
-    `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default
-    the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs or sinks. `wall_ns` stamps
-    batches and is never used for a decision.
+    `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
+    `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
+    or sinks. `wall_ns` stamps batches and is never used for a decision.
     """
 
     def __init__(
@@ -95,6 +95,9 @@ class KVCacheManager(Reading, Observed):
             self._refusals = RefusalNotes(self.bus.publish)
             self._journal.due()
             self._journal.flush(started)
+            if pools is not None:
+                # Last, so that they are not taken by a manager that could not be made.
+                pools.take(self)
         except BaseException:
             outlets.close()
             raise
@@ -320,7 +323,16 @@ class KVCacheManager(Reading, Observed):
                 self._finish()
         finally:
             self._guard.closed = True
-            self._journal.outlets.close()
+            try:
+                self._journal.outlets.close()
+            finally:
+                self._give_back_pools()
+
+    def _give_back_pools(self) -> None:
+        if self._pools is not None and self.transfers is not None:
+            # After a failure, what was started may still write.
+            self.transfers.wait()
+            self._pools.give_back(self)
 
     def _finish(self) -> None:
         self._guard.enter()

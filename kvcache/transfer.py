@@ -174,14 +174,18 @@ class TransferEngine:
 
 
 def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEngine | None:
-    """What moves the bytes of `pools`, or whatever `copier` moves; None without either. Raises `UsageError`."""
+    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
+
+    Raises `UsageError`, also for pools that another manager has.
+    """
     if pools is not None:
-        if not callable(getattr(pools, "copier", None)):
+        if not all(callable(getattr(pools, method, None)) for method in ("copier", "take", "give_back")):
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
         if getattr(pools, "layout", layout) != layout:
             raise UsageError(
                 "the pools have another layout than the config: make them by Pools(Layout.of(config))"
             )
+        pools.refuse_taken()
     if copier is None and pools is not None:
         copier = pools.copier()
     if copier is None:
