@@ -267,7 +267,7 @@ class TestConditions:
         handles, counts = pack_u32([7, 8, 9, 8]), pack_u32([2, 1, 3, 2])
         slots, four = pack_i32(range(10, 18)), pack_i32([1, 2, 3, 4])
         moved = BlocksMoved(0, b"", 1, four[:4], 0, four[4:8], MoveReason.ONBOARD, 5, 8)
-        events = [
+        events: list[AnyEvent] = [
             CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c"),
             *[
                 SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
