@@ -118,7 +118,7 @@ def test_a_call_that_raises_leaves_no_trace(error: type[KVCacheError], call: Cal
     assert manager.fingerprint() == untouched.fingerprint()
 
 
-RAISE = "or raise primary_blocks"
+BEFORE, RAISE = "pass only what comes before entry 1 of the call", "or raise primary_blocks"
 LONGER = "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
 REFUSALS: list[tuple[Call, str]] = [
     (
@@ -127,8 +127,7 @@ REFUSALS: list[tuple[Call, str]] = [
     ),
     (
         lambda m: m.add_sequences([Request("c", [1]), Request("d", [1] * 16)]),
-        "too few primary blocks: 9 needed, 3 blank or evictable; "
-        f"pass only what comes before entry 1 of the call, remove a sequence, {RAISE}",
+        f"too few primary blocks: 9 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_tokens(["a"], [1] * 9, [9]),
@@ -136,8 +135,7 @@ REFUSALS: list[tuple[Call, str]] = [
     ),
     (
         lambda m: m.add_tokens(["a", "b"], [1] * 11, [6, 5]),
-        "too few primary blocks: 6 needed, 3 blank or evictable; "
-        f"pass only what comes before entry 1 of the call, remove a sequence, {RAISE}",
+        f"too few primary blocks: 6 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
     ),
     (
         lambda m: m.add_sequence("c", [1] * 17),
