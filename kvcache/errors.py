@@ -110,10 +110,13 @@ class WrongThread(UsageError):
 
 
 class TransfersPending(UsageError):
-    """Block tables were asked for while copies that fill their blocks have not been started."""
+    """Block tables were asked for, or tokens said to be computed, before the copies into these blocks were started."""
 
     def __str__(self) -> str:
-        return "copies into these blocks are pending: call start_transfers() before asking for block tables"
+        return (
+            "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
+            "block tables and computing"
+        )
 
 
 class ManagerClosed(UsageError):

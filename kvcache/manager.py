@@ -220,7 +220,8 @@ class KVCacheManager(Reading, Observed):
         """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
 
         If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
-        (`StoreResult.swapped`): block tables read before are stale.
+        (`StoreResult.swapped`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
+        copies have not been started: nothing can have been computed from them.
         """
         self._guard.enter()
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
@@ -230,6 +231,8 @@ class KVCacheManager(Reading, Observed):
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
                 "computed: append sampled tokens with add_tokens first"
             )
+        if self.transfers is not None and self.transfers.pending:
+            self._refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.tails[0].end, swaps)
@@ -243,7 +246,8 @@ class KVCacheManager(Reading, Observed):
         its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
         `store_context_blocks` said so; where another block is needed, the full ones become reusable. Returns the
         sequences whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the
-        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
+        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        `TransfersPending` as `store_context_blocks` does.
         """
         self._guard.enter()
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
@@ -251,10 +255,14 @@ class KVCacheManager(Reading, Observed):
         num_tokens = len(packed) // SYMBOL_BYTES
         if counts is None:
             batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
+            if self.transfers is not None and self.transfers.pending:
+                self._refuse_uncomputable(batch.sequences)
             with self._guard:
                 return self._blocks.step(batch, packed)
         sizes = pack_counts(counts, len(ids), num_tokens)
         running = self._blocks.running(ids)
+        if self.transfers is not None and self.transfers.pending:
+            self._refuse_uncomputable(running)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._max_tokens)
 

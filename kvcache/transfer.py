@@ -68,6 +68,11 @@ class TransferEngine:
         return bool(self._pending)
 
     @property
+    def pending_ids(self) -> frozenset[int]:
+        """Ids of the transfers that are noted and not started."""
+        return frozenset(noted.transfer for noted in self._pending)
+
+    @property
     def in_flight(self) -> bool:
         """Whether copies are started and not reported by `poll`."""
         return bool(self._in_flight)
