@@ -20,7 +20,8 @@ from typing import Self
 import zmq
 
 from events.continuity import HELD_MAX, Continuity, Missed, Received, Report, Restarted
-from events.errors import EventDecodeError, EventsError
+from events.endpoints import EndpointError, host_of
+from events.errors import EventDecodeError
 from events.formats.vllm import parse_answer, parse_message, replay_request
 
 __all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Subscriber"]
@@ -28,18 +29,6 @@ __all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Subscr
 _READ_AT_ONCE = 1000
 """Messages between two reports, so that a flood cannot keep `poll` from returning."""
 _HEARTBEAT_MS = 10_000
-
-
-class EndpointError(EventsError):
-    """The endpoint cannot be connected to, whoever may be there."""
-
-    def __init__(self, endpoint: str, reason: str) -> None:
-        super().__init__(endpoint, reason)
-        self.endpoint = endpoint
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.endpoint}: {self.reason}; write tcp://HOST:PORT or ipc://PATH"
 
 
 class Subscriber:
@@ -54,7 +43,8 @@ class Subscriber:
         max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
         max_message_bytes: who sends more in one frame is disconnected.
 
-    Raises EndpointError if an endpoint is malformed.
+    Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
+    background: it may come to be known only later.
     """
 
     def __init__(
@@ -128,6 +118,7 @@ class Subscriber:
             self._wait(deadline)
 
     def _connect(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        host_of(endpoint)  # raises, where ZeroMQ would try for ever
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.rcvhwm = self._max_queued

@@ -113,10 +113,13 @@ class WrongThread(UsageError):
 
 
 class TransfersPending(UsageError):
-    """Block tables were asked for while copies that fill their blocks have not been started."""
+    """Block tables were asked for, or tokens said to be computed, before the copies into these blocks were started."""
 
     def __str__(self) -> str:
-        return "copies into these blocks are pending: call start_transfers() before asking for block tables"
+        return (
+            "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
+            "block tables and computing"
+        )
 
 
 class ManagerClosed(UsageError):
@@ -156,15 +159,14 @@ class OutOfBlocks(CapacityError):
         self.available = tuple(available)
 
     def __str__(self) -> str:
+        groups = len(self.needed) > 1
         short = ", ".join(
-            f"group {group} needs {needed} and has {available}"
+            f"{needed} needed, {available} blank or evictable" + f" in group {group}" * groups
             for group, (needed, available) in enumerate(zip(self.needed, self.available, strict=True))
             if needed > available
         )
-        return (
-            f"too few blocks for entry {self.index} of the call: {short}; remove a sequence, "
-            f"pass only the first {self.index}, or raise primary_blocks"
-        )
+        fewer = f"pass only what comes before entry {self.index} of the call, " if self.index else ""
+        return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise primary_blocks"
 
 
 class PromptTooLong(CapacityError):
@@ -177,7 +179,7 @@ class PromptTooLong(CapacityError):
 
     def __str__(self) -> str:
         return (
-            f"{self.length} tokens exceed the limit of {self.limit}: shorten the sequence, "
+            f"{self.length} tokens are more than the {self.limit} that can be held: pass fewer, end the sequence, "
             "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
         )
 

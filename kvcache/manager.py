@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 class KVCacheManager(Reading, Observed):
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
-    `pools` are the tensors (without them only the bookkeeping runs); `copier` moves their bytes, by default
-    the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs or sinks. `wall_ns` stamps
-    batches and is never used for a decision.
+    `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
+    `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
+    or sinks. `wall_ns` stamps batches and is never used for a decision.
     """
 
     def __init__(
@@ -89,6 +89,9 @@ class KVCacheManager(Reading, Observed):
             self._refusals = RefusalNotes(self.bus.publish)
             self._journal.due()
             self._journal.flush(started)
+            if pools is not None:
+                # Last, so that they are not taken by a manager that could not be made.
+                pools.take(self)
         except BaseException:
             outlets.close()
             raise
@@ -211,7 +214,8 @@ class KVCacheManager(Reading, Observed):
         """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
 
         If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
-        (`StoreResult.swapped`): block tables read before are stale.
+        (`StoreResult.swapped`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
+        copies have not been started: nothing can have been computed from them.
         """
         self._guard.enter()
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
@@ -221,6 +225,8 @@ class KVCacheManager(Reading, Observed):
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
                 "computed: append sampled tokens with add_tokens first"
             )
+        if self.transfers is not None and self.transfers.pending:
+            self._refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.tails[0].end, swaps)
@@ -234,7 +240,8 @@ class KVCacheManager(Reading, Observed):
         its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
         `store_context_blocks` said so; where another block is needed, the full ones become reusable. Returns the
         sequences whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the
-        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit.
+        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        `TransfersPending` as `store_context_blocks` does.
         """
         self._guard.enter()
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
@@ -242,10 +249,14 @@ class KVCacheManager(Reading, Observed):
         num_tokens = len(packed) // SYMBOL_BYTES
         if counts is None:
             batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
+            if self.transfers is not None and self.transfers.pending:
+                self._refuse_uncomputable(batch.sequences)
             with self._guard:
                 return self._blocks.step(batch, packed)
         sizes = pack_counts(counts, len(ids), num_tokens)
         running = self._blocks.running(ids)
+        if self.transfers is not None and self.transfers.pending:
+            self._refuse_uncomputable(running)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._max_tokens)
 
@@ -314,7 +325,16 @@ class KVCacheManager(Reading, Observed):
                 self._finish()
         finally:
             self._guard.closed = True
-            self._journal.outlets.close()
+            try:
+                self._journal.outlets.close()
+            finally:
+                self._give_back_pools()
+
+    def _give_back_pools(self) -> None:
+        if self._pools is not None and self.transfers is not None:
+            # After a failure, what was started may still write.
+            self.transfers.wait()
+            self._pools.give_back(self)
 
     def _finish(self) -> None:
         self._guard.enter()

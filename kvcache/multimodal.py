@@ -91,17 +91,19 @@ def _packed(extra_ids: Any, num_tokens: int) -> ExtraIds:
 
 def _packed_list(extra_ids: Sequence[Any]) -> ExtraIds:
     try:
-        return np.frombuffer(array("Q", extra_ids), np.uint64)
+        # Packed, True would be 1.
+        packed = array("Q", extra_ids) if bool not in map(type, extra_ids) else None
     except Exception:  # noqa: BLE001  whatever an item's __index__ raised may quote it
-        raise InvalidTokens(
-            "an extra id must be an integer from 0 to 2**64 - 1", _first_wrong(extra_ids)
-        ) from None
+        packed = None
+    if packed is None:
+        raise InvalidTokens("an extra id must be an integer from 0 to 2**64 - 1", _first_wrong(extra_ids))
+    return np.frombuffer(packed, np.uint64)
 
 
 def _first_wrong(extra_ids: Sequence[Any]) -> int | None:
     for position, extra_id in enumerate(extra_ids):
         try:
-            fits = 0 <= index(extra_id) < _LIMIT
+            fits = 0 <= index(extra_id) < _LIMIT and type(extra_id) is not bool
         except Exception:  # noqa: BLE001
             fits = False
         if not fits:

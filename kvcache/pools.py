@@ -13,6 +13,7 @@ paged-attention kernels take.
 from __future__ import annotations
 
 import math
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +122,28 @@ class Pools:
             tuple(KVCacheBlockPool(pool, group.num_blocks, self.device) for pool in group.pools)
             for group in layout.groups
         )
+        self._owner: ref[object] | None = None
+
+    def take(self, owner: object) -> None:
+        """Note whose blocks lie here. Raises `UsageError` while somebody else's do, who has not given them back.
+
+        An owner that is gone without a word has given them back.
+        """
+        self.refuse_taken()
+        self._owner = ref(owner)
+
+    def refuse_taken(self) -> None:
+        """Raise `UsageError` if the blocks of somebody lie here."""
+        if self._owner is not None and self._owner() is not None:
+            raise UsageError(
+                "these pools belong to a manager that is not closed, and two would overwrite each other's blocks: "
+                "close it first, or allocate other pools"
+            )
+
+    def give_back(self, owner: object) -> None:
+        """The blocks of this owner are not needed any more; of another one, nothing happens."""
+        if self._owner is not None and self._owner() is owner:
+            self._owner = None
 
     def layer(self, layer: int) -> torch.Tensor:
         """View one layer's K and V in primary; see `KVCacheBlockPool.layer`. Raises KeyError if there is none."""

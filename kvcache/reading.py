@@ -124,6 +124,20 @@ class Reading:
         if self.transfers is not None and self.transfers.pending:
             raise TransfersPending
 
+    def _refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
+        """Raise `TransfersPending` if one of these sequences waits for a copy that has not been started.
+
+        For its own, or for one that another sequence needs as well. To be asked only while copies are pending.
+        """
+        assert self.transfers is not None
+        pending = self.transfers.pending_ids
+        waiting = {self.state.transfers[transfer].handle for transfer in pending}
+        group = self.state.groups[0]
+        for sequence in sequences:
+            path = group.path(sequence.tails[0])
+            if sequence.handle in waiting or any(run.transfer in pending for run in path):
+                raise TransfersPending
+
     @property
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""

@@ -20,6 +20,7 @@ Tokens = Sequence[int] | Any
 there are must be known before any is looked at."""
 
 _LIMIT = 2**31
+_FEW = 100
 
 
 def pack_tokens(tokens: Tokens, limit: int | None = None) -> bytes:
@@ -39,12 +40,22 @@ def _pack_list(tokens: list[Any] | tuple[Any, ...]) -> bytes:
     try:
         # As unsigned numbers, which refuses negative ones; three times as fast as `array`.
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
+        # True and False pack as 1 and 0; the second byte of few other tokens is 0.
+        flagged = 0 in packed[1::4] and _has_flag(tokens, packed)
     except Exception:  # noqa: BLE001  whatever an item's __index__ raised may quote a token
         raise InvalidTokens(*_first_wrong(tokens)) from None
     # A number is below 2**31 if the highest of its bytes is below 128, that is ASCII.
-    if not packed[3::4].isascii():
+    if flagged or not packed[3::4].isascii():
         raise InvalidTokens(*_first_wrong(tokens))
     return packed
+
+
+def _has_flag(tokens: Sequence[Any], packed: bytes) -> bool:
+    """Whether True or False is among the tokens. To look at the type of each takes longer than to pack it."""
+    if len(tokens) > _FEW:
+        small = np.flatnonzero(np.frombuffer(packed, "<u4") < 2)
+        tokens = [tokens[position] for position in small.tolist()]
+    return bool in map(type, tokens)
 
 
 def _first_wrong(tokens: Iterable[Any]) -> tuple[str, int | None]:
@@ -54,6 +65,8 @@ def _first_wrong(tokens: Iterable[Any]) -> tuple[str, int | None]:
             number = index(token)
         except Exception:  # noqa: BLE001
             return "a token id must be an integer", position
+        if type(token) is bool:
+            return "a token id must be an integer, not True or False", position
         if number < 0:
             return "a token id must not be negative", position
         if number >= _LIMIT:
@@ -87,7 +100,7 @@ def pack_counts(counts: Any, num_sequences: int, num_tokens: int) -> array[int]:
     try:
         # The bytes of bytes would be taken for packed numbers.
         fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
-        packed = array("I", counts) if fitting else None
+        packed = array("I", counts) if fitting and bool not in map(type, counts) else None
     except Exception:  # noqa: BLE001
         packed = None
     if packed is None or min(packed, default=1) < 1 or sum(packed) != num_tokens:

@@ -68,6 +68,11 @@ class TransferEngine:
         return bool(self._pending)
 
     @property
+    def pending_ids(self) -> frozenset[int]:
+        """Ids of the transfers that are noted and not started."""
+        return frozenset(noted.transfer for noted in self._pending)
+
+    @property
     def in_flight(self) -> bool:
         """Whether copies are started and not reported by `poll`."""
         return bool(self._in_flight)
@@ -174,14 +179,18 @@ class TransferEngine:
 
 
 def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEngine | None:
-    """What moves the bytes of `pools`, or whatever `copier` moves; None without either. Raises `UsageError`."""
+    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
+
+    Raises `UsageError`, also for pools that another manager has.
+    """
     if pools is not None:
-        if not callable(getattr(pools, "copier", None)):
+        if not all(callable(getattr(pools, method, None)) for method in ("copier", "take", "give_back")):
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
         if getattr(pools, "layout", layout) != layout:
             raise UsageError(
                 "the pools have another layout than the config: make them by Pools(Layout.of(config))"
             )
+        pools.refuse_taken()
     if copier is None and pools is not None:
         copier = pools.copier()
     if copier is None:

@@ -111,6 +111,11 @@ class SinkURL:
     @classmethod
     def parse(cls, url: str) -> SinkURL:
         """Parse, or raise SinkURLError."""
+        if any(letter in url for letter in "\t\r\n"):
+            # urllib would leave them out.
+            raise SinkURLError(
+                url.partition(":")[0], "it has a tab or a line break; write them as %09 and %0A"
+            )
         try:
             parts = urlsplit(url)
             query = parts.query.removesuffix("&")
@@ -131,7 +136,7 @@ class SinkURL:
             raise SinkURLError(parsed.path, "a URL is needed, such as stdout: or file:///path/events.jsonl")
         if len(pairs) != len(parsed.options):
             raise SinkURLError(str(parsed), "an option is given twice")
-        if parts.fragment:
+        if "#" in url:
             raise SinkURLError(str(parsed), "it has a #fragment; write a # in a path as %23")
         return parsed
 
@@ -143,6 +148,11 @@ class SinkURL:
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
+
+    def refuse_login(self, why: str = "it takes no user and no password") -> None:
+        """Raise SinkURLError if there is a user or a password: whoever gave them would rely on them."""
+        if self.user is not None or self.password is not None:
+            raise SinkURLError(str(self), why)
 
     def read_options(self, declared: type[Options]) -> Options:
         """The options as `declared` (a msgspec struct) types them.

@@ -96,7 +96,8 @@ class FileSink:
 def create(url: SinkURL, context: SinkContext) -> FileSink:
     """The sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
     options = url.read_options(FileOptions)
-    if url.host not in (None, "localhost"):
+    url.refuse_login()
+    if url.host not in (None, "localhost") or url.port is not None:
         reason = (
             "write file:///tmp/events.jsonl for an absolute path and file:events.jsonl for a relative one"
         )

@@ -63,7 +63,8 @@ class StdoutSink:
 def create(url: SinkURL, context: SinkContext) -> StdoutSink:
     """The sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
-    if url.host is not None or url.path:
+    url.refuse_login()
+    if url.host is not None or url.port is not None or url.path:
         raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":
         raise SinkURLError(str(url), "lines for people never show tokens; use stdout:?format=jsonl&tokens=1")

@@ -210,6 +210,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     options = url.read_options(ZMQOptions)
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
+    _refuse_idle(url, options)
     return RouterFeed(
         [ZMQTransport(settings, _FORMATS[options.format])],
         FeedNumbers(_state_path(url, options, settings, context)),
@@ -220,6 +221,10 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
 
 
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
+    url.refuse_login(
+        "the feed asks nobody who he is, so a user and a password protect nothing: leave them out, "
+        "and let only those reach the port who may read prompts"
+    )
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
     if url.port is None:
@@ -249,6 +254,16 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
     )
+
+
+def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
+    """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
+    if options.topic is not None and options.model is not None:
+        raise SinkURLError(
+            str(url), "model= is a part of the topic that topic= replaces: leave one of them out"
+        )
+    if "ring" in url.options and options.replay is None:
+        raise SinkURLError(str(url), "ring= is memory for answers on the port replay=, which is not given")
 
 
 def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:

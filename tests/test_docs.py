@@ -14,8 +14,10 @@ from pydantic import BaseModel
 
 from events.types import AllocateReason, MoveReason, RemoveReason
 from kvcache import errors
+from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
 from kvcache.manager import KVCacheManager
+from sinks import registry
 from sinks.file import FileOptions
 from sinks.stdout import StdoutOptions
 from sinks.zmq import ZMQOptions
@@ -25,6 +27,7 @@ API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -107,6 +110,22 @@ def test_every_reason_is_in_the_legend() -> None:
     [row] = table(EVENTS, "## Lines for people")["why="]
     for reason in (*AllocateReason, *MoveReason, *RemoveReason):
         assert re.search(rf"\b{reason}\b", row), reason
+
+
+def test_the_changelog_tells_of_what_users_meet() -> None:
+    """Every command, every scheme of a sink, and the options and calls that stand for a feature of their own."""
+    schemes = [f"{scheme}:" for scheme in registry._BUILT_IN]
+    features = ["set_priority", "multimodal=", "extra_ids=", "resume", "get_latest_events"]
+    options = ["--log-json", "--wait-subscribers", "--hold"]
+    assert [each for each in [*COMMANDS, *schemes, *features, *options] if each not in CHANGELOG] == []
+
+
+def test_how_long_the_tests_take_is_said_once() -> None:
+    """`make help` promises what the README promises."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    promise = re.search(r"the tests: (.* on two cores)", README)
+    assert promise is not None
+    assert f"the tests: {promise[1]}'" in makefile
 
 
 def test_readme_example_runs(run_python: RunPython) -> None:

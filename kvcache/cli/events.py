@@ -17,6 +17,7 @@ from events.codec import to_dict
 from events.log import LogReader
 from events.packed import NAME_BYTES
 from events.types import (
+    AdmissionRefused,
     AnyEvent,
     BlocksFilled,
     BlocksStored,
@@ -28,7 +29,7 @@ from events.types import (
 )
 from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
-from kvcache.cli.narrowing import FilledRow, WantedRow, narrowed
+from kvcache.cli.narrowing import filled_rows, part_of_sequences, rows_of
 from kvcache.cli.output import Output
 from kvcache.cli.replay import describe_end
 from kvcache.cli.streams import nobody_reads
@@ -45,8 +46,8 @@ def add_parser(commands: Any, **options: Any) -> None:
         "events",
         **options,
         description="Print the events of a log. With several conditions, events that meet all of them.",
-        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of a BlocksFilled, "
-        "which\nconcerns several sequences, --request and --block show only what they ask for.",
+        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of an event that "
+        "concerns\nseveral sequences, --request shows only its own part; of a BlocksFilled, --block that of the block.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     printer = _Printer(
         as_json=args.json,
         tokens=not args.no_tokens,
-        wanted=[each.wants for each in conditions if isinstance(each, OfRequest | NamingBlock)],
+        narrowing=[each for each in conditions if isinstance(each, OfRequest | NamingBlock)],
     )
     last = -1
     for batch in reader:
@@ -116,8 +117,8 @@ def _end_with_the_reader() -> bool:
 class _Printer:
     """Writes events in the form that was asked for."""
 
-    def __init__(self, *, as_json: bool, tokens: bool, wanted: list[WantedRow]) -> None:
-        self._wanted = wanted
+    def __init__(self, *, as_json: bool, tokens: bool, narrowing: list[OfRequest | NamingBlock]) -> None:
+        self._narrowing = narrowing
         self._as_json = as_json
         self._tokens = tokens
         self._key_bytes = 0
@@ -131,11 +132,10 @@ class _Printer:
 
     def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
         """Write one event, or the part of it that was asked for."""
-        if self._wanted and isinstance(event, BlocksFilled):
-            part = narrowed(event, self._key_bytes, self._wanted)
-            if part is None:
-                return
-            event = part
+        for condition in self._narrowing:
+            event = condition.part(event)
+            if isinstance(event, BlocksFilled) and not event.handles:
+                return  # one row is the request's, and another one the block's
         self.lines += 1
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts}
@@ -173,11 +173,14 @@ class OfRequest:
 
     def __init__(self, request_id: str) -> None:
         self._id = request_id
+        self._key_bytes = 0
         self._handles: set[int] = set()
         self._transfers: set[int] = set()
 
     def __call__(self, event: AnyEvent) -> bool:
         """Whether the event concerns one of them."""
+        if isinstance(event, CacheCreated):
+            self._key_bytes = event.key_bytes
         if isinstance(event, SequenceAdded):
             if str(event.request_id) == self._id:
                 self._handles.add(event.handle)
@@ -185,23 +188,25 @@ class OfRequest:
             # After a gap, this may be the first that is heard of a request.
             ours = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]
             self._handles.update(ours)
+            self._transfers.update(entry.transfer for entry in event.transfers if entry.handle in ours)
             return bool(ours)
         return self._concerns(event)
 
-    def wants(self, row: FilledRow) -> bool:
-        """Whether this part of an event is one of theirs."""
-        return row.handle in self._handles
+    def part(self, event: AnyEvent) -> AnyEvent:
+        """What the event, which concerns one of them, says of them."""
+        return part_of_sequences(event, self._handles, self._transfers, self._key_bytes)
 
     def _concerns(self, event: AnyEvent) -> bool:
         if getattr(event, "handle", None) in self._handles:
-            self._transfers.add(getattr(event, "transfer", 0))
+            # 0 stands for "nothing is copied" and is no transfer's number.
+            if transfer := getattr(event, "transfer", 0):
+                self._transfers.add(transfer)
             return True
         if (handles := getattr(event, "handles", None)) is not None:
             return not self._handles.isdisjoint(array("I", handles))
         if (transfers := getattr(event, "transfers", None)) is not None:
-            # 0 stands for "nothing was copied" and is no transfer's number.
-            return not (self._transfers - {0}).isdisjoint(array("q", transfers))
-        return str(getattr(event, "request_id", None)) == self._id
+            return not self._transfers.isdisjoint(array("q", transfers))
+        return isinstance(event, AdmissionRefused) and str(event.request_id) == self._id
 
 
 class NamingBlock:
@@ -223,9 +228,16 @@ class NamingBlock:
             return any(self._within(group.keys, self._key_bytes) for group in event.groups)
         return self._within(getattr(event, "names", b""), NAME_BYTES)
 
-    def wants(self, row: FilledRow) -> bool:
-        """Whether this part of an event names the block, as its own or as its parent."""
-        return self._within(row.key, self._key_bytes) or self._within(row.parent, NAME_BYTES)
+    def part(self, event: AnyEvent) -> AnyEvent:
+        """Of an event of several sequences, which names the block, those that name it as their own or its parent."""
+        if not isinstance(event, BlocksFilled):
+            return event
+        rows = [
+            row.number
+            for row in rows_of(event, self._key_bytes)
+            if self._within(row.key, self._key_bytes) or self._within(row.parent, NAME_BYTES)
+        ]
+        return filled_rows(event, rows, self._key_bytes)
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""

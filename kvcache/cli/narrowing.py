@@ -1,52 +1,102 @@
-"""Events that concern several sequences, narrowed to those that were asked for."""
+"""Events that concern several sequences or copies, narrowed to those that were asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
-from events.packed import NAME_BYTES, SLOT_BYTES
-from events.types import BlocksFilled
+from msgspec.structs import replace
+
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
+from events.types import (
+    AnyEvent,
+    BlocksAllocated,
+    BlocksFilled,
+    StateExported,
+    TokensAppended,
+    TransferFailed,
+    TransferLanded,
+)
+
+_HANDLE_BYTES = _INDEX_BYTES = 4
+_TRANSFER_BYTES = 8
+
+
+def part_of_sequences(
+    event: AnyEvent, handles: Container[int], transfers: Container[int], key_bytes: int
+) -> AnyEvent:
+    """What the event says of these sequences and of these copies of theirs.
+
+    Of an exported state the cached blocks stay: they are no sequence's.
+    """
+    match event:
+        case BlocksFilled():
+            return filled_rows(event, _chosen("I", event.handles, handles), key_bytes)
+        case BlocksAllocated():
+            own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
+            return replace(event, handles=own, counts=counts, slots=slots)
+        case TokensAppended():
+            own, counts, tokens = _counted(event.handles, event.counts, event.tokens, handles)
+            return replace(event, handles=own, counts=counts, tokens=tokens)
+        case TransferLanded() | TransferFailed():
+            rows = _chosen("q", event.transfers, transfers)
+            return replace(event, transfers=_cut(event.transfers, _TRANSFER_BYTES, rows))
+        case StateExported():
+            return replace(
+                event,
+                sequences=tuple(each for each in event.sequences if each.handle in handles),
+                transfers=tuple(each for each in event.transfers if each.handle in handles),
+            )
+    return event
 
 
 @dataclass(frozen=True, slots=True)
 class FilledRow:
     """One sequence's part of a `BlocksFilled`."""
 
-    handle: int
+    number: int
     key: bytes
     parent: bytes
 
 
-WantedRow = Callable[[FilledRow], bool]
+def rows_of(event: BlocksFilled, key_bytes: int) -> Iterator[FilledRow]:
+    """The parts of the event. Without block hashes, keys and parents are empty."""
+    for number in range(len(event.handles) // _HANDLE_BYTES):
+        row = [number]
+        yield FilledRow(number, _cut(event.keys, key_bytes, row), _cut(event.parents, NAME_BYTES, row))
 
 
-def narrowed(event: BlocksFilled, key_bytes: int, wanted: list[WantedRow]) -> BlocksFilled | None:
-    """The event with only those of its rows that all of `wanted` want; None if there is none."""
-    chosen = [
-        number for number, row in enumerate(_rows(event, key_bytes)) if all(each(row) for each in wanted)
-    ]
-    if not chosen:
-        return None
-
-    def cut(column: bytes, width: int) -> bytes:
-        return b"".join(column[number * width : (number + 1) * width] for number in chosen)
-
+def filled_rows(event: BlocksFilled, rows: list[int], key_bytes: int) -> BlocksFilled:
+    """The event with only these of its rows."""
     return BlocksFilled(
-        handles=cut(event.handles, SLOT_BYTES),
+        handles=_cut(event.handles, _HANDLE_BYTES, rows),
         group=event.group,
-        blocks=cut(event.blocks, SLOT_BYTES),
-        parents=cut(event.parents, NAME_BYTES),
-        keys=cut(event.keys, key_bytes),
-        slots=cut(event.slots, SLOT_BYTES),
+        blocks=_cut(event.blocks, _INDEX_BYTES, rows),
+        parents=_cut(event.parents, NAME_BYTES, rows),
+        keys=_cut(event.keys, key_bytes, rows),
+        slots=_cut(event.slots, SLOT_BYTES, rows),
         priority=event.priority,
     )
 
 
-def _rows(event: BlocksFilled, key_bytes: int) -> Iterator[FilledRow]:
-    """Without block hashes, keys and parents are empty."""
-    for number, handle in enumerate(memoryview(event.handles).cast("I")):
-        keys, parents = number * key_bytes, number * NAME_BYTES
-        yield FilledRow(
-            handle, event.keys[keys : keys + key_bytes], event.parents[parents : parents + NAME_BYTES]
-        )
+def _chosen(kind: str, column: bytes, wanted: Container[int]) -> list[int]:
+    """The rows whose entry in a column of numbers is wanted."""
+    return [row for row, entry in enumerate(array(kind, column)) if entry in wanted]
+
+
+def _cut(column: bytes, width: int, rows: Iterable[int]) -> bytes:
+    return b"".join(column[row * width : (row + 1) * width] for row in rows)
+
+
+def _counted(
+    handles: bytes, counts: bytes, column: bytes, wanted: Container[int]
+) -> tuple[bytes, bytes, bytes]:
+    """Handles, counts and a column of slots or tokens, so many for each handle (without counts one each)."""
+    rows = _chosen("I", handles, wanted)
+    if not counts:
+        return _cut(handles, _HANDLE_BYTES, rows), b"", _cut(column, TOKEN_BYTES, rows)
+    ends = list(accumulate(array("I", counts), initial=0))
+    parts = [column[ends[row] * TOKEN_BYTES : ends[row + 1] * TOKEN_BYTES] for row in rows]
+    return _cut(handles, _HANDLE_BYTES, rows), _cut(counts, _INDEX_BYTES, rows), b"".join(parts)

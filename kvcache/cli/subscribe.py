@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from events.endpoints import host_of
 from kvcache.cli.arguments import positive
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.stopping import StopSignals
+from kvcache.errors import UsageError
 from sinks.render import NAME_DIGITS, text
 
 if TYPE_CHECKING:
@@ -63,6 +66,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from events.index import Index
     from events.subscriber import Subscriber
 
+    for endpoint in (args.endpoint, args.replay):
+        if endpoint is not None:
+            _refuse_unknown_host(endpoint)
     index = Index()
     lines = _json_lines if args.json else _lines
     start = None if args.replay is None else 0
@@ -78,6 +84,18 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 print(line, flush=True)
     out.note(_summary(index))
     return stop.exit_code
+
+
+def _refuse_unknown_host(endpoint: str) -> None:
+    """Raise `UsageError` for a name that stands for no address: a person would wait for nothing."""
+    host = host_of(endpoint)
+    if host is None:
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no name of a host"
+        raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
 
 
 class _Patience:

@@ -48,6 +48,7 @@ class Evictor:
             else:
                 if run.children:
                     self._remove_below(run, RemoveReason.UNREACHABLE, handle)
+                    take = 1  # what hung behind it has made room in secondary, which the next ones may use
                 self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
     def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:

@@ -102,6 +102,11 @@ class BlockFold:
         last = first + len(slots)
         if tail.end != first or sequence.tables[index][first:last] != slots:
             raise InvariantViolated("stored blocks do not continue the sequence's cached prefix")
+        key_bytes = group.tree.key_bytes
+        if event.parent != (tail.key_of_last(key_bytes)[:NAME_BYTES] if first else b""):
+            raise InvariantViolated("stored blocks continue a block of another name")
+        if len(event.keys) != len(slots) * key_bytes:
+            raise InvariantViolated("stored blocks have other names than there are blocks")
         size = self.tokens_per_block
         partial = event.last_tokens % size
         if self.tokens_recorded:
@@ -123,19 +128,24 @@ class BlockFold:
         named = len(slots) * NAME_BYTES if key_bytes else 0
         if len(event.keys) != len(slots) * key_bytes or len(event.parents) != named:
             raise InvariantViolated("filled blocks have other names than there are blocks")
-        owner, sequences, block_bytes = group.levels[PRIMARY].owner, self.sequences, group.tree.block_bytes
-        for handle, block, slot in zip(array("I", event.handles), blocks, slots, strict=True):
-            sequence = sequences[handle]
+        owner, block_bytes, parents = group.levels[PRIMARY].owner, group.tree.block_bytes, b""
+        # Of the parent's key, what is its name; counted from the end, where its run ends.
+        name = slice(-key_bytes, NAME_BYTES - key_bytes or None)
+        filling = map(self.sequences.__getitem__, array("I", event.handles))
+        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
             run = sequence.tails[index]
             if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
             if key_bytes:
+                parents += run.keys[name]  # type: ignore[attr-defined]  # what grows is a run
                 key = event.keys[at : at + key_bytes]
                 at += key_bytes
             symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
             if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")
             owner[slot] = run.extend(symbols, slot, key)
+        if parents != event.parents:
+            raise InvariantViolated("filled blocks continue blocks of other names")
         self.changed_blocks += len(slots)
 
     def _update(self, event: ev.BlocksUpdated) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,27 @@ import pytest
 
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
-from events.packed import pack_i32, pack_u32, unpack_u32
+from events.packed import pack_i32, pack_u32, unpack_i32, unpack_u32
+from events.parts import SequenceExported, TransferExported
 from events.types import (
+    AdmissionRefused,
+    AllocateReason,
     AnyEvent,
+    BlocksAllocated,
     BlocksFilled,
+    BlocksMoved,
     BlocksStored,
     BlocksUpdated,
     CacheCreated,
     EventBatch,
+    MoveReason,
     Namespace,
     SequenceAdded,
     SequenceRemoved,
+    StateExported,
     TokensAppended,
+    TransferFailed,
+    TransferLanded,
 )
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
@@ -40,6 +50,10 @@ def all_events(log: Path) -> Iterator[tuple[int, int, AnyEvent]]:
     for batch in LogReader(log):
         for index, event in enumerate(batch.events):
             yield batch.seq, index, event
+
+
+def pack_i64(numbers: list[int]) -> bytes:
+    return array("q", numbers).tobytes()
 
 
 def addresses(done: Any) -> list[tuple[int, int]]:
@@ -159,9 +173,24 @@ class TestConditions:
         assert len(handles) == len(set(handles)) == 2
 
     def test_packed_handles(self, kvcache: Kvcache, log: Path) -> None:
-        """Steps of several sequences are found for each of them."""
+        """Steps of several sequences are found for each of them, and show its own token only."""
+        [handle] = [
+            event.handle
+            for _, _, event in all_events(log)
+            if isinstance(event, SequenceAdded) and event.request_id == REQUEST
+        ]
+        tokens = [
+            int(token)
+            for _, _, event in all_events(log)
+            if isinstance(event, TokensAppended)
+            for of, token in zip(unpack_u32(event.handles), unpack_i32(event.tokens), strict=True)
+            if of == handle
+        ]
         done = kvcache("events", log, "--json", "--request", REQUEST, "--type", "TokensAppended")
-        assert any(len(json.loads(line)["handles"]) == 2 for line in done.out.splitlines())
+        shown = [json.loads(line) for line in done.out.splitlines()]
+        assert tokens
+        assert [line["tokens"] for line in shown] == [[token] for token in tokens]
+        assert {tuple(line["handles"]) for line in shown} == {(handle,)}
 
     def test_unknown_request(self, kvcache: Kvcache, log: Path) -> None:
         """A request that never came has no events, which is no error, but is said."""
@@ -232,6 +261,76 @@ class TestConditions:
         assert json.loads(spelled)["keys"] == [keys[32:64].hex(), keys[64:].hex()]
         assert json.loads(spelled)["parents"] == [names[8:16].hex(), names[16:].hex()]
         assert "sequences=3" in kvcache("events", log, *kind).out
+
+    def test_a_requests_part(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of events of several sequences and copies --request shows its own slots, tokens and copies, in both forms."""
+        handles, counts = pack_u32([7, 8, 9, 8]), pack_u32([2, 1, 3, 2])
+        slots, four = pack_i32(range(10, 18)), pack_i32([1, 2, 3, 4])
+        moved = BlocksMoved(0, b"", 1, four[:4], 0, four[4:8], MoveReason.ONBOARD, 5, 8)
+        events: list[AnyEvent] = [
+            CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c"),
+            *[
+                SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
+                for handle, name in ((7, "other"), (8, "mine"), (9, "other"))
+            ],
+            BlocksAllocated(handles, counts, 0, slots, AllocateReason.PROMPT),
+            BlocksAllocated(handles, b"", 0, four, AllocateReason.DECODE),
+            TokensAppended(handles, counts, slots),
+            TokensAppended(handles, b"", four),
+            TokensAppended(handles, counts, b""),
+            moved,
+            TransferLanded(pack_i64([4, 5, 6])),
+            TransferFailed(pack_i64([6, 5, 7]), "why"),
+            AdmissionRefused("mine", 1, 0),
+        ]
+        log = lying(tmp_path / "log", *events)
+        lines = kvcache("events", log, "--request", "mine", "--json").out.splitlines()
+        shown = [json.loads(line) for line in lines]
+        assert [line["index"] for line in shown] == [2, *range(4, 13)]
+        columns = ("handles", "counts", "slots", "tokens", "transfers")
+        assert [[line[name] for name in columns if name in line] for line in shown] == [
+            [[]],
+            [[8, 8], [1, 2], [12, 16, 17]],
+            [[8, 8], [], [2, 4]],
+            [[8, 8], [1, 2], [12, 16, 17]],
+            [[8, 8], [], [2, 4]],
+            [[8, 8], [1, 2], []],
+            [],
+            [[5]],
+            [[5]],
+            [],
+        ]
+        done = kvcache(
+            "events", log, "--request", "mine", "--type", "BlocksAllocated", "--type", "TransferLanded"
+        )
+        assert [line.split(maxsplit=2)[2] for line in done.out.splitlines()] == [
+            "sequences=2 group=0 blocks=3 why=prompt",
+            "sequences=2 group=0 blocks=2 why=decode",
+            "transfers=1",
+        ]
+        for nobody in ("None", "0", "8"):
+            assert kvcache("events", log, "--request", nobody).out == ""
+
+    def test_a_requests_part_of_a_state(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of an exported state only the request's own sequence and copies are shown; the latter's landing is found."""
+        tokens = pack_i32([1, 2, 3])
+        sequences = tuple(
+            SequenceExported(handle, name, Namespace(), 3, tokens, 3, 0, (0,), (b"",))
+            for handle, name in ((7, "other"), (8, "mine"))
+        )
+        transfers = tuple(
+            TransferExported(number, 0, 0, pack_i32([number]), handle, 0)
+            for number, handle in ((4, 7), (5, 8), (6, None))
+        )
+        exported = StateExported((), sequences, transfers, 9, 7, 0, 0)
+        created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
+        landed = TransferLanded(pack_i64([4, 5]))
+        log = lying(tmp_path / "log", created, exported, landed, TransferLanded(pack_i64([4])))
+        lines = kvcache("events", log, "--request", "mine", "--json").out.splitlines()
+        state, landing = map(json.loads, lines)
+        assert [each["handle"] for each in state["sequences"]] == [8]
+        assert [each["transfer"] for each in state["transfers"]] == [5]
+        assert (landing["index"], landing["transfers"]) == (2, [5])
 
     def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
         """Several conditions must all hold."""

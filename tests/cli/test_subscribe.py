@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -195,6 +196,11 @@ def test_signal_ends_it_with_a_summary(start: Start, publisher: Publisher, numbe
     [
         (["http://127.0.0.1:1"], "http://127.0.0.1:1: "),
         (["tcp://127.0.0.1:1", "--replay", "nonsense"], "nonsense: "),
+        (["tcp://127.0.0.1:99999"], "tcp://127.0.0.1:99999: its port is no number from 1 to 65535"),
+        (["tcp://host"], "tcp://host: it has no port"),
+        (["tcp://256.1.1.1:80"], "256.1.1.1 is no IP address"),
+        (["tcp://127.0.0.1:1", "--replay", "tcp://127.0.0.1:0"], "tcp://127.0.0.1:0: its port"),
+        (["tcp://a..b:1"], "tcp://a..b:1: the host 'a..b' cannot be found: it is no name of a host"),
         (["tcp://127.0.0.1:1", "--count", "0"], "'0' is not an integer of at least 1"),
         ([], "the following arguments are required: ENDPOINT"),
     ],
@@ -205,6 +211,28 @@ def test_wrong_requests(kvcache: Kvcache, args: list[str], says: str) -> None:
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("kvcache: error: ")
     assert says in done.err
+
+
+@pytest.mark.parametrize("option", [[], ["tcp://127.0.0.1:1", "--replay"]])
+def test_a_host_that_nobody_knows(
+    kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    """A misspelled name is told at once, and why it was not found, instead of listening to nobody."""
+    asked = []
+
+    def getaddrinfo(host: str, *_: object) -> list[object]:
+        asked.append(host)
+        if host == "nohost":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert kvcache("subscribe", *option, "tcp://nohost:5557") == (
+        2,
+        "",
+        "kvcache: error: tcp://nohost:5557: the host 'nohost' cannot be found: Name or service not known\n",
+    )
+    assert asked[-1] == "nohost"
 
 
 def test_other_commands_do_not_load_zeromq(run_python: RunPython) -> None:

@@ -134,7 +134,10 @@ class TestLive:
             reports += collect(subscriber, up_to(0))
         assert brief(reports) == [(5, False), Restarted(5, 0), (0, False)]
 
-    @pytest.mark.parametrize("endpoint", ["", "127.0.0.1:5557", "http://127.0.0.1:1", "tcp://127.0.0.1"])
+    @pytest.mark.parametrize(
+        "endpoint",
+        ["", "127.0.0.1:5557", "http://127.0.0.1:1", "tcp://127.0.0.1", "tcp://127.0.0.1:99999", "ipc://"],
+    )
     def test_wrong_endpoints(self, endpoint: str) -> None:
         """An endpoint that can never work is refused at once, wherever it is given."""
         for publisher, replay in ((endpoint, None), ("tcp://127.0.0.1:1", endpoint)):

@@ -12,6 +12,7 @@ from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
 from events.types import BlocksCopied, BlocksMoved, MoveReason, Namespace
 from kvcache.errors import CapacityError, TransfersPending
+from kvcache.manager import KVCacheManager
 from kvcache.results import Request
 from tests import strategies
 from tests.fake_engine import FakeEngine, expected
@@ -291,6 +292,80 @@ def test_block_tables_wait_for_their_copies() -> None:
         engine.manager.block_tables(["b"])
     engine.start_transfers()
     assert len(engine.manager.block_table("b")) == 3
+
+
+REPORTS: list[Callable[[KVCacheManager, str], object]] = [
+    lambda manager, name: manager.add_tokens([name], [1]),
+    lambda manager, name: manager.add_tokens([name], [1, 1], [2]),
+    lambda manager, name: manager.store_context_blocks(name, 3),
+]
+
+
+def refuses_reports(manager: KVCacheManager, name: str) -> bool:
+    """Whether all reports of what was computed are refused for the sequence, without a trace, or none is."""
+    before, events, refused = manager.fingerprint(), len(manager.bus.pending), 0
+    for report in REPORTS:
+        try:
+            report(manager, name)
+        except TransfersPending:
+            refused += 1
+            assert (manager.fingerprint(), len(manager.bus.pending)) == (before, events)
+    assert refused in (0, len(REPORTS))
+    return refused > 0
+
+
+def test_nothing_is_computed_before_its_copies_are_started() -> None:
+    """Who waits for copies cannot have computed, also not who found the blocks when they were on their way already."""
+    engine = offloaded_prefix(late)
+    manager = engine.manager
+    engine.admit(Request("running", [1, 0]))
+    engine.forward("running")
+    engine.admit(Request("b", [0, 1, 0, 1, 0]))
+    (late_one,) = engine.admit(Request("c", [0, 1, 1]))
+    assert late_one.reused_primary == 2
+    assert refuses_reports(manager, "b")
+    assert refuses_reports(manager, "c")
+    with pytest.raises(TransfersPending):
+        manager.add_tokens(["running", "c"], [1, 1])
+    engine.start_transfers()
+    for name in ("b", "c"):
+        engine.forward(name)
+        engine.decode([name], [1])
+    engine.settle()
+    engine.verify()
+
+
+def test_who_waits_for_nothing_goes_on() -> None:
+    """While copies of others are pending a running sequence decodes, and a waiting one may end."""
+    engine = offloaded_prefix(late)
+    manager = engine.manager
+    engine.admit(Request("running", [1, 0]))
+    engine.forward("running")
+    engine.admit(Request("b", [0, 1, 0, 1, 0]))
+    assert manager.transfers is not None
+    assert manager.transfers.pending
+    assert not refuses_reports(manager, "running")
+    engine.end("b")
+    manager.check()
+    engine.settle()
+
+
+def test_a_copied_start_of_a_block_is_waited_for_as_well() -> None:
+    """What continues a copied block was not computed before the copy; what had to make room for it may go on."""
+    engine = FakeEngine(primary_blocks=6, secondary_blocks=6, tokens_per_block=4)
+    fill(engine, "a", [0, 1, 0, 1, 1])
+    (admitted,) = engine.admit(Request("b", [0, 1, 1, 1]))
+    assert (admitted.reused_tokens, admitted.reused_partial) == (2, 2)
+    assert refuses_reports(engine.manager, "b")
+    engine.forward("b")
+    engine.settle()
+    engine.admit(Request("c", [1] * 16))
+    engine.forward("c")
+    engine.settle()
+    engine.manager.add_tokens(["b"], [1])
+    assert engine.manager.transfers is not None
+    assert engine.manager.transfers.pending  # a block of "a" is offloaded
+    assert not refuses_reports(engine.manager, "b")
 
 
 def test_blocks_land_when_their_bytes_have() -> None:

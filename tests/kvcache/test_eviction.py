@@ -106,6 +106,22 @@ def test_low_priority_is_dropped_instead_of_offloaded() -> None:
     assert strategies.cached_blocks(manager.state) == {}
 
 
+def test_room_that_unreachable_blocks_leave_is_used() -> None:
+    """A block that is dropped takes its offloaded child with it; the block before it then goes to secondary."""
+    manager = cache(primary_blocks=6, secondary_blocks=1)
+    manager.add_sequence("run", [1] * 11)
+    manager.store_context_blocks("run", 10)
+    manager.set_priority("run", 32, stop=8)
+    manager.remove_sequence("run")
+    manager.flush()
+    manager.add_sequence("b", [2] * 8)
+    assert offloaded(manager) == [name_of(path(*[1] * 10)), name_of(path(*[1] * 6))]
+    assert removed(manager, RemoveReason.UNREACHABLE) == [name_of(path(*[1] * 10))]
+    assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(*[1] * 8))]
+    manager.check()
+    assert manager.count_reusable([1] * 11) == 3
+
+
 def test_source_of_a_copy_is_spared_but_not_what_hangs_behind_it() -> None:
     """While a batch copies from a block in secondary that block stays, yet older blocks behind it make room."""
     manager = cache(primary_blocks=4, secondary_blocks=2)

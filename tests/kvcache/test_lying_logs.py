@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from events.types import (
     AllocateReason,
     BlocksAllocated,
+    BlocksFilled,
     BlocksReused,
     BlocksStored,
     BlocksUpdated,
@@ -268,6 +269,59 @@ def test_impossible_priorities_are_refused(created: CacheCreated, changes: dict[
     folded(*events, first, second)
     with pytest.raises(Unreplayable, match="batch 0 does not follow"):
         folded(*events, first, replace(second, **changes))
+
+
+class TestParents:
+    """Whoever reads the log, or a feed made of it, knows a block's place by its parent's name."""
+
+    @pytest.fixture(params=["v2_sha256_64", "xxh3_64", "none"])
+    def events(self, request: pytest.FixtureRequest) -> list[Event]:
+        """Two sequences store two blocks and later one more, and fill a fourth in the same step."""
+        manager = KVCacheManager(
+            strategies.config(block_hash=request.param, primary_blocks=16, event_buffer_max_size=1)
+        )
+        for name, tokens in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 10])):
+            manager.add_sequence(name, tokens)
+            manager.store_context_blocks(name, 4)
+            manager.add_tokens([name], [1, 1], [2])
+        manager.add_tokens(["a", "b"], [1, 1])
+        manager.add_tokens(["a", "b"], [1, 1])
+        assert manager.state.created is not None
+        return [manager.state.created, *manager.bus.pending]
+
+    @staticmethod
+    def lie(events: list[Event], kind: type[Event], last: bool, **changes: Any) -> None:
+        at = [number for number, event in enumerate(events) if isinstance(event, kind)][-last]
+        folded(*events)
+        with pytest.raises(Unreplayable, match="name"):
+            folded(*events[:at], replace(events[at], **changes))
+
+    def test_filled_blocks_have_parents(self, events: list[Event]) -> None:
+        """Each of the names is compared, and that there are no more of them."""
+        [filled] = [event for event in events if isinstance(event, BlocksFilled)]
+        assert len(filled.blocks) == 8
+        names = filled.parents
+        for lie in (names[8:] + names[:8], names[:-1] + b"?", b"?" + names[1:], names[:8], names + names[:8]):
+            if lie != names:
+                self.lie(events, BlocksFilled, True, parents=lie)
+
+    def test_stored_blocks_have_a_parent(self, events: list[Event]) -> None:
+        """None at the start of a prompt, else the name of the block before."""
+        stored = [event for event in events if isinstance(event, BlocksStored)]
+        assert (stored[0].first_block, stored[-1].first_block > 0) == (0, True)
+        for first_lie in (stored[-1].parent, b"?" * 8):
+            if first_lie:
+                self.lie(events, BlocksStored, False, parent=first_lie)
+        for lie in (b"", b"?" * 8, stored[-1].parent[:-1] + b"?"):
+            if lie != stored[-1].parent:
+                self.lie(events, BlocksStored, True, parent=lie)
+
+    def test_stored_blocks_have_a_name_each(self, events: list[Event]) -> None:
+        """Keys that are too many or too few would be another block's."""
+        keys = next(event.keys for event in events if isinstance(event, BlocksStored))
+        for lie in (keys + bytes(8), keys[: len(keys) // 2]):
+            if lie != keys:
+                self.lie(events, BlocksStored, False, keys=lie)
 
 
 def test_slots_given_back_are_the_sequences_own(manager: KVCacheManager, created: CacheCreated) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from events.types import AdmissionRefused, SequenceRemoved, TokensAppended
 from kvcache.errors import (
+    CapacityError,
     DuplicateRequest,
     InvalidTokens,
     KVCacheError,
@@ -115,6 +116,57 @@ def test_a_call_that_raises_leaves_no_trace(error: type[KVCacheError], call: Cal
         each.add_sequence("c", [1, 2, 3], lora_id=1)
         each.remove_sequence("a")
     assert manager.fingerprint() == untouched.fingerprint()
+
+
+BEFORE, RAISE = "pass only what comes before entry 1 of the call", "or raise primary_blocks"
+LONGER = "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
+REFUSALS: list[tuple[Call, str]] = [
+    (
+        lambda m: m.add_sequence("c", [1] * 16),
+        f"too few primary blocks: 8 needed, 3 blank or evictable; remove a sequence, {RAISE}",
+    ),
+    (
+        lambda m: m.add_sequences([Request("c", [1]), Request("d", [1] * 16)]),
+        f"too few primary blocks: 9 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
+    ),
+    (
+        lambda m: m.add_tokens(["a"], [1] * 9, [9]),
+        f"too few primary blocks: 4 needed, 3 blank or evictable; remove a sequence, {RAISE}",
+    ),
+    (
+        lambda m: m.add_tokens(["a", "b"], [1] * 11, [6, 5]),
+        f"too few primary blocks: 6 needed, 3 blank or evictable; {BEFORE}, remove a sequence, {RAISE}",
+    ),
+    (
+        lambda m: m.add_sequence("c", [1] * 17),
+        f"17 tokens are more than the 16 that can be held: pass fewer, end the sequence, {LONGER}",
+    ),
+    (
+        lambda m: m.add_tokens(["a"], [1] * 12, [12]),
+        f"17 tokens are more than the 16 that can be held: pass fewer, end the sequence, {LONGER}",
+    ),
+    (
+        lambda m: m.add_tokens(["a", "b"], range(33)),
+        f"33 tokens are more than the 32 that can be held: pass fewer, end the sequence, {LONGER}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSALS, ids=[case[1][:40] for case in REFUSALS])
+def test_refusals_say_what_was_asked_what_there_is_and_what_to_do(call: Call, text: str) -> None:
+    """One text serves a request alone, a batch, and a step of decoding: it is true of each."""
+    with pytest.raises(CapacityError) as raised:
+        call(cache())
+    assert str(raised.value) == text
+
+
+def test_what_comes_before_the_entry_fits() -> None:
+    """The way out that the text of a refused step names is one."""
+    manager = cache()
+    with pytest.raises(OutOfBlocks) as raised:
+        manager.add_tokens(["a", "b"], [1] * 11, [6, 5])
+    first = raised.value.index
+    manager.add_tokens(["a", "b"][:first], [1] * 6, [6, 5][:first])
 
 
 def test_decoding_that_runs_out_leaves_no_trace() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cuda_ops.copier import Copy
+from cuda_ops.simulated import LateCopier
+from events.log import LogWriter
 from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools, PoolSizes
+from sinks import SinkURLError
 
 
 def layout(**changes: object) -> Layout:
@@ -143,6 +148,95 @@ def test_pools_of_another_layout_are_refused() -> None:
     other = config.model_copy(update={"primary_blocks": 4})
     with pytest.raises(UsageError, match="another layout than the config"):
         KVCacheManager(config, pools=Pools(Layout.of(other), device="cpu"))
+
+
+class TestOneManagerAtATime:
+    """Two managers would write the same tensors."""
+
+    @pytest.fixture
+    def config(self) -> KVCacheConfig:
+        return KVCacheConfig(max_sequence_length=64, tokens_per_block=4, primary_blocks=8)
+
+    @pytest.fixture
+    def pools(self, config: KVCacheConfig) -> Pools:
+        return Pools(Layout.of(config), device="cpu")
+
+    def test_a_second_one_waits_for_the_first_to_close(
+        self, config: KVCacheConfig, pools: Pools, tmp_path: Path
+    ) -> None:
+        """While the first manager is not closed, another one is refused before it opens anything; then it works."""
+        with KVCacheManager(config, pools=pools):
+            with pytest.raises(UsageError, match="close it first, or allocate other pools"):
+                KVCacheManager(config, pools=pools, log=tmp_path / "log")
+            assert list(tmp_path.iterdir()) == []
+        with KVCacheManager(config, pools=pools) as second:
+            second.add_sequence("a", [1])
+
+    def test_closing_twice_takes_them_from_nobody(self, config: KVCacheConfig, pools: Pools) -> None:
+        """The pools of the second manager stay its own if the first is closed once more."""
+        first = KVCacheManager(config, pools=pools)
+        first.close()
+        second = KVCacheManager(config, pools=pools)
+        first.close()
+        pools.give_back(first)
+        with pytest.raises(UsageError, match="not closed"):
+            KVCacheManager(config, pools=pools)
+        second.close()
+
+    def test_who_cannot_be_made_does_not_keep_them(self, config: KVCacheConfig, pools: Pools) -> None:
+        """A constructor that fails leaves the pools to the next, also while its error is looked at."""
+        with pytest.raises(UsageError) as raised:
+            KVCacheManager(config, pools=pools, wall_ns=iter([1.5, 2.5]).__next__)  # type: ignore[arg-type]
+        with pytest.raises(SinkURLError):
+            KVCacheManager(config, pools=pools, sinks=["nonsense:"])
+        KVCacheManager(config, pools=pools).close()
+        assert raised.value.__traceback__ is not None
+
+    def test_who_is_made_meanwhile_has_them(
+        self, config: KVCacheConfig, pools: Pools, tmp_path: Path
+    ) -> None:
+        """Of two managers made at the same time one gets the pools, and the other one closes what it has opened."""
+        others: list[KVCacheManager] = []
+
+        def make_another() -> int:
+            others.append(KVCacheManager(config, pools=pools))
+            return 0
+
+        with pytest.raises(UsageError, match="not closed"):
+            KVCacheManager(config, pools=pools, log=tmp_path / "log", wall_ns=make_another)
+        LogWriter(tmp_path / "log", resume=True).close()
+        others[0].add_sequence("a", [1])
+
+    def test_who_is_forgotten_does_not_keep_them(self, config: KVCacheConfig, pools: Pools) -> None:
+        """A manager that was never closed, and that nothing refers to any more, is no obstacle."""
+        manager = KVCacheManager(config, pools=pools)
+        manager.add_sequence("a", [1, 2, 3])
+        del manager
+        gc.collect()
+        KVCacheManager(config, pools=pools).close()
+
+    def test_who_failed_gives_them_back_when_its_copies_are_over(
+        self, config: KVCacheConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Closing a poisoned manager waits for what it has started, and then leaves the pools to the next."""
+        config = config.model_copy(update={"secondary_blocks": 8})
+        pools = Pools(Layout.of(config), device="cpu")
+        copier = LateCopier(pools.copier(), 3)
+        manager = KVCacheManager(config, pools=pools, copier=copier)
+        manager.add_sequence("a", [1] * 32)
+        manager.store_context_blocks("a", 32)
+        manager.remove_sequence("a")
+        manager.add_sequence("b", [2] * 32)
+        manager.start_transfers()
+        assert copier.waiting
+        monkeypatch.setattr(manager._blocks, "clear", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            manager.clear()
+        with pytest.raises(UsageError, match="not closed"):
+            KVCacheManager(config, pools=pools)
+        manager.close()
+        assert not copier.waiting
+        KVCacheManager(config, pools=pools).close()
 
 
 def test_pools_are_made_of_a_layout_on_a_device_that_is_there() -> None:

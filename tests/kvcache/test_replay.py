@@ -189,7 +189,8 @@ def test_wrong_checkpoints_are_reported(tmp_path: Path) -> None:
 def test_changed_history_does_not_verify(tmp_path: Path) -> None:
     """If another token had been appended than the log's checkpoints saw, verification says so."""
     batches = batches_of(tmp_path / "log")
-    at, stored = next((n, e) for n, b in enumerate(batches) for e in b.events if isinstance(e, BlocksStored))
+    # The last one: what continues a block names it.
+    at, stored = [(n, e) for n, b in enumerate(batches) for e in b.events if isinstance(e, BlocksStored)][-1]
     forged = msgspec.structs.replace(stored, keys=bytes(len(stored.keys)))
     events = tuple(forged if event is stored else event for event in batches[at].events)
     batches[at] = msgspec.structs.replace(batches[at], events=events)

@@ -185,9 +185,21 @@ def test_takes_relative_paths_and_escapes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "url", ["file:", "file:///", "file:///tmp/", "file://tmp/events.jsonl", "file:///tmp/e.jsonl?token=1"]
+    "url",
+    [
+        "file:",
+        "file:///",
+        "file:///tmp/",
+        "file://tmp/events.jsonl",
+        "file://localhost:80/tmp/e.jsonl",
+        "file://:80/tmp/e.jsonl",
+        "file://me@/tmp/e.jsonl",
+        "file://me:secret@localhost/tmp/e.jsonl",
+        "file:///tmp/e.jsonl?token=1",
+        "file:///tmp/e.jsonl#1",
+    ],
 )
 def test_refuses_what_names_no_file(url: str) -> None:
-    """A directory, a host, nothing at all, and unknown options are errors."""
+    """A directory, an address, a login, nothing at all, and unknown options are errors."""
     with pytest.raises(SinkURLError):
         open_sink(url, CONTEXT)

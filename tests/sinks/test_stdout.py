@@ -85,8 +85,21 @@ def test_says_so_where_stdout_is_no_file(monkeypatch: pytest.MonkeyPatch) -> Non
         sink.open()
 
 
-@pytest.mark.parametrize("url", ["stdout:/x", "stdout://host", "stdout:?format=xml", "stdout:?tokens=1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "stdout:/x",
+        "stdout:text",
+        "stdout://host",
+        "stdout://:80",
+        "stdout://me@",
+        "stdout://:secret@",
+        "stdout:?format=xml",
+        "stdout:?tokens=1",
+        "stdout:#jsonl",
+    ],
+)
 def test_refuses_what_makes_no_sense(url: str) -> None:
-    """A path, an unknown format, and tokens in lines for people are errors."""
+    """A path, an address, a login, an unknown format, and tokens in lines for people are errors."""
     with pytest.raises(SinkURLError):
         open_sink(url, CONTEXT)

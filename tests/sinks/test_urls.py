@@ -67,8 +67,16 @@ class TestParse:
 
     def test_a_fragment_is_refused(self) -> None:
         """A # in a path is an error, as everything behind it would be ignored."""
-        with pytest.raises(SinkURLError, match="%23"):
-            SinkURL.parse("file:///tmp/run#3.jsonl")
+        for url in ("file:///tmp/run#3.jsonl", "file:///tmp/run#"):
+            with pytest.raises(SinkURLError, match="%23"):
+                SinkURL.parse(url)
+
+    @pytest.mark.parametrize("letter", "\t\r\n")
+    def test_letters_that_urllib_leaves_out_are_refused(self, letter: str) -> None:
+        """A line break in a path would name another file; percent signs say that it is meant."""
+        with pytest.raises(SinkURLError, match="%0A"):
+            SinkURL.parse(f"file:///tmp/ru{letter}n.jsonl")
+        assert SinkURL.parse("file:///tmp/ru%0An").path == "/tmp/ru\nn"
 
 
 class TestOptions:

@@ -541,12 +541,22 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1?ring=64MB", r"ring='64MB' needs a number .*64MiB"),
             ("zmq+pub://127.0.0.1:1?model=a@b", "model must have none"),
             ("zmq+pub://127.0.0.1:1?buffer=1", "unknown option 'buffer'"),
+            ("zmq+pub://127.0.0.1:1?topic=a&model=b", "leave one of them out"),
+            ("zmq+pub://127.0.0.1:1?ring=1MiB", "replay=, which is not given"),
+            ("zmq+pub://127.0.0.1:1#5558", "it has a #fragment"),
         ],
     )
     def test_what_cannot_be_meant_is_refused(self, url: str, reason: str) -> None:
         """Each error names the option and what it should be."""
         with pytest.raises(SinkURLError, match=reason):
             open_sink(url, CONTEXT)
+
+    @pytest.mark.parametrize("login", ["router:hidden", "hidden", ":hidden", "hidden:"])
+    def test_a_login_that_nobody_asks_for_is_refused(self, login: str) -> None:
+        """A password would be taken for protection; the error does not repeat it."""
+        with pytest.raises(SinkURLError, match="a user and a password protect nothing") as raised:
+            open_sink(f"zmq+pub://{login}@127.0.0.1:5557?replay=5558", CONTEXT)
+        assert "hidden" not in str(raised.value)
 
     @pytest.mark.parametrize(("text", "model"), [("", "unknown"), ("?model=x", "x")])
     def test_the_topic_names_pod_and_model(self, text: str, model: str) -> None:

@@ -1,0 +1,63 @@
+"""Where a publisher can be reached, as ZeroMQ writes it: ``tcp://HOST:PORT`` or ``ipc://PATH``.
+
+ZeroMQ connects in the background, and tries for ever what can never succeed. So addresses are looked at before.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import IPv6Address
+
+from events.errors import EventsError
+
+_PORT = re.compile(r"[0-9]{1,5}")
+_NUMBERS = re.compile(r"[0-9.]+")
+_BRACKETED = re.compile(r"\[(.*)\]")
+
+
+class EndpointError(EventsError):
+    """The endpoint cannot be connected to, whoever may be there."""
+
+    def __init__(self, endpoint: str, reason: str) -> None:
+        super().__init__(endpoint, reason)
+        self.endpoint = endpoint
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.endpoint}: {self.reason}; write tcp://HOST:PORT or ipc://PATH"
+
+
+def host_of(endpoint: str) -> str | None:
+    """The host of an endpoint to connect to; None for a transport without one. A name is not looked up.
+
+    Raises EndpointError for an address that nobody can have. Transports that there are not, and paths, are
+    ZeroMQ's to refuse.
+    """
+    transport, _, address = endpoint.partition("://")
+    if transport == "inproc":
+        raise EndpointError(endpoint, "it is an address inside one program")
+    if transport != "tcp":
+        return None
+    # Before a semicolon stands an address of this machine.
+    host, colon, port = address.rpartition(";")[2].rpartition(":")
+    if not colon:
+        raise EndpointError(endpoint, "it has no port")
+    if not _PORT.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        raise EndpointError(endpoint, "its port is no number from 1 to 65535")
+    if host in ("", "*"):
+        raise EndpointError(endpoint, "it has no host")
+    return _checked_host(endpoint, host)
+
+
+def _checked_host(endpoint: str, host: str) -> str:
+    bracketed = _BRACKETED.fullmatch(host)
+    try:
+        if bracketed or ":" in host:
+            host = bracketed[1] if bracketed else host
+            IPv6Address(host)
+        elif _NUMBERS.fullmatch(host):
+            socket.inet_aton(host)
+    except (OSError, ValueError):
+        raise EndpointError(endpoint, f"{host} is no IP address") from None
+    return host

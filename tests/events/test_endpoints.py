@@ -1,0 +1,64 @@
+"""Addresses of publishers: which can be connected to, and which never."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from events.endpoints import EndpointError, host_of
+
+CONNECTABLE = {
+    "tcp://127.0.0.1:5557": "127.0.0.1",
+    "tcp://127.1:1": "127.1",
+    "tcp://10.0.0.1:65535": "10.0.0.1",
+    "tcp://feed-0.workers.svc:5557": "feed-0.workers.svc",
+    "tcp://4pods:5557": "4pods",
+    "tcp://[::1]:5557": "::1",
+    "tcp://::1:5557": "::1",
+    "tcp://[fe80::1%lo]:5557": "fe80::1%lo",
+    "tcp://127.0.0.1:0;127.0.0.1:5557": "127.0.0.1",
+    "tcp://lo;host:5557": "host",
+    "ipc:///tmp/feed": None,
+    "ipc://@feed": None,
+}
+
+
+@pytest.mark.parametrize("endpoint", CONNECTABLE)
+def test_the_host_is_found(endpoint: str) -> None:
+    """Whatever ZeroMQ connects to is let through, and its host is known."""
+    assert host_of(endpoint) == CONNECTABLE[endpoint]
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.linger = 0
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "reason"),
+    [
+        ("tcp://host", "it has no port"),
+        ("tcp://host:", "its port is no number from 1 to 65535"),
+        ("tcp://127.0.0.1:0", "its port"),
+        ("tcp://127.0.0.1:65536", "its port"),
+        ("tcp://127.0.0.1:99999", "its port"),
+        ("tcp://127.0.0.1:" + "9" * 5000, "its port"),
+        ("tcp://127.0.0.1:+80", "its port"),
+        ("tcp://127.0.0.1:\u0665", "its port"),
+        ("tcp://127.0.0.1:*", "its port"),
+        ("tcp://127.0.0.1:5557/", "its port"),
+        ("tcp://[::1]", "its port"),
+        ("tcp://:5557", "it has no host"),
+        ("tcp://*:5557", "it has no host"),
+        ("tcp://127.0.0.1:5557;", "it has no port"),
+        ("tcp://256.1.1.1:80", "256.1.1.1 is no IP address"),
+        ("tcp://1.2.3.4.5:80", "1.2.3.4.5 is no IP address"),
+        ("tcp://[::1:5557", "is no IP address"),
+        ("tcp://[host]:5557", "host is no IP address"),
+        ("tcp://a:b:80", "a:b is no IP address"),
+        ("inproc://feed", "inside one program"),
+    ],
+)
+def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
+    """ZeroMQ would try most of these for ever."""
+    with pytest.raises(EndpointError, match=reason):
+        host_of(endpoint)
