@@ -100,8 +100,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.since > max(last, 0):
         ending = f"its last one is {last}" if last >= 0 else "it holds none"
         out.note(f"the log ends before batch {args.since}: {ending}")
-    elif args.request is not None and not printer.lines:
-        out.note(f"no such event of request {args.request!r}")
+    elif conditions and not printer.lines:
+        whose = "" if args.request is None else f" of request {args.request!r}"
+        out.note(f"no such event{whose}")
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")
     return 0

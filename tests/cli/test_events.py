@@ -197,6 +197,12 @@ class TestConditions:
         done = kvcache("events", log, "--request", "nobody")
         assert done == (0, "", "kvcache: no such event of request 'nobody'\n")
 
+    @pytest.mark.parametrize("condition", [("--block", "0123456789abcdef"), ("--type", "Gap")])
+    def test_nothing_found(self, kvcache: Kvcache, log: Path, condition: tuple[str, str]) -> None:
+        """A condition that nothing meets is said not to be met, in any form."""
+        for form in ((), ("--json",)):
+            assert kvcache("events", log, *condition, *form) == (0, "", "kvcache: no such event\n")
+
     def test_block(self, kvcache: Kvcache, log: Path) -> None:
         """--block finds every event that carries the block's name or key, by its first digits."""
         stored = next(event for _, _, event in all_events(log) if isinstance(event, BlocksStored))
@@ -211,7 +217,7 @@ class TestConditions:
         for given in (name, name[:8], name.upper(), f"0x{name}"):
             assert addresses(kvcache("events", log, "--json", "--block", given)) == expected
         inside = stored.keys[32:40].hex()[1:]
-        assert kvcache("events", log, "--block", inside) == (0, "", "")
+        assert kvcache("events", log, "--block", inside) == (0, "", "kvcache: no such event\n")
 
     @pytest.mark.parametrize("name", ["xyz", "abc", "12 34"])
     def test_block_that_is_no_name(self, kvcache: Kvcache, log: Path, name: str) -> None:
@@ -357,7 +363,7 @@ def test_changed_priorities(kvcache: Kvcache, tmp_path: Path) -> None:
 def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
     """In a log whose blocks have no names, none is found."""
     log = run_log(tmp_path / "log", "--limit", 2, "--set", "block_hash=none")
-    assert kvcache("events", log, "--block", "abcd") == (0, "", "")
+    assert kvcache("events", log, "--block", "abcd") == (0, "", "kvcache: no such event\n")
 
 
 def test_follow(start: Start, log: Path, tmp_path: Path) -> None:
@@ -416,7 +422,7 @@ class TestLyingLogs:
     def test_blocks_of_no_cache(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Blocks whose keys have no known size are not found by a name, and cannot be spelled out."""
         log = lying(tmp_path / "log", self.STORED)
-        assert kvcache("events", log, "--block", "0000") == (0, "", "")
+        assert kvcache("events", log, "--block", "0000") == (0, "", "kvcache: no such event\n")
         spelled = kvcache("events", log, "--json")
         assert spelled.code == 1
         assert spelled.err == "kvcache: error: a column of 32 bytes has no entries of 0 bytes\n"
