@@ -3,9 +3,10 @@
 SHA-256 over columns ordered by (group, level, slot), the order of the free slots, and the sequences by handle: where
 everything is, and in which order it goes. Where runs begin and end does not enter.
 
-The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that a
-log without tokens replays to the same one: with `block_hash="none"` not at all. Nor do the tokens, ids and namespaces of
-running sequences, what symbols stand for, and `changed_blocks`, which decides when the next checkpoint is due.
+The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that
+a log without tokens replays to the same one: with `block_hash="none"` they do not enter. Nor do the tokens, ids and
+namespaces of running sequences, what symbols stand for, and `changed_blocks`, which decides when the next checkpoint
+is due.
 """
 
 from __future__ import annotations
