@@ -13,7 +13,7 @@ from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
-from kvcache.errors import Unsupported, UsageError
+from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
 from kvcache.replay import replay
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
@@ -39,8 +39,6 @@ class Outlets:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
         for sink in sinks:
             _check_sink(sink)
-        if log is not None and not context.key_bytes:
-            _refuse_nameless(log, config)
         writer = log if isinstance(log, LogWriter) or log is None else open_log(_directory(log), config)
         if writer is not None:
             context = replace(context, state_dir=writer.directory)
@@ -133,16 +131,6 @@ def open_log(directory: Path, config: LogConfig, *, resume: bool = False) -> Log
         fsync=config.fsync,
         software=f"kvcache {__version__}",
     )
-
-
-def _refuse_nameless(log: object, config: LogConfig) -> None:
-    """Where blocks have no names, a log without tokens does not say which of them are different."""
-    with_tokens = log.epoch_started.tokens_recorded if isinstance(log, LogWriter) else config.record_tokens
-    if not with_tokens:
-        raise Unsupported(
-            'a log with neither tokens (record_tokens=False) nor names (block_hash="none")',
-            "record one of them: a replay tells blocks apart by either",
-        )
 
 
 def _directory(log: object) -> Path:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from events.log import LogWriter
 from kvcache.errors import Unsupported
-from kvcache.fold.state import CacheState
-from kvcache.journal import cache_created
-from kvcache.layout import Layout
 from kvcache.lookup import lookup, namespace_of
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
@@ -123,22 +117,11 @@ def test_log_without_tokens_is_matched_by_its_keys(tmp_path: object) -> None:
     assert not lookup(state, namespace_of(None, None, None), pack_tokens([1, 9, 3])).blocks
 
 
-def test_log_without_tokens_and_names_is_refused(tmp_path: Path) -> None:
-    """A log that records neither could not be replayed, so it is not begun: as a directory or as a writer."""
+def test_log_without_tokens_and_names_cannot_be_matched(tmp_path: object) -> None:
+    """Where neither tokens nor names are recorded a lookup says so instead of finding nothing."""
     config = strategies.config(block_hash="none", log={"record_tokens": False, "fsync": "never"})
-    with pytest.raises(Unsupported, match="neither tokens"):
-        KVCacheManager(config, log=tmp_path / "log")
-    assert list(tmp_path.iterdir()) == []
-    with LogWriter(tmp_path / "log", record_tokens=False) as log, pytest.raises(Unsupported, match="neither"):
-        KVCacheManager(config, log=log)
-    with LogWriter(tmp_path / "with", record_tokens=True) as log:
-        KVCacheManager(config, log=log).close()
-
-
-def test_state_without_tokens_and_names_cannot_be_matched() -> None:
-    """Where neither tokens nor names are known a lookup says so instead of finding nothing."""
-    config = strategies.config(block_hash="none")
-    state = CacheState(tokens_recorded=False)
-    state.apply(cache_created(config, Layout.of(config), heard=True))
+    with KVCacheManager(config, log=f"{tmp_path}/log") as manager:
+        manager.add_sequence(0, [1, 2, 3])
+    state = replay(f"{tmp_path}/log").state
     with pytest.raises(Unsupported, match="neither tokens nor names"):
         lookup(state, namespace_of(None, None, None), pack_tokens([1, 2, 3]))
