@@ -5,17 +5,15 @@ A configuration comes from code, or from a YAML or TOML file, the environment an
 problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting
 that is silently ignored costs more than an error at the start.
 
-What each field accepts is said beside its type, for people (`_Accepts`) and for pydantic (`Field`).
+What each field accepts is said beside its type, for people (`Accepts`) and for pydantic (`Field`); what it means, below
+it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import reprlib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
@@ -24,15 +22,21 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    JsonValue,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
+from kvcache.config_problems import Accepts, did_you_mean, problems_of, quoted
 from kvcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic import GetJsonSchemaHandler
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core import CoreSchema
 
 ENV_PREFIX = "KVCACHE_"
 ENV_NESTING = "__"
@@ -41,19 +45,7 @@ MAX_BLOCKS = 2**31 - 1
 MAX_BYTES = 2**62
 """Sizes in bytes are int64 in the log."""
 MAX_LAYERS = 65536
-_SHOWN = 60
-"""A given value is quoted up to this many characters."""
-_QUOTES = reprlib.Repr()
-"""Quotes no more of a nested value than will be shown: through references, a short file may hold an endless one."""
-_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * _SHOWN, 2 * _SHOWN, 2 * _SHOWN
-_QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
-
-
-@dataclass(frozen=True)
-class _Accepts:
-    """Says for people what a field accepts."""
-
-    text: str
+_POWERS_OF_TWO = [1 << exponent for exponent in range(31)]
 
 
 def _power_of_two(value: int) -> int:
@@ -82,19 +74,25 @@ def _one_or_more(value: object) -> object:
     return (value,) if isinstance(value, int | str) else value
 
 
-_Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), _Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
-_Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), _Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
-_Flag = Annotated[bool, _Accepts("true or false")]
+def _or_one(schema: dict[str, Any]) -> None:
+    """Say so in the schema of the list of windows."""
+    schema["anyOf"].insert(0, schema["anyOf"][0]["items"])
+
+
+_Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
+_Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
+_Flag = Annotated[bool, Accepts("true or false")]
 _OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
-_Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), _Accepts("bytes, from 1 to 2**62")]
+_OfLayers = Annotated[tuple[_OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
+_Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), Accepts("bytes, from 1 to 2**62")]
 _MaybeBlocks = Annotated[
-    int | None, Field(ge=1, le=MAX_BLOCKS), _Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")
+    int | None, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")
 ]
 _MaybeNoBlocks = Annotated[
-    int | None, Field(ge=0, le=MAX_BLOCKS), _Accepts(f"an integer from 0 to {MAX_BLOCKS}, or none")
+    int | None, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}, or none")
 ]
 _MaybeTokens = Annotated[
-    int | None, Field(ge=1, le=MAX_BYTES), _Accepts("tokens, from tokens_per_block to 2**62, or none")
+    int | None, Field(ge=1, le=MAX_BYTES), Accepts("tokens, from tokens_per_block to 2**62, or none")
 ]
 
 
@@ -108,7 +106,7 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise ConfigError(_problems(type(self), error, values)) from None
+                raise ConfigError(problems_of(type(self), error, values)) from None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -120,19 +118,36 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
             raise ValueError("names of fields must be text")
         return value
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        from kvcache.config_schema import describe
+
+        schema = handler(core)
+        describe(cls, handler.resolve_ref_schema(schema)["properties"])
+        return schema
+
+
+_LIMITS: list[JsonValue] = [
+    {"required": [name], "properties": {name: {"type": "integer"}}}
+    for name in ("primary_blocks", "max_tokens")
+]
+"""One of these is given, and not as none."""
+
 
 class LogConfig(_Settings, frozen=True):
     """How the event log is written."""
 
     record_tokens: _Flag = True
-    """Whether token ids, which are the prompts, are written. Without them the log cannot be continued."""
-    overflow: Annotated[Literal["block", "drop"], _Accepts("block or drop")] = "drop"
+    """Whether token ids, which are the prompts, are written. Without them a log replays to the same fingerprint and
+    can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
+    finds full blocks only, by their names."""
+    overflow: Annotated[Literal["block", "drop"], Accepts("block or drop")] = "drop"
     """When the disk is too slow: let the engine wait, or lose batches and record the loss."""
-    segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), _Accepts("bytes, from 4096 to 2**62")] = (
+    segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), Accepts("bytes, from 4096 to 2**62")] = (
         64 * 1024 * 1024
     )
     """A file is followed by the next one when it has grown to this size."""
-    fsync: Annotated[Literal["group", "never"], _Accepts("group or never")] = "group"
+    fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
     max_queued_batches: _Positive = 4096
     """Batches that may wait for the disk."""
@@ -140,34 +155,40 @@ class LogConfig(_Settings, frozen=True):
     """Bytes that may wait for the disk."""
 
 
-class KVCacheConfig(_Settings, frozen=True):
+class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS}):
     """The settings of a cache. `primary_blocks` or `max_tokens` must be given; the smaller limit wins."""
 
     max_sequence_length: _Positive
     """Tokens of the longest sequence, prompt and output."""
     tokens_per_block: Annotated[
         int,
-        Field(ge=1, le=2**30),
+        Field(ge=1, le=2**30, json_schema_extra={"enum": _POWERS_OF_TWO}),
         AfterValidator(_power_of_two),
-        _Accepts("a power of two, at least 1, at most 2**30"),
+        Accepts("a power of two, at least 1, at most 2**30"),
     ] = 32
-    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), _Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
+    """Tokens of a block, the unit of allocation and reuse."""
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
+    """Layers of the model that have a KV cache."""
     num_kv_heads: Annotated[
-        _OneUp | tuple[_OneUp, ...],
+        _OneUp | _OfLayers,
         BeforeValidator(_integers),
-        _Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
+        Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
     ] = 2
+    """KV heads, of all layers or of each."""
     head_dim: _Positive = 8
+    """Elements of one head's K, or V, of one token."""
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"],
-        _Accepts("float16, bfloat16, float32, float8_e4m3fn or int8"),
+        Accepts("float16, bfloat16, float32, float8_e4m3fn or int8"),
     ] = "bfloat16"
-    kv_layout: Annotated[Literal["NHD", "HND"], _Accepts("NHD or HND")] = "NHD"
+    """Type of the elements."""
+    kv_layout: Annotated[Literal["NHD", "HND"], Accepts("NHD or HND")] = "NHD"
     """Inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
     max_attention_window: Annotated[
-        Annotated[tuple[_OneUp, ...], Field(min_length=1)] | None,
+        _OfLayers | None,
         BeforeValidator(_one_or_more),
-        _Accepts("windows in tokens (a shorter list is repeated), or none"),
+        Field(json_schema_extra=_or_one),
+        Accepts("windows in tokens, one per layer or fewer, or none"),
     ] = None
     """Attention windows of the layers, repeated cyclically; none: all layers attend to everything."""
     primary_blocks: _MaybeBlocks = None
@@ -177,29 +198,31 @@ class KVCacheConfig(_Settings, frozen=True):
     secondary_blocks: _MaybeNoBlocks = None
     """Blocks in host memory, for each group of layers with the same window."""
     host_cache_size: Annotated[
-        int | None, Field(ge=0, le=MAX_BYTES), _Accepts("bytes, from 0 to 2**62, or none")
+        int | None, Field(ge=0, le=MAX_BYTES), Accepts("bytes, from 0 to 2**62, or none")
     ] = None
     """Host memory of all groups together, in bytes. With `secondary_blocks`, the smaller wins; with neither,
     there is none."""
     enable_block_reuse: _Flag = True
+    """Whether computed blocks are kept and found again by later prompts."""
     enable_partial_reuse: _Flag = True
     """Whether the matching start of a block is copied when the rest of the block differs."""
     secondary_offload_min_priority: Annotated[
-        int, Field(ge=0, le=100), _Accepts("a priority from 0 to 100")
+        int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30
     """Evicted blocks of a lower priority are dropped instead of being kept in host memory."""
     block_hash: Annotated[
         Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"],
-        _Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
+        Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
     ] = "auto"
     """How blocks are named for the outside; reuse never depends on it."""
-    model: Annotated[str, AfterValidator(_unicode), _Accepts("text")] = ""
+    model: Annotated[str, AfterValidator(_unicode), Accepts("text")] = ""
     """What computed the K and V. Caches of different models never exchange bytes."""
     checkpoint_spacing: _Positive = 10
     """A fingerprint is recorded whenever this many times as many blocks have changed as the cache has slots."""
     event_buffer_max_size: _Natural = 0
     """Events kept for polling consumers; 0: none."""
     log: LogConfig = LogConfig()
+    """How the event log is written."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -256,57 +279,13 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
     return problems
 
 
-def _problems(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
-    """One line per field and problem. A union reports each of its branches; they end in the same line."""
-    lines: dict[str, None] = {}
-    for detail in error.errors(include_url=False):
-        lines.update(dict.fromkeys(_lines_of(model, detail, values)))
-    return list(lines)
-
-
-def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str, Any]) -> list[str]:
-    name = str(detail["loc"][0]) if detail["loc"] else ""
-    nested = detail.get("ctx", {}).get("error")
-    if isinstance(nested, ConfigError):
-        return [f"{name}.{line}" if name else line for line in nested.problems]
-    if detail["type"] == "extra_forbidden":
-        return [f"{name}: no such field{_did_you_mean(name, model.model_fields)}"]
-    accepted = f"accepted: {_accepted(model.model_fields[name])}"
-    if detail["type"] == "missing":
-        return [f"{name}: missing; {accepted}"]
-    return [f"{name}: given {_quoted(values[name])}; {accepted}"]
-
-
-def _quoted(value: object) -> str:
-    try:
-        given = _QUOTES.repr(value)
-    except Exception:  # noqa: BLE001  integers of thousands of digits have none
-        return f"a value of type {type(value).__name__}"
-    return given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
-
-
-def _accepted(field: FieldInfo) -> str:
-    for mark in field.metadata:
-        if isinstance(mark, _Accepts):
-            return mark.text
-    kind = field.annotation
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return f"a mapping of {', '.join(kind.model_fields)}"
-    return "text"
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
-
-
 def read_env(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The settings in the environment, and the variables that hold them; raises ConfigError."""
     given = {
         name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
     }
     known = _variables(KVCacheConfig)
-    unknown = [f"{name}: no such setting{_did_you_mean(name, known)}" for name in given if name not in known]
+    unknown = [f"{name}: no such setting{did_you_mean(name, known)}" for name in given if name not in known]
     if unknown:
         raise ConfigError(unknown, "the environment")
     values: dict[str, Any] = {}
@@ -353,7 +332,7 @@ def read_file(path: Path) -> dict[str, Any]:
         )
     wrong = [name for name in values if not isinstance(name, str)]
     if wrong:
-        raise ConfigError([f"{_quoted(name)}: names of fields must be text" for name in wrong], str(path))
+        raise ConfigError([f"{quoted(name)}: names of fields must be text" for name in wrong], str(path))
     return values
 
 

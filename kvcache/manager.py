@@ -3,8 +3,9 @@
 A step of an engine is: admit (`add_sequence`), `start_transfers`, read block tables, run the forward pass, report what
 it wrote (`store_context_blocks`, `add_tokens`), end what is finished (`remove_sequence`), `flush`.
 
-All commands come from one thread. Each either happens whole or raises and leaves no trace; an exception in the
-middle of one (which would be a bug) poisons the manager, so that no later call works on half a state.
+All commands come from one thread. Each either happens whole or raises and changes nothing (a refused admission is noted
+by `AdmissionRefused`, which no fold reads); an exception in the middle of one (which would be a bug) poisons the
+manager, so that no later call works on half a state.
 """
 
 from __future__ import annotations

@@ -72,11 +72,6 @@ class TransferEngine:
         """Ids of the transfers that are noted and not started."""
         return frozenset(noted.transfer for noted in self._pending)
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether copies are started and not reported by `poll`."""
-        return bool(self._in_flight)
-
     def on_event(self, event: Any) -> None:
         """Note the copy that an event asks for. Subscribe it to BlocksMoved and BlocksCopied."""
         if isinstance(event, BlocksMoved):

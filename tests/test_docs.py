@@ -70,11 +70,24 @@ def defaults(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, st
             yield prefix + name, "required" if field.is_required() else spelled(field.default)
 
 
+def meanings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What the schema says about all settings."""
+    properties = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from meanings(kind, f"{name}.")
+        else:
+            yield prefix + name, properties[name]["description"].partition(" Accepted: ")[0].replace("`", "")
+
+
 def test_every_setting_is_documented() -> None:
-    """The table of settings has each one, in order, with its default and a sentence."""
+    """The table of settings has each one, in order, with its default and what the schema says it means."""
     rows = table(SETTINGS, "## All settings")
     assert [(name, row[0]) for name, row in rows.items()] == list(defaults(KVCacheConfig))
-    assert all(row[1].endswith(".") for row in rows.values())
+    assert {name: row[1].partition(" One of ")[0] for name, row in rows.items()} == dict(
+        meanings(KVCacheConfig)
+    )
 
 
 @pytest.mark.parametrize(

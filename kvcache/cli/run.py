@@ -46,6 +46,7 @@ for as many average requests as may run at once (and for the longest one), secon
 Settings come from --config, then KVCACHE_* variables, then --set, then the options above.
 
 Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a verified log, and the summary.
+A second one, a second later or more, ends a run that does not heed the first: at once, without a summary.
 In a run the log makes the engine wait rather than lose events (unless log.overflow says otherwise).
 """
 

@@ -1,7 +1,12 @@
-"""The fingerprint of a state: two states with the same one decide alike from here on.
+"""The fingerprint of a state: equal states have the same one, so a replay that gives another one is wrong.
 
-SHA-256 over columns ordered by (group, level, slot), the order of the free slots, and the sequences by handle.
-Where runs begin and end does not enter, nor do token ids, so that a log without tokens replays to the same one.
+SHA-256 over columns ordered by (group, level, slot), the order of the free slots, and the sequences by handle: where
+everything is, and in which order it goes. Where runs begin and end does not enter.
+
+The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that
+a log without tokens replays to the same one: with `block_hash="none"` they do not enter. Nor do the tokens, ids and
+namespaces of running sequences, what symbols stand for, and `changed_blocks`, which decides when the next checkpoint
+is due.
 """
 
 from __future__ import annotations

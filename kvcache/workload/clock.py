@@ -37,9 +37,9 @@ def parse_speed(text: str) -> float | None:
 
 
 class StepClock:
-    """Time of a run. Give its `wall_ns` and `monotonic_ns` to the manager that the run drives.
+    """Time of a run. Give its `wall_ns` to the manager that the run drives.
 
-    Without a speed both follow the trace's time, so equal runs write equal logs; with one they are real.
+    Without a speed it follows the trace's time, so equal runs write equal logs; with one it is real.
     """
 
     def __init__(
@@ -63,10 +63,6 @@ class StepClock:
     def wall_ns(self) -> int:
         """Return the wall clock's nanoseconds."""
         return START_NS + self.now_ms * _MS if self.speed is None else self._real_ns()
-
-    def monotonic_ns(self) -> int:
-        """Return nanoseconds that never run backwards."""
-        return self.now_ms * _MS if self.speed is None else self._real_monotonic_ns()
 
     def has_arrived(self, timestamp_ms: int) -> bool:
         """Tell whether a request is there. Without a speed arrival times only order the requests."""

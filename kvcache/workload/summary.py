@@ -62,11 +62,6 @@ class RunResult:
         """Reused part of the prompt tokens, 0 to 1."""
         return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    @property
-    def requests_per_manager_second(self) -> float:
-        """Requests that the manager alone could serve in a second."""
-        return self.requests / self.manager_seconds if self.manager_seconds else 0.0
-
 
 class RunCounts:
     """What a run counts while it lasts."""

@@ -103,7 +103,7 @@ def test_golden_segment_is_that_of_independent_code() -> None:
 
 
 def test_golden_segment_is_read() -> None:
-    """A log written by the first release is read, with its gap and its end."""
+    """A log whose bytes the format's description gives is read, with its gap and its end."""
     content, end = read_log(GOLDEN / "log")
     assert [b.seq for b in content] == [0, 1, 4]
     assert content[2].events == (Gap(2, 3, "the log could not keep up"),)

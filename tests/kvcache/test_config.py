@@ -118,7 +118,7 @@ class TestProblems:
             ),
             (
                 {"max_attention_window": []},
-                "max_attention_window: given []; accepted: windows in tokens (a shorter list is repeated), or none",
+                "max_attention_window: given []; accepted: windows in tokens, one per layer or fewer, or none",
             ),
             ({"log": {"fsync": "no"}}, "log.fsync: given 'no'; accepted: group or never"),
             (

@@ -220,34 +220,15 @@ def test_integers_of_other_kinds_are_logged_as_plain_ones(tmp_path: object) -> N
     assert not replayed.checkpoints_failed
 
 
-def test_other_threads_are_refused() -> None:
-    """A manager belongs to the thread that made it; another one's call raises and changes nothing."""
-    manager = cache()
-    before = manager.fingerprint()
-    caught: list[BaseException] = []
-
-    def call() -> None:
-        for method, arguments in (("flush", ()), ("add_sequence", ("c", [1])), ("remove_sequence", ("a",))):
-            try:
-                getattr(manager, method)(*arguments)
-            except WrongThread as error:
-                caught.append(error)
-
-    thread = threading.Thread(target=call, name="other")
-    thread.start()
-    thread.join()
-    assert len(caught) == 3
-    assert manager.fingerprint() == before
-    assert manager.stats().sequences == 0  # as of the last flush, from any thread
-
-
-COMMANDS: list[tuple[str, tuple[Any, ...]]] = [
+COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("add_sequence", ("c", [1])),
     ("add_sequences", ([],)),
     ("can_add", ([],)),
     ("match", ([1],)),
+    ("count_reusable", ([1],)),
     ("store_context_blocks", ("a", 1)),
     ("add_tokens", (["a"], [1])),
+    ("set_priority", ("a", 50)),
     ("remove_sequence", ("a",)),
     ("remaining_blocks_to_completion", ("a", 1)),
     ("block_table", ("a",)),
@@ -258,22 +239,69 @@ COMMANDS: list[tuple[str, tuple[Any, ...]]] = [
     ("start_transfers", ()),
     ("check", ()),
     ("fingerprint", ()),
+    ("num_free_blocks", None),
+    ("num_sequences", None),
 ]
+"""All that reads or changes the state, with arguments that are right; None: a property."""
+ANY_THREAD = {"stats", "sink_stats", "get_latest_events", "feeds", "wait_subscribers"}
+FIXED = {"max_tokens"}
 
 
-@pytest.mark.parametrize(("method", "arguments"), COMMANDS)
-def test_closed_managers_refuse_commands(method: str, arguments: tuple[Any, ...]) -> None:
+def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) -> Any:
+    found = getattr(manager, name)
+    return found if arguments is None else found(*arguments)
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    """Whatever a manager offers is among the commands, or may be called at any time."""
+    public = {name for name in dir(KVCacheManager) if not name.startswith("_")}
+    assert public == {name for name, _ in COMMANDS} | ANY_THREAD | FIXED | {"close", "resume"}
+
+
+@pytest.mark.parametrize(("name", "arguments"), [*COMMANDS, ("close", ())])
+def test_other_threads_are_refused(name: str, arguments: tuple[Any, ...] | None) -> None:
+    """A manager belongs to the thread that made it; another one's call raises, names both and changes nothing."""
+    manager = cache()
+    before = manager.fingerprint(), list(manager.bus.pending)
+    caught: list[WrongThread] = []
+
+    def work() -> None:
+        with pytest.raises(WrongThread) as raised:
+            call(manager, name, arguments)
+        caught.append(raised.value)
+
+    thread = threading.Thread(target=work, name="other")
+    thread.start()
+    thread.join()
+    assert [(error.owner, error.caller) for error in caught] == [(threading.current_thread().name, "other")]
+    assert (manager.fingerprint(), list(manager.bus.pending)) == before
+
+
+def test_other_threads_may_watch() -> None:
+    """Counters can be read from any thread, as of the last flush."""
+    manager = cache()
+    seen: list[int] = []
+    for _ in range(2):
+        thread = threading.Thread(target=lambda: seen.append(manager.stats().sequences))
+        thread.start()
+        thread.join()
+        manager.flush()
+    assert seen == [0, 2]
+
+
+@pytest.mark.parametrize(("name", "arguments"), COMMANDS)
+def test_closed_managers_refuse_commands(name: str, arguments: tuple[Any, ...] | None) -> None:
     """After close every command raises ManagerClosed, and closing again is harmless."""
     manager = cache()
     manager.close()
     manager.close()
     with pytest.raises(ManagerClosed):
-        getattr(manager, method)(*arguments)
+        call(manager, name, arguments)
 
 
-@pytest.mark.parametrize(("method", "arguments"), COMMANDS)
+@pytest.mark.parametrize(("name", "arguments"), COMMANDS)
 def test_failed_managers_refuse_commands(
-    method: str, arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    name: str, arguments: tuple[Any, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in the middle of a command stops the manager: every later call raises the same, and close works."""
     manager = cache()
@@ -286,7 +314,7 @@ def test_failed_managers_refuse_commands(
         with pytest.raises(RuntimeError, match="broken"):
             manager.add_tokens(["a"], [1])
     with pytest.raises(Poisoned, match=r"RuntimeError at test_manager.py:\d+"):
-        getattr(manager, method)(*arguments)
+        call(manager, name, arguments)
     manager.close()
 
 

@@ -1,0 +1,80 @@
+"""What is wrong with settings, in words: a line per problem, with the field, what was given and what is accepted."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from kvcache.errors import ConfigError
+
+_SHOWN = 60
+"""A given value is quoted up to this many characters."""
+_QUOTES = reprlib.Repr()
+"""Quotes no more of a nested value than will be shown: through references, a short file may hold an endless one."""
+_QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * _SHOWN, 2 * _SHOWN, 2 * _SHOWN
+_QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """Says for people what a field accepts; stands among the marks of its type."""
+
+    text: str
+
+    @classmethod
+    def of(cls, field: FieldInfo) -> str | None:
+        """What a field says; None: nothing."""
+        return next((mark.text for mark in field.metadata if isinstance(mark, cls)), None)
+
+
+def problems_of(model: type[BaseModel], error: ValidationError, values: Mapping[str, Any]) -> list[str]:
+    """One line per field and problem. A union reports each of its branches; they end in the same line."""
+    lines: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        lines.update(dict.fromkeys(_lines_of(model, detail, values)))
+    return list(lines)
+
+
+def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str, Any]) -> list[str]:
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    nested = detail.get("ctx", {}).get("error")
+    if isinstance(nested, ConfigError):
+        return [f"{name}.{line}" if name else line for line in nested.problems]
+    if detail["type"] == "extra_forbidden":
+        return [f"{name}: no such field{did_you_mean(name, model.model_fields)}"]
+    accepted = f"accepted: {_accepted(model.model_fields[name])}"
+    if detail["type"] == "missing":
+        return [f"{name}: missing; {accepted}"]
+    return [f"{name}: given {quoted(values[name])}; {accepted}"]
+
+
+def quoted(value: object) -> str:
+    """A given value as errors show it."""
+    try:
+        given = _QUOTES.repr(value)
+    except Exception:  # noqa: BLE001  integers of thousands of digits have none
+        return f"a value of type {type(value).__name__}"
+    return given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
+
+
+def _accepted(field: FieldInfo) -> str:
+    text = Accepts.of(field)
+    if text is not None:
+        return text
+    kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return f"a mapping of {', '.join(kind.model_fields)}"
+    return "text"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a line about an unknown name: the known one that is like it, or all of them."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
