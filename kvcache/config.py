@@ -132,6 +132,14 @@ _LIMITS: list[JsonValue] = [
     for name in ("primary_blocks", "max_tokens")
 ]
 """One of these is given, and not as none."""
+_NAMELESS: dict[str, JsonValue] = {
+    "properties": {
+        "block_hash": {"enum": ["none"]},
+        "log": {"properties": {"record_tokens": {"enum": [False]}}, "required": ["record_tokens"]},
+    },
+    "required": ["block_hash", "log"],
+}
+"""Of a log without tokens and without names nothing could tell blocks apart."""
 
 
 class LogConfig(_Settings, frozen=True):
@@ -155,7 +163,7 @@ class LogConfig(_Settings, frozen=True):
     """Bytes that may wait for the disk."""
 
 
-class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS}):
+class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS, "not": _NAMELESS}):
     """The settings of a cache. `primary_blocks` or `max_tokens` must be given; the smaller limit wins."""
 
     max_sequence_length: _Positive

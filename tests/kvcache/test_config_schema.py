@@ -65,6 +65,7 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
     "maxItems": (list, lambda _, bound, value: len(value) <= bound),
     "minimum": ((int, float), lambda _, bound, value: value >= bound),
     "minItems": (list, lambda _, bound, value: len(value) >= bound),
+    "not": (object, lambda _, inner, value: not accepts(inner, value)),
     "properties": (
         dict,
         lambda _, of, value: all(accepts(of[name], value[name]) for name in of.keys() & value),
@@ -122,6 +123,7 @@ def test_refuses_what_the_settings_refuse(outer: str, inner: str | None) -> None
         {"head_dimm": 8},
         {"log": {"fsyncc": "never"}},
         {"log": None},
+        {"block_hash": "none", "log": {"record_tokens": False}},
     ],
     ids=str,
 )
@@ -149,7 +151,9 @@ def test_what_is_needed(missing: str) -> None:
         {"max_attention_window": [32]},
         {"max_attention_window": None},
         {"secondary_blocks": 0, "host_cache_size": 2**62},
-        {"model": "m", "block_hash": "none", "log": {"record_tokens": False, "segment_bytes": 4096}},
+        {"model": "m", "block_hash": "xxh3_64", "log": {"record_tokens": False, "segment_bytes": 4096}},
+        {"block_hash": "none", "log": {"record_tokens": True}},
+        {"block_hash": "none", "log": {}},
     ],
     ids=str,
 )
