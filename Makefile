@@ -1,5 +1,5 @@
 # `make run` and `make test` need Python 3.11 or newer and nothing else; everything is installed into .venv.
-# Which index pip uses is up to the user's own pip configuration.
+# Which index pip uses is up to the user's own pip configuration. GNU make 3.81, which macOS has, is enough.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
 	@echo 'make test       lint, check formatting and types, and run the tests: two to five minutes on two cores'
-	@echo 'make test-long  run the tests that take minutes'
+	@echo 'make test-long  run the tests that take minutes, and check types as on macOS'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
 	@echo
@@ -27,7 +27,9 @@ test: .venv/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest -q -n auto
 
+# Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/pytest -q -n auto -m long
 
 bench: .venv/.installed-dev
@@ -42,17 +44,27 @@ clean:
 .venv/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'Python 3.11 or newer is needed, and "$(PYTHON)" is not it: name another, as in'; \
-	  echo '  make $(MAKECMDGOALS) PYTHON=python3.12'; exit 1; }
+	  echo '  make $(MAKECMDGOALS) PYTHON=python3.12'; \
+	  test "$$(uname)" != Darwin || echo 'On macOS: brew install python@3.13, or the installer of python.org'; \
+	  exit 1; }
 	@echo 'Creating .venv'
 	@$(PYTHON) -m venv .venv || { echo 'On Debian and Ubuntu: apt install python3-venv'; exit 1; }
 	@touch $@
 
 # A build without CUDA is a tenth of the size, but only some indexes have it; elsewhere the published build serves.
+# For macOS there is only one, and without it .venv goes again, so that the next call can be with another Python.
 .venv/.installed-torch: .venv/.created
 	@echo 'Installing PyTorch $(TORCH): once, about 200 MB and a minute for the CPU build'
-	@$(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || { \
-	  echo 'No CPU build in the index: installing the published one, which may be several GB and take minutes'; \
-	  $(PIP) 'torch==$(TORCH)'; }
+	@if test "$$(uname)" = Darwin; then \
+	  $(PIP) 'torch==$(TORCH)' || { \
+	    echo 'If there is none for this machine: PyTorch $(TORCH) has builds for macOS 14 and newer on Apple silicon,'; \
+	    $(BIN)/python -c 'import platform as p; print("for Python 3.11 to 3.13; this is", p.python_version(), "on", p.platform())'; \
+	    echo 'With another Python: make $(MAKECMDGOALS) PYTHON=python3.13'; rm -rf .venv; exit 1; }; \
+	else \
+	  $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || { \
+	    echo 'No CPU build in the index: installing the published one, which may be several GB and take minutes'; \
+	    $(PIP) 'torch==$(TORCH)'; }; \
+	fi
 	@touch $@
 
 .venv/.installed: pyproject.toml .venv/.installed-torch

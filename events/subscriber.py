@@ -124,7 +124,8 @@ class Subscriber:
         socket.rcvhwm = self._max_queued
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a machine that vanished is noticed
-        socket.setsockopt(zmq.IPV6, 1)
+        # By IPv6 "localhost" is ::1 alone where a machine calls both so, and publishers are at 127.0.0.1.
+        socket.setsockopt(zmq.IPV6, int(not endpoint.lower().startswith("tcp://localhost:")))
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:

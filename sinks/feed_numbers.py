@@ -14,12 +14,13 @@ File format, three lines: what it is, the reservation, CRC-32 of the lines befor
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import re
 import zlib
 from pathlib import Path
 
+from events.durable import LockHeld, NoRegularFile, give_back, sync_directory, sync_file, take_lock
 from sinks.base import SinkError
 
 STEP = 4096
@@ -77,27 +78,21 @@ class FeedNumbers:
             self._unlock()
 
     def _unlock(self) -> None:
-        # Said aloud, because a forked child may still hold the descriptor.
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
+        give_back(self._lock)
         self._lock = -1
 
 
 def _lock(path: Path) -> int:
     # A file of its own: the state file is another one after each reservation.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path.with_name(path.name + ".lock"), flags, FILE_MODE)
+    lock = path.with_name(path.name + ".lock")
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or "another process"
-        os.close(descriptor)
+        return take_lock(lock)
+    except NoRegularFile:
+        raise SinkError(f"{lock} is no regular file: name another place with state=") from None
+    except LockHeld as held:
         raise SinkError(
-            f"{path} is in use by {holder}: each feed needs its own, name another with state="
+            f"{path} is in use by {held.holder}: each feed needs its own, name another with state="
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 def _read(path: Path) -> int:
@@ -122,17 +117,13 @@ def _write(path: Path, reserved: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     _write_synced(os.open(unfinished, flags, FILE_MODE), content)
     unfinished.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 def _write_synced(descriptor: int, content: bytes) -> None:
     try:
         if os.write(descriptor, content) != len(content):
-            raise OSError(28, "the state file was written only in part")
-        os.fsync(descriptor)
+            raise OSError(errno.ENOSPC, "the state file was written only in part")
+        sync_file(descriptor)
     finally:
         os.close(descriptor)

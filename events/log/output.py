@@ -12,6 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
+from events.durable import sync_directory, sync_file
 from events.log.frames import (
     AFTER_LOSS,
     CLOSED,
@@ -25,15 +26,11 @@ from events.log.frames import (
     pack_frame_header,
     seed_of,
 )
-from events.log.recovery import sync_directory
 from events.log.segments import UNFINISHED_SUFFIX, segment_name
 from events.types import FORMAT_VERSION, EventBatch
 
 _PARTS_MAX = 1000
 """Systems take 1024 buffers in one write."""
-
-# macOS has no fdatasync.
-_sync_data = getattr(os, "fdatasync", os.fsync)
 
 
 class LogOutput:
@@ -65,7 +62,7 @@ class LogOutput:
             self._add(encode_batch(recorded), batch.seq, len(batch.events), 0)
         self._flush()
         if self._sync and self._descriptor is not None:
-            _sync_data(self._descriptor)
+            sync_file(self._descriptor)
 
     def close(self, next_seq: int) -> None:
         """Write the mark of an orderly end, if anything was written before it."""
@@ -135,7 +132,7 @@ class LogOutput:
         if self._descriptor is None:
             return
         if self._sync:
-            _sync_data(self._descriptor)
+            sync_file(self._descriptor)
         descriptor, self._descriptor = self._descriptor, None
         os.close(descriptor)
 
@@ -152,7 +149,7 @@ class LogOutput:
         self._descriptor = os.open(unfinished, flags, 0o600)
         _write_all(self._descriptor, [header.pack()], SEGMENT_HEADER_BYTES)
         # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
-        os.fsync(self._descriptor)
+        sync_file(self._descriptor)
         unfinished.rename(path)
         sync_directory(self._directory)
         chain.enter(header)

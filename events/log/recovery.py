@@ -7,11 +7,10 @@ are cut off; anything that looks like damage is refused, and then nothing is cha
 
 from __future__ import annotations
 
-import fcntl
 import os
-import stat
 from pathlib import Path
 
+from events.durable import LockHeld, NoRegularFile, give_back, sync_directory, sync_file, take_lock
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import (
@@ -43,34 +42,18 @@ def claim(directory: Path, resume: bool) -> int:
         if is_new:
             directory.chmod(0o700)
     except BaseException:
-        os.close(lock)
+        give_back(lock)
         raise
     return lock
 
 
-def release(lock: int) -> None:
-    """Give up what `claim` returned."""
-    # Said aloud, because a child that was just forked may still hold the descriptor.
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
-
-
 def _lock(directory: Path) -> int:
-    # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(directory / LOCK_NAME, flags, 0o600)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise NotALog(directory)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
-        os.close(descriptor)
-        raise LogLocked(directory, holder or "another process") from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
-    return descriptor
+        return take_lock(directory / LOCK_NAME)
+    except NoRegularFile:
+        raise NotALog(directory) from None
+    except LockHeld as held:
+        raise LogLocked(directory, held.holder) from None
 
 
 def recover(directory: Path) -> tuple[Chain, bool]:
@@ -82,7 +65,7 @@ def recover(directory: Path) -> tuple[Chain, bool]:
     for path in reversed(segment_paths(directory)):
         with Segment(path) as segment:
             # What we are about to build on must not be something that only the page cache remembers.
-            os.fsync(segment.descriptor)
+            sync_file(segment.descriptor)
             chain, torn = _scan(segment, is_last=not frameless)
             if segment.offset > SEGMENT_HEADER_BYTES:
                 _put_aside(directory, frameless)
@@ -127,11 +110,11 @@ def _cut_tail(segment: Segment) -> None:
                 file.write(data)
                 offset += len(data)
             file.flush()
-            os.fsync(target)
+            sync_file(target)
         unfinished.rename(copy)
         sync_directory(directory)
         os.ftruncate(source, segment.offset)
-        os.fsync(source)
+        sync_file(source)
     finally:
         os.close(source)
 
@@ -149,12 +132,3 @@ def _quarantine(directory: Path) -> Path:
     quarantine = directory / QUARANTINE_NAME
     quarantine.mkdir(mode=0o700, exist_ok=True)
     return quarantine
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable: syncing a file does not do that."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

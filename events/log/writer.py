@@ -27,9 +27,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from events.durable import give_back
 from events.errors import LogWriteFailed
 from events.log.output import LogOutput
-from events.log.recovery import claim, recover, release
+from events.log.recovery import claim, recover
 from events.log.weight import batch_weight
 from events.types import EpochStarted, EventBatch, Gap
 
@@ -79,7 +80,7 @@ class LogWriter:
         try:
             self._open(record_tokens, segment_bytes, fsync == "group", software, log_id)
         except BaseException:
-            os.close(self._lock)
+            give_back(self._lock)
             raise
         self._start()
 
@@ -265,7 +266,7 @@ class LogWriter:
         self._hurry.set()
         self._work.set()
         self._thread.join()
-        release(self._lock)
+        give_back(self._lock)
         atexit.unregister(self._drain_at_exit)
         _open_writers.discard(self)
         if self._failure is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import resource
 import sys
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from kvcache._version import __version__
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, paint, size
+from kvcache.memory import free_bytes
 from sinks import known_schemes
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")
@@ -26,6 +26,7 @@ _OF_EXTRAS = {
     "xxhash": ("hash", "block_hash=xxh3_64"),
 }
 _FEW_FILES = 1024
+_MEMINFO = Path("/proc/meminfo")
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
@@ -138,18 +139,9 @@ def _limits() -> Iterator[Finding]:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
         yield Finding("lockable memory", "ok", f"{shown} by ulimit -l")
-    yield Finding("free memory", "ok", size(_free_memory()))
+    bound = "" if _MEMINFO.exists() else "at most "  # elsewhere it is all that the machine has
+    yield Finding("free memory", "ok", f"{bound}{size(free_bytes())}")
 
 
 def _limit(number: int) -> str:
     return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"
-
-
-def _free_memory() -> int:
-    """Bytes that programs can still get; where the system does not say, the bytes that it has."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

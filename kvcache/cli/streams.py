@@ -39,8 +39,10 @@ def nobody_reads(stream: TextIO) -> bool:
     """Whether what reads the other end of a pipe has gone. Writing would tell, but there may be nothing to write."""
     try:
         poll = select.poll()
-        poll.register(stream.fileno(), 0)
-        return bool(poll.poll(0))  # asked for nothing: what is reported are hang-ups and errors
+        # Linux tells of hang-ups and errors whatever is asked for, macOS only if something is. That a device cannot
+        # be asked, as macOS says of /dev/null, is neither.
+        poll.register(stream.fileno(), select.POLLOUT)
+        return any(state & (select.POLLHUP | select.POLLERR) for _, state in poll.poll(0))
     except (OSError, ValueError):
         return False
 

@@ -74,6 +74,18 @@ def test_bash_offers_files_only_where_they_fit(kvcache: Kvcache, option: str, ch
     assert done.stdout.splitlines() == changes
 
 
+@pytest.mark.skipif(not BASH, reason="needs bash")
+def test_old_bash_completes(kvcache: Kvcache) -> None:
+    """Bash 3.2, which macOS has, cannot change its own completion; it offers the same, and complains about nothing."""
+    script = kvcache("completion", "bash").out
+    call = (
+        f"enable -n compopt 2>/dev/null; shopt -s compat32 2>/dev/null\n{script}\n"
+        'COMP_WORDS=(kvcache run --speed ""); COMP_CWORD=3; _kvcache; echo "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("real max\n", "")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_nothing_is_missing(kvcache: Kvcache, shell: str) -> None:
     """Both scripts have every command and every option of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,16 @@ def test_few_files(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A low limit of open files is noted with what raises it."""
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 256))
     assert findings(kvcache("doctor", "--json"))["open files"] == ("note", "256; raise it with ulimit -n")
+
+
+def test_memory_where_nobody_says_what_is_free(
+    kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On macOS only the machine's memory is known, and that is said."""
+    monkeypatch.setattr(doctor, "free_bytes", lambda: 3 << 30)
+    for meminfo, says in ((tmp_path, "3.0 GiB"), (tmp_path / "missing", "at most 3.0 GiB")):
+        monkeypatch.setattr(doctor, "_MEMINFO", meminfo)
+        assert findings(kvcache("doctor", "--json"))["free memory"] == ("ok", says)
 
 
 def test_broken_torch(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:

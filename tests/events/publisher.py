@@ -46,9 +46,10 @@ CLEARED = {"type": "AllBlocksCleared"}
 class Publisher:
     """Publishes what it is told, on an XPUB socket: `wait_subscribed` returns when somebody listens."""
 
-    def __init__(self, endpoint: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(self, endpoint: str = "tcp://127.0.0.1:*", *, ipv6: bool = False) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
+        self._socket.ipv6 = ipv6
         self._socket.linger = 0
         self._socket.sndhwm = 0  # nothing is lost that a test does not lose on purpose
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)

@@ -34,6 +34,7 @@ from events.log.weight import batch_weight
 from tests.conftest import ROOT, RunPython
 from tests.events.conftest import HoldDisk
 from tests.events.logs import LOG_ID, batch, batches, large_batch, read_log, segments, write_log
+from tests.syncs import record_syncs
 
 
 class TestFiles:
@@ -68,20 +69,35 @@ class TestFiles:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With fsync="group" the file is synced when flush returns; with "never" only the header ever is."""
-        synced: list[int] = []
-        sync = os.fdatasync if hasattr(os, "fdatasync") else os.fsync
-
-        def spy(descriptor: int) -> None:
-            sync(descriptor)
-            synced.append(os.fstat(descriptor).st_size)
-
-        monkeypatch.setattr("events.log.output._sync_data", spy)
         for fsync in ("never", "group"):
-            with LogWriter(tmp_path / fsync, fsync=fsync) as log:
+            with monkeypatch.context() as patch, LogWriter(tmp_path / fsync, fsync=fsync) as log:
+                synced = record_syncs(patch)
                 log.append(batch(0))
                 log.flush()
-                sizes = [path.stat().st_size for path in segments(tmp_path / fsync)]
-                assert synced[-1:] == (sizes if fsync == "group" else [])
+                [path] = segments(tmp_path / fsync)
+                sizes = [status.st_size for status in synced if stat.S_ISREG(status.st_mode)]
+                assert sizes == ([64, path.stat().st_size] if fsync == "group" else [64])
+
+    def test_a_segment_has_its_name_when_its_header_is_on_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The header is synced before the file gets its name, and then the directory, also with fsync="never"."""
+        calls: list[str] = []
+        rename = Path.rename
+
+        def note_rename(self: Path, target: Path) -> Path:
+            calls.extend("sync directory" if stat.S_ISDIR(each.st_mode) else "sync file" for each in synced)
+            calls.append("rename")
+            synced.clear()
+            return rename(self, target)
+
+        with LogWriter(tmp_path, fsync="never") as log:
+            synced = record_syncs(monkeypatch)
+            monkeypatch.setattr(Path, "rename", note_rename)
+            log.append(batch(0))
+            log.flush()
+            assert calls == ["sync file", "rename"]
+            assert [stat.S_ISDIR(status.st_mode) for status in synced] == [True]
 
     def test_segments_begin_where_the_limit_is_reached(self, tmp_path: Path) -> None:
         """No segment is larger than its limit unless one batch is; names are the first batch's number."""
@@ -401,10 +417,11 @@ class TestFailingDisk:
         calls = []
 
         def fail(descriptor: int) -> None:
-            calls.append(descriptor)
-            raise OSError(errno.EIO, "secret text")
+            if os.fstat(descriptor).st_size > 64:  # more than the header
+                calls.append(descriptor)
+                raise OSError(errno.EIO, "secret text")
 
-        monkeypatch.setattr("events.log.output._sync_data", fail)
+        monkeypatch.setattr("events.log.output.sync_file", fail)
         log = LogWriter(tmp_path)
         log.append(batch(0))
         with pytest.raises(LogWriteFailed) as raised:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 
 import pytest
@@ -51,6 +53,13 @@ def payload(seq: int) -> bytes:
     return batch(stored(seq + 1, parent=seq or None), ts=float(seq))
 
 
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
 class TestLive:
     """Messages as they come."""
 
@@ -64,6 +73,18 @@ class TestLive:
         assert reports == [
             Received(seq, "kv@me@model", decode_batch(payload(seq)), False) for seq in range(100)
         ]
+
+    def test_localhost_is_where_publishers_are(self, publisher: Publisher) -> None:
+        """By its name, too, a publisher at 127.0.0.1 is reached, though mostly that name means ::1 as well."""
+        with Subscriber(publisher.endpoint.replace("127.0.0.1", "localhost")) as subscriber:
+            publisher.wait_subscribed()
+            assert not subscriber._live.ipv6  # which would find ::1, and nothing else
+
+    @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+    def test_ipv6(self) -> None:
+        """A publisher at ::1 is reached by that address."""
+        with Publisher("tcp://[::1]:*", ipv6=True) as publisher, Subscriber(publisher.endpoint):
+            publisher.wait_subscribed()
 
     def test_iteration(self, publisher: Publisher) -> None:
         """A subscriber can be iterated over, and its end is its closing."""

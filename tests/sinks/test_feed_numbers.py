@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 
 from sinks import SinkError
 from sinks.feed_numbers import FeedNumbers
-from tests.conftest import ROOT
+from tests.conftest import ROOT, RunPython
+from tests.syncs import SYNCS, record_syncs
 
 STEP = 4
 
@@ -80,20 +82,22 @@ def test_reservation_is_durable_before_its_first_number_is_used(
 ) -> None:
     """Content is synced before it gets its name, and the name before `take` returns."""
     calls: list[str] = []
-    sync, replace = os.fsync, Path.replace
+    replace = Path.replace
+    synced = record_syncs(monkeypatch)
 
-    def note_sync(descriptor: int) -> None:
-        calls.append("sync directory" if Path(f"/dev/fd/{descriptor}").is_dir() else "sync file")
-        sync(descriptor)
+    def note_syncs() -> None:
+        calls.extend("sync directory" if stat.S_ISDIR(each.st_mode) else "sync file" for each in synced)
+        synced.clear()
 
     def note_replace(self: Path, target: Path) -> Path:
+        note_syncs()
         calls.append("replace")
         return replace(self, target)
 
-    monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", note_replace)
     numbers = opened(path)
     numbers.take()
+    note_syncs()
     assert calls == ["sync file", "replace", "sync directory"]
     assert b"reserved 4\n" in path.read_bytes()
     numbers.close()
@@ -108,7 +112,9 @@ def crash_at(step: int, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [step]
 
     def wrap(owner: Any, attribute: str) -> None:
-        original: Callable[..., Any] = getattr(owner, attribute)
+        original: Callable[..., Any] | None = getattr(owner, attribute, None)
+        if original is None:
+            return
 
         def call(*arguments: Any) -> Any:
             left[0] -= 1
@@ -121,7 +127,7 @@ def crash_at(step: int, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(owner, attribute, call)
 
-    for owner, attribute in ((os, "open"), (os, "write"), (os, "fsync"), (Path, "replace")):
+    for owner, attribute in ((os, "open"), (os, "write"), *SYNCS, (Path, "replace")):
         wrap(owner, attribute)
 
 
@@ -210,22 +216,29 @@ def test_two_feeds_cannot_share_a_file(path: Path) -> None:
     opened(path).close()
 
 
-def test_a_forked_child_does_not_keep_the_file_locked(path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_file_locked(path: Path, run_python: RunPython) -> None:
     """After a close the file can be opened again, though a child that was forked before is still there."""
-    numbers = opened(path)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(writer)
-        os.read(reader, 1)
-        os._exit(0)
-    os.close(reader)
-    try:
-        numbers.close()
-        opened(path).close()
-    finally:
-        os.close(writer)
-        os.waitpid(child, 0)
+    # In a process without threads, which alone may fork wherever it is.
+    code = (
+        "import os; from pathlib import Path; from sinks.feed_numbers import FeedNumbers\n"
+        f"path = Path({str(path)!r})\n"
+        "numbers = FeedNumbers(path); numbers.open()\n"
+        "reader, writer = os.pipe()\n"
+        "if not (child := os.fork()):\n"
+        "    os.close(writer); os.read(reader, 1); os._exit(0)\n"
+        "numbers.close()\n"
+        "again = FeedNumbers(path); again.open(); again.close()\n"
+        "os.close(writer); os.waitpid(child, 0); print('opened again')"
+    )
+    done = run_python(code)
+    assert (done.stdout, done.stderr) == ("opened again\n", "")
+
+
+def test_a_lock_that_is_no_file_is_refused(path: Path) -> None:
+    """A pipe in the place of the lock is named."""
+    os.mkfifo(path.with_name("feed.numbers.lock"))
+    with pytest.raises(SinkError, match=r"feed\.numbers\.lock is no regular file: .*state="):
+        opened(path)
 
 
 def test_files_are_private(path: Path) -> None:
