@@ -195,7 +195,7 @@ class WindowBlockManager:
                 break
             first += done
             tail = sequence.tails[self.index]
-        if first * size < stop:
+        if first * size < stop and not (self._state.transfers and self._rests_on_swapped(sequence)):
             self._store_new(sequence, first, stop)
         return swaps
 
@@ -236,6 +236,19 @@ class WindowBlockManager:
                 )
             )
         return others
+
+    def _rests_on_swapped(self, sequence: Sequence) -> bool:
+        """Whether a copy is outstanding into a block that the sequence has swapped for another one's meanwhile.
+
+        What it computed behind that block is wrong if the copy fails, and nothing in the tree would say so.
+        """
+        table = sequence.tables[self.index]
+        return any(
+            copy.handle == sequence.handle
+            and copy.group == self.index
+            and table[copy.first_block] != copy.slots[0]
+            for copy in self._state.transfers.values()
+        )
 
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""

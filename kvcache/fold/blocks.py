@@ -237,11 +237,16 @@ class BlockFold:
 
     def _fail(self, event: ev.TransferFailed) -> None:
         for transfer_id in array("q", event.transfers):
+            lost = self.groups[self.transfers[transfer_id].group].awaited(transfer_id)
             transfer = self._take_transfer(transfer_id)
-            sequence = self.sequences.get(transfer.handle) if transfer.handle is not None else None
-            if sequence is not None:
-                kept = min(sequence.computed, transfer.first_block * self.tokens_per_block)
-                self._set_computed(sequence, kept)
+            for sequence in self.sequences.values():
+                # Others may hold the blocks as well, in a tree or, after a `clear`, without a name.
+                table = sequence.tables[transfer.group]
+                first = next((block for block, slot in enumerate(table) if slot in lost), len(table))
+                if sequence.handle == transfer.handle:
+                    first = min(first, transfer.first_block)
+                if first * self.tokens_per_block < sequence.computed:
+                    self._set_computed(sequence, first * self.tokens_per_block)
 
 
 def _check_level(level: int) -> None:

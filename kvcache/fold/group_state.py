@@ -131,6 +131,10 @@ class GroupState:
         if level == PRIMARY:
             self.incoming.update(dict.fromkeys(slots, transfer))
 
+    def awaited(self, transfer: int) -> frozenset[int]:
+        """The primary slots that this copy, and no later one, writes."""
+        return frozenset(slot for slot, number in self.incoming.items() if number == transfer)
+
     def forget(self, transfer: int, level: int, slots: array[int]) -> None:
         """A copy has landed or failed."""
         if level == PRIMARY:
