@@ -213,3 +213,48 @@ def test_state_after_failures_is_a_fold_of_the_events() -> None:
     assert fingerprint(mirror) == engine.manager.fingerprint()
     assert not mirror.transfers
     check(mirror)
+
+
+def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
+    """A block that lost its name on the way is still waited for by every sequence that holds it."""
+    engine, switch = engine_with(primary_blocks=12)
+    fill(engine, PROMPT)
+    switch.on = True
+    engine.admit(Request("a", [0, 0, 1]))  # copies the first token of the cached block
+    engine.forward("a")
+    engine.admit(Request("b", [0, 0, 1, 1, 1]))  # reuses what "a" has made of it
+    engine.start_transfers()
+    assert engine.manager.block_table("b")[0] == engine.manager.block_table("a")[0]
+    engine.manager._blocks.clear()
+    engine.end("a")
+    assert dict(engine.poll().cut) == {"b": 0}
+    engine.verify_running()
+    engine.forward("b")
+    engine.verify()
+    engine.verify_running()
+
+
+def test_nothing_is_stored_behind_a_swapped_block_before_its_copy_landed() -> None:
+    """Where another one's block takes the place of a copy, blocks computed from that copy wait for its fate."""
+    for fails in (True, False):
+        engine, switch = engine_with(primary_blocks=12)
+        fill(engine, PROMPT)
+        engine.admit(Request("first", [0, 0]))
+        engine.start_transfers()
+        switch.on = fails
+        engine.admit(Request("a", [0, 0, 1, 1, 1]))
+        engine.start_transfers()
+        switch.on = False
+        engine.forward("first")
+        engine.write("a", 5)
+        swapped = engine.manager.store_context_blocks("a", 5).swapped
+        assert [index for index, _, _ in swapped] == [0]
+        assert engine.manager.count_reusable([0, 0, 1, 1, 1]) == 1
+        engine.poll()
+        engine.verify()
+        engine.verify_running()
+        engine.forward("a", 5)
+        engine.poll()
+        assert engine.manager.count_reusable([0, 0, 1, 1, 1]) == 2
+        engine.verify()
+        engine.verify_running()
