@@ -58,7 +58,7 @@ clean:
 	@if test "$$(uname)" = Darwin; then \
 	  $(PIP) 'torch==$(TORCH)' || { \
 	    echo 'If there is none for this machine: PyTorch $(TORCH) has builds for macOS 14 and newer on Apple silicon,'; \
-	    $(BIN)/python -c 'import platform as p; print("for Python 3.11 to 3.13; this is", p.python_version(), "on", p.platform())'; \
+	    $(BIN)/python -c 'import platform as p; print("for Python 3.11 to 3.14; this is", p.python_version(), "on", p.platform())'; \
 	    echo 'With another Python: make $(MAKECMDGOALS) PYTHON=python3.13'; rm -rf .venv; exit 1; }; \
 	else \
 	  $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || { \
