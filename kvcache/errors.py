@@ -10,6 +10,7 @@
     │   ├── InvalidTokens
     │   ├── WrongThread
     │   ├── TransfersPending
+    │   ├── ComputationLost
     │   ├── ManagerClosed
     │   └── Unsupported
     ├── CapacityError         there is no room; nothing has changed, less or later may work
@@ -119,6 +120,24 @@ class TransfersPending(UsageError):
         return (
             "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
             "block tables and computing"
+        )
+
+
+class ComputationLost(UsageError):
+    """A request goes on without having heard, by `poll`, that a failed copy took some of what it had computed.
+
+    `computed` is the number of leading tokens that it still has.
+    """
+
+    def __init__(self, request_id: RequestId, computed: int) -> None:
+        super().__init__(request_id, computed)
+        self.request_id = request_id
+        self.computed = computed
+
+    def __str__(self) -> str:
+        return (
+            f"a copy for request {self.request_id!r} failed, and {self.computed} of its tokens are still computed: "
+            "call poll(), which tells all such requests, and compute the rest again"
         )
 
 

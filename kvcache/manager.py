@@ -75,6 +75,9 @@ class KVCacheManager(Reading, Observed):
         self._max_tokens = min(config.max_sequence_length, pool)
         self.transfers = engine_for(pools, copier, self.layout)
         self._pools = pools
+        self._failed: list[tuple[int, str]] = []
+        self._cut: dict[RequestId, int] = {}
+        """What `poll` has to tell of failed copies."""
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None
@@ -181,7 +184,8 @@ class KVCacheManager(Reading, Observed):
         """Issue the copies that the admissions asked for; call it before the forward pass.
 
         The compute stream must wait for the ticket (``ticket.wait_on(stream)``; on a CPU ``ticket.wait()``). None:
-        nothing to wait for.
+        nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` tells whom
+        that concerns.
         """
         self._guard.enter()
         if self.transfers is None or not self.transfers.pending:
@@ -190,24 +194,35 @@ class KVCacheManager(Reading, Observed):
             return self.transfers.start()
 
     def poll(self) -> PollResult:
-        """Record which copies have landed or failed. `flush` does so too; call this to learn what was cut."""
-        self._guard.enter()
-        return self._poll()
+        """Record which copies have landed or failed, and tell what was lost, also what `flush` has noticed before.
 
-    def _poll(self) -> PollResult:
+        A sequence in `PollResult.cut` must be computed again from there on. Until it was told, what goes on with
+        it raises `ComputationLost`.
+        """
+        self._guard.enter()
+        landed = self._poll()
+        failed, cut = tuple(self._failed), tuple(self._cut.items())
+        self._failed.clear()
+        self._cut.clear()
+        return PollResult(landed, failed, cut)
+
+    def _poll(self) -> tuple[int, ...]:
+        """Record ended copies; returns those that landed, and keeps the failures for `poll`."""
         if not self.state.transfers:
-            return PollResult()
+            return ()
         if self.transfers is None:
             # Nothing moves, so there is nothing to wait for.
             landed = list(self.state.transfers)
             self._blocks.land(landed)
-            return PollResult(tuple(landed))
+            return tuple(landed)
         landed, failed = self.transfers.poll()
         with self._guard:
             if landed:
                 self._blocks.land(landed)
-            cut = self._blocks.fail(failed) if failed else ()
-        return PollResult(tuple(landed), tuple(failed), cut)
+            if failed:
+                self._failed += failed
+                self._cut.update(self._blocks.fail(failed))
+        return tuple(landed)
 
     # -- running sequences
 
@@ -226,7 +241,7 @@ class KVCacheManager(Reading, Observed):
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
                 "computed: append sampled tokens with add_tokens first"
             )
-        if self.transfers is not None and self.transfers.pending:
+        if self._cut or (self.transfers is not None and self.transfers.pending):
             self._refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
@@ -250,13 +265,13 @@ class KVCacheManager(Reading, Observed):
         num_tokens = len(packed) // SYMBOL_BYTES
         if counts is None:
             batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
-            if self.transfers is not None and self.transfers.pending:
+            if self._cut or (self.transfers is not None and self.transfers.pending):
                 self._refuse_uncomputable(batch.sequences)
             with self._guard:
                 return self._blocks.step(batch, packed)
         sizes = pack_counts(counts, len(ids), num_tokens)
         running = self._blocks.running(ids)
-        if self.transfers is not None and self.transfers.pending:
+        if self._cut or (self.transfers is not None and self.transfers.pending):
             self._refuse_uncomputable(running)
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._max_tokens)
@@ -288,6 +303,7 @@ class KVCacheManager(Reading, Observed):
         sequence = self._sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store)
+        self._cut.pop(sequence.request_id, None)
 
     def clear(self) -> None:
         """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""

@@ -13,7 +13,7 @@ from events.types import RequestId
 from kvcache.arguments import checked_integer, listed
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import TransfersPending, Unsupported, UsageError
+from kvcache.errors import ComputationLost, TransfersPending, Unsupported, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
@@ -41,6 +41,7 @@ class Reading:
     state: CacheState
     transfers: TransferEngine | None
     _blocks: BlockManager
+    _cut: dict[RequestId, int]
     _journal: Journal
     _guard: Guard
     _max_tokens: int
@@ -100,7 +101,7 @@ class Reading:
         if window is not None and checked_integer(window, "a window") != only:
             raise UsageError(f"there is no window of {window} tokens, only one of {only}")
         sequence = self._sequence(request_id)
-        self._refuse_pending()
+        self._refuse_unreadable([sequence])
         return self._presented(np.array(sequence.tables[0], np.int32))
 
     def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
@@ -110,8 +111,9 @@ class Reading:
         """
         self._guard.enter()
         ids = listed(request_ids, "request_ids")
-        tables = [self._sequence(request_id).tables[0] for request_id in ids]
-        self._refuse_pending()
+        sequences = [self._sequence(request_id) for request_id in ids]
+        self._refuse_unreadable(sequences)
+        tables = [sequence.tables[0] for sequence in sequences]
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -120,16 +122,25 @@ class Reading:
     def _presented(self, table: npt.NDArray[np.int32]) -> BlockTable:
         return table if self._pools is None else self._pools.block_table(table)
 
-    def _refuse_pending(self) -> None:
+    def _refuse_unreadable(self, sequences: Items[Sequence]) -> None:
+        self._refuse_cut(sequences)
         if self.transfers is not None and self.transfers.pending:
             raise TransfersPending
 
-    def _refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
-        """Raise `TransfersPending` if one of these sequences waits for a copy that has not been started.
+    def _refuse_cut(self, sequences: Items[Sequence]) -> None:
+        for sequence in sequences if self._cut else ():
+            if sequence.request_id in self._cut:
+                raise ComputationLost(sequence.request_id, self._cut[sequence.request_id])
 
-        For its own, or for one that another sequence needs as well. To be asked only while copies are pending.
+    def _refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
+        """Raise if one of these sequences has not got what it is computed from.
+
+        `ComputationLost`: a copy has failed. `TransfersPending`: one has not been started, its own, or one that
+        another sequence needs as well.
         """
-        assert self.transfers is not None
+        self._refuse_cut(sequences)
+        if self.transfers is None or not self.transfers.pending:
+            return
         pending = self.transfers.pending_ids
         waiting = {self.state.transfers[transfer].handle for transfer in pending}
         group = self.state.groups[0]

@@ -12,6 +12,7 @@ import pytest
 from kvcache import errors
 from kvcache.errors import (
     CapacityError,
+    ComputationLost,
     ConfigError,
     DuplicateRequest,
     InternalError,
@@ -45,6 +46,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     InvalidTokens("no tokens at all"): {"reason": "no tokens at all", "position": None},
     WrongThread("engine", "web"): {"owner": "engine", "caller": "web"},
     TransfersPending(): {},
+    ComputationLost("r1", 32): {"request_id": "r1", "computed": 32},
     ManagerClosed(): {},
     Unsupported("appending to a log without tokens", "start a new log"): {
         "what": "appending to a log without tokens",

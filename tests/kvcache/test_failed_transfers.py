@@ -8,6 +8,7 @@ import pytest
 
 from cuda_ops.simulated import FailingCopier
 from events.types import BlocksRemoved, RemoveReason, TransferFailed
+from kvcache.errors import ComputationLost
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.results import Request
@@ -258,3 +259,55 @@ def test_nothing_is_stored_behind_a_swapped_block_before_its_copy_landed() -> No
         assert engine.manager.count_reusable([0, 0, 1, 1, 1]) == 2
         engine.verify()
         engine.verify_running()
+
+
+def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
+    """An engine that flushes before it polls is held back until it has heard what to compute again."""
+    engine, switch = engine_with()
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [0, 1, 0, 1, 0, 0]), Request("b", [1]))
+    engine.start_transfers()
+    manager = engine.manager
+    manager.flush()
+    manager.flush()
+    before = manager.fingerprint()
+    for call in (
+        lambda: manager.block_table("a"),
+        lambda: manager.block_tables(["b", "a"]),
+        lambda: manager.store_context_blocks("a", 6),
+        lambda: manager.add_tokens(["b", "a"], [1, 1]),
+        lambda: manager.add_tokens(["a"], [1, 1], [2]),
+    ):
+        with pytest.raises(
+            ComputationLost, match="request 'a' failed, and 0 of its tokens are still computed"
+        ):
+            call()
+    assert manager.fingerprint() == before
+    manager.block_table("b")
+    polled = manager.poll()
+    assert {reason for _, reason in polled.failed} == {"batch 1 was chosen to fail"}
+    assert polled.cut == (("a", 0),)
+    assert manager.poll().cut == ()
+    switch.on = False
+    engine.forward("a")
+    engine.verify_running()
+
+
+def test_what_a_request_lost_goes_with_it() -> None:
+    """A later request of the same id has lost nothing."""
+    engine, switch = engine_with()
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [0, 1, 0, 1, 0, 0]))
+    engine.start_transfers()
+    engine.manager.flush()
+    engine.end("a")
+    switch.on = False
+    engine.admit(Request("a", [0, 0]))
+    engine.forward("a")
+    assert engine.manager.poll().cut == ()
