@@ -257,7 +257,7 @@ class KVCacheManager(Reading, Observed):
         `store_context_blocks` said so; where another block is needed, the full ones become reusable. Returns the
         sequences whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the
         blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
-        `TransfersPending` as `store_context_blocks` does.
+        `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         self._guard.enter()
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")

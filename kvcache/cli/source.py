@@ -12,7 +12,7 @@ from kvcache.errors import UsageError
 from kvcache.workload import ChatOptions, TraceRequest, generate_chats, read_trace
 
 USERS = 128
-"""Conversations of a run without a trace: a few seconds of work."""
+"""Conversations of a run without a trace: some seconds of work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
     feed = outcome.feed
     if feed is not None:
         primary, secondary = feed.blocks
-        held = f"{primary:,} blocks in GPU and {secondary:,} in CPU after {_batches(feed.batches)}"
+        held = f"{primary:,} full blocks in GPU and {secondary:,} in CPU after {_batches(feed.batches)}"
         verdict = (
             paint("exactly what the cache holds", "green")
             if feed.agrees
@@ -192,7 +192,7 @@ def _sinks(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _sink(sink: SinkStats) -> str:
-    text = f"{printable(sink.name)}: {_batches(sink.batches)}, {count(sink.events, 'event')}"
+    text = f"{printable(sink.name)}  {_batches(sink.batches)}, {count(sink.events, 'event')}"
     text += f", {sink.dropped_batches:,} dropped, lag {sink.lag_batches:,}"
     if sink.state != "closed":
         text += paint(f", {sink.state}", "red")

@@ -288,7 +288,8 @@ def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
     assert manager.fingerprint() == before
     manager.block_table("b")
     polled = manager.poll()
-    assert {reason for _, reason in polled.failed} == {"batch 1 was chosen to fail"}
+    assert polled.failed
+    assert all("chosen to fail" in reason for _, reason in polled.failed)
     assert polled.cut == (("a", 0),)
     assert manager.poll().cut == ()
     switch.on = False
