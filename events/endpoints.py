@@ -39,6 +39,10 @@ def host_of(endpoint: str) -> str | None:
         raise EndpointError(endpoint, "it is an address inside one program")
     if transport != "tcp":
         return None
+    if "@" in address:
+        # What stands before it is not repeated: it may be a password.
+        bare = f"tcp://{address.rpartition('@')[2]}"
+        raise EndpointError(bare, "a user or password is not part of an endpoint")
     # Before a semicolon stands an address of this machine.
     host, colon, port = address.rpartition(";")[2].rpartition(":")
     if not colon:

@@ -143,10 +143,11 @@ class Reading:
             return
         pending = self.transfers.pending_ids
         waiting = {self.state.transfers[transfer].handle for transfer in pending}
-        group = self.state.groups[0]
+        incoming = self.state.groups[0].incoming
         for sequence in sequences:
-            path = group.path(sequence.tails[0])
-            if sequence.handle in waiting or any(run.transfer in pending for run in path):
+            if sequence.handle in waiting or any(
+                incoming.get(slot) in pending for slot in sequence.tables[0]
+            ):
                 raise TransfersPending
 
     @property

@@ -179,7 +179,8 @@ def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEng
     Raises `UsageError`, also for pools that another manager has.
     """
     if pools is not None:
-        if not all(callable(getattr(pools, method, None)) for method in ("copier", "take", "give_back")):
+        methods = ("copier", "refuse_taken", "take", "give_back")
+        if not all(callable(getattr(pools, method, None)) for method in methods):
             raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
         if getattr(pools, "layout", layout) != layout:
             raise UsageError(

@@ -237,6 +237,16 @@ class WindowBlockManager:
             )
         return others
 
+    def _awaits_others(self, sequence: Sequence, slots: array[int]) -> bool:
+        """Whether a copy that another sequence asked for is outstanding into one of these slots.
+
+        If it fails, whoever holds the slots computes again from there; so they are not swapped for others meanwhile.
+        """
+        incoming, copies = self.group.incoming, self._state.transfers
+        return bool(incoming) and any(
+            copies[incoming[slot]].handle != sequence.handle for slot in slots if slot in incoming
+        )
+
     def _rests_on_swapped(self, sequence: Sequence) -> bool:
         """Whether a copy is outstanding into a block that the sequence has swapped for another one's meanwhile.
 
@@ -266,6 +276,8 @@ class WindowBlockManager:
         symbols = sequence.packed(first * size, min(full, first + len(child.slots)) * size)
         take = common_bytes(child, symbols, 0, len(symbols)) // block_bytes
         theirs, own = child.slots[:take], sequence.tables[self.index][first : first + take]
+        if child.level == PRIMARY and self._awaits_others(sequence, own):
+            return 0
         names = self._names(bytes(child.keys[: take * self._key_bytes]))
         if child.level == PRIMARY:
             swaps += zip(range(first, first + take), own, theirs, strict=True)

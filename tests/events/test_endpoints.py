@@ -62,3 +62,11 @@ def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
     """ZeroMQ would try most of these for ever."""
     with pytest.raises(EndpointError, match=reason):
         host_of(endpoint)
+
+
+def test_passwords_are_not_repeated() -> None:
+    """An endpoint with a user is refused without what stands before the host."""
+    with pytest.raises(EndpointError, match="a user or password is not part of an endpoint") as told:
+        host_of("tcp://somebody:SECRET@127.0.0.1:5557")
+    assert "somebody" not in str(told.value) + repr(told.value)
+    assert "SECRET" not in str(told.value) + repr(told.value)

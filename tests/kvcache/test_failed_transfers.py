@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cuda_ops.simulated import FailingCopier
+from cuda_ops.simulated import FailingCopier, LateCopier
 from events.types import BlocksRemoved, RemoveReason, TransferFailed
-from kvcache.errors import ComputationLost
+from kvcache.errors import ComputationLost, TransfersPending
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.results import Request
@@ -312,3 +312,49 @@ def test_what_a_request_lost_goes_with_it() -> None:
     engine.admit(Request("a", [0, 0]))
     engine.forward("a")
     assert engine.manager.poll().cut == ()
+
+
+def test_unnamed_block_is_not_swapped_while_another_ones_copy_is_outstanding() -> None:
+    """Who holds a block that a sequence which is gone had brought is still told when that copy fails."""
+    engine, switch = engine_with(primary_blocks=10, secondary_blocks=10)
+    late = LateCopier(engine.manager.transfers._copier, 50)  # type: ignore[union-attr]
+    engine.manager.transfers._copier = engine.copier = late  # type: ignore[union-attr]
+    prompt = [5, 6, 7, 8]
+    fill(engine, [*prompt, 1])
+    fill(engine, [1] * 20)
+    engine.settle()
+    assert [block.level for block in engine.manager.match([*prompt, 1]).blocks] == [1, 1]
+    switch.on = True
+    engine.admit(Request("a", [*prompt, 1]))
+    engine.start_transfers()
+    switch.on = False
+    engine.admit(Request("b", [*prompt, 2, 3, 4]))
+    engine.start_transfers()
+    engine.manager._blocks.clear()
+    engine.end("a", store=False)
+    engine.admit(Request("c", [*prompt, 9]))
+    engine.forward("c")
+    engine.forward("b")
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+    assert engine.manager.count_reusable([*prompt, 2, 3, 4]) == 2
+    engine.forward("b")
+    assert engine.manager.count_reusable([*prompt, 2, 3, 4]) == 3
+    engine.verify()
+    engine.verify_running()
+
+
+def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:
+    """After a clear, too, nothing can have been computed from copies that nobody has started."""
+    engine, _ = engine_with()
+    fill(engine, PROMPT)
+    fill(engine, [1] * 12)
+    engine.settle()
+    engine.admit(Request("a", [0, 1, 0, 1, 0]))
+    engine.admit(Request("b", [0, 1, 0, 1, 1]))
+    engine.manager._blocks.clear()
+    with pytest.raises(TransfersPending):
+        engine.manager.store_context_blocks("b", 5)
+    with pytest.raises(TransfersPending):
+        engine.manager.add_tokens(["b"], [1])
