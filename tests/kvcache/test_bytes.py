@@ -95,6 +95,7 @@ class Driver:
                     engine.copier.tick()
             elif action == "clear" and r.random() < 0.2:
                 engine.manager.clear()
+                engine.poll()  # it flushes, which may find that copies have failed
         except CapacityError:
             if engine.running:
                 engine.end(r.choice(engine.running))
