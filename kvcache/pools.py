@@ -83,7 +83,7 @@ class PoolSizes:
             raise UsageError(
                 f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
             )
-        self.device = _device(device)
+        self.layout, self.device = layout, _device(device)
         self.primary, self.secondary = _bytes(layout)
         """Bytes per level."""
 

@@ -285,17 +285,17 @@ def _open_manager(
     # A sink on stdout writes past the buffer, and must not come before what was said already.
     sys.stdout.flush()
     try:
-        pools = None if sizes is None else _pools(config, sizes)
+        pools = None if sizes is None else _pools(sizes)
         return KVCacheManager(config, pools=pools, log=log, sinks=sinks, wall_ns=clock.wall_ns), pools
     except BaseException:
         log.close()
         raise
 
 
-def _pools(config: KVCacheConfig, sizes: PoolSizes) -> Pools:
+def _pools(sizes: PoolSizes) -> Pools:
     from kvcache.pools import Pools
 
-    return Pools(Layout.of(config), sizes.device)
+    return Pools(sizes.layout, sizes.device)
 
 
 def _drive(
