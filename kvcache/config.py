@@ -3,7 +3,8 @@
 A configuration comes from code, or from a YAML or TOML file, the environment and code together
 (`KVCacheConfig.load`). All of them end in the same validation, which raises one `ConfigError` with a line per
 problem: the field, what was given and what is accepted. Unknown fields are refused, since a mistyped setting
-that is silently ignored costs more than an error at the start.
+that is silently ignored costs more than an error at the start; an unknown variable of the environment, which may be
+another program's, is told by a warning.
 
 What each field accepts is said beside its type, for people (`Accepts`) and for pydantic (`Field`); what it means, below
 it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import os
 import tomllib
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -28,9 +30,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
-from kvcache.config_problems import Accepts, did_you_mean, problems_of, quoted
+from kvcache.config_problems import Accepts, problems_of, quoted
+from kvcache.environment import read_environment
 from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
 
-ENV_PREFIX = "KVCACHE_"
-ENV_NESTING = "__"
 MAX_BLOCKS = 2**31 - 1
 """Slots are int32."""
 MAX_BYTES = 2**62
@@ -251,15 +251,19 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
 
         `path` ends in .toml, .yaml or .yml (YAML needs the extra ``kvcache[cli]``). Each variable
         ``KVCACHE_<FIELD>`` sets a field, ``KVCACHE_LOG__<FIELD>`` one of `log`; ``none`` stands for no value,
-        and an empty variable for an unset one. `env` defaults to the process's environment. Raises ConfigError.
+        and an empty variable for an unset one. `env` defaults to the process's environment. Another variable that
+        begins with ``KVCACHE_`` sets nothing: there is a UserWarning, unless it has one of the forms that Kubernetes
+        gives to a Service's variables. Raises ConfigError.
         """
         from_file = {} if path is None else read_file(Path(path))
-        from_env, variables = read_env(os.environ if env is None else env)
+        from_env = read_environment(cls, os.environ if env is None else env)
+        if (warning := from_env.warning(cls)) is not None:
+            warnings.warn(warning, UserWarning, stacklevel=2)
         try:
-            return cls(**merged(merged(from_file, from_env), overrides))
+            return cls(**merged(merged(from_file, from_env.values), overrides))
         except ConfigError as error:
-            sources = [] if path is None else [str(path)]
-            raise ConfigError(error.problems, ", ".join(sources + variables)) from None
+            sources = () if path is None else (str(path),)
+            raise ConfigError(error.problems, ", ".join(sources + from_env.variables)) from None
 
 
 def _problems_between(config: KVCacheConfig) -> list[str]:
@@ -285,41 +289,6 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
             "tokens tells blocks apart by their names"
         )
     return problems
-
-
-def read_env(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The settings in the environment, and the variables that hold them; raises ConfigError."""
-    given = {
-        name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
-    }
-    known = _variables(KVCacheConfig)
-    unknown = [f"{name}: no such setting{did_you_mean(name, known)}" for name in given if name not in known]
-    if unknown:
-        raise ConfigError(unknown, "the environment")
-    values: dict[str, Any] = {}
-    for name, text in given.items():
-        *outer, field = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
-        target = values
-        for step in outer:
-            target = target.setdefault(step, {})
-        target[field] = None if text.lower() == "none" and _may_be_none(known[name]) else text
-    return values, list(given)
-
-
-def _variables(model: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, FieldInfo]:
-    """The environment variables that set fields of a model, and of the models inside it."""
-    found = {}
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found.update(_variables(kind, f"{prefix}{name.upper()}{ENV_NESTING}"))
-        else:
-            found[prefix + name.upper()] = field
-    return found
-
-
-def _may_be_none(field: FieldInfo) -> bool:
-    return type(None) in get_args(field.annotation)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -76,5 +76,10 @@ def _accepted(field: FieldInfo) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a line about an unknown name: the known one that is like it, or all of them."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    close = closest(name, known)
+    return f"; did you mean {close}?" if close else f"; there are {', '.join(known)}"
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is like an unknown one; None: there is none."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(KVCacheConfig.model_json_schema())
         return 0
     sets = settings.parse_sets(args.sets)
+    settings.warn_of_unknown(out)
     sources = settings.by_source(args.config, sets)
     derived = settings.derived(settings.given(args.config, sets))
     config = settings.load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import resource
 import sys
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from kvcache._version import __version__
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, paint, size
+from kvcache.config import KVCacheConfig
+from kvcache.environment import read_environment
 from kvcache.memory import free_bytes
 from sinks import known_schemes
 
@@ -52,7 +55,7 @@ def add_parser(commands: Any, **options: Any) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Look at everything."""
-    findings = [*_software(), *_own_packages(), *_packages(), *_devices(), *_limits()]
+    findings = [*_software(), *_own_packages(), *_packages(), *_environment(), *_devices(), *_limits()]
     if args.json:
         out.json({"findings": [finding._asdict() for finding in findings]})
     else:
@@ -104,6 +107,16 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def _environment() -> Iterator[Finding]:
+    """Which settings come from variables; what they accept is for `kvcache config` to say."""
+    found = read_environment(KVCacheConfig, os.environ)
+    warning = found.warning(KVCacheConfig)
+    if warning is not None:
+        yield Finding("environment", "note", printable(warning))
+    if found.variables or warning is None:
+        yield Finding("environment", "ok", f"settings: {', '.join(found.variables) or 'none'}")
 
 
 def _devices() -> Iterator[Finding]:

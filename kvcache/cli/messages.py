@@ -1,4 +1,4 @@
-"""What a command itself says on stderr, errors and notes: lines for people, or JSON lines in the form of `logs`."""
+"""What a command itself says on stderr: lines for people, or JSON lines in the form of `logs`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def error(text: str, cause: BaseException | None = None) -> None:
     complain(f"kvcache: error: {printable(text)}")
 
 
+def warning(text: str) -> None:
+    """Say what may not be as it was meant."""
+    if _Form.as_json:
+        _write_json("warning", text, {})
+    else:
+        complain(f"kvcache: warning: {printable(text)}")
+
+
 def note(text: str) -> None:
     """Say something that is worth knowing."""
     if _Form.as_json:
@@ -45,6 +53,6 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def _write_json(level: Literal["error", "info"], text: str, more: dict[str, str]) -> None:
+def _write_json(level: Literal["error", "warning", "info"], text: str, more: dict[str, str]) -> None:
     timestamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     complain(json.dumps({"event": printable(text), **more, "level": level, "timestamp": timestamp}))

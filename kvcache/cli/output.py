@@ -45,6 +45,11 @@ class Output:
         if not self.quiet:
             messages.note(text)
 
+    def warning(self, text: str) -> None:
+        """Something that may not be as it was meant."""
+        if not self.quiet:
+            messages.warning(text)
+
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Labels with what there is to say about each; an empty label continues the one before."""
         width = max((len(label) for label, _ in rows), default=0)

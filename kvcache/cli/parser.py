@@ -87,5 +87,5 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         "--log-json",
         action="store_true",
         default=default,
-        help="errors, notes and diagnostics as JSON lines on stderr",
+        help="errors, warnings, notes and diagnostics as JSON lines on stderr",
     )

@@ -142,6 +142,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     _require_feed(args)
     if args.resume and args.log is None:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
+    settings.warn_of_unknown(out)
     with StopSignals() as stop, RunDirectory(args, out) as directory:
         outcome = _play(args, out, stop, directory)
         kept = directory.settle(evidence=outcome.verification.disagrees)

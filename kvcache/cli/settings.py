@@ -13,7 +13,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from kvcache.config import KVCacheConfig, LogConfig, merged, read_env, read_file
+from kvcache.cli.output import Output
+from kvcache.config import KVCacheConfig, LogConfig, merged, read_file
+from kvcache.environment import ENV_NESTING, ENV_PREFIX, read_environment
 from kvcache.errors import ConfigError, UsageError
 
 Values = dict[str, Any]
@@ -62,9 +64,16 @@ def by_source(path: Path | None, sets: Values) -> dict[str, Values]:
     """What is given, by where; later ones win. Raises ConfigError."""
     return {
         "file": {} if path is None else _from_file(path),
-        "environment": read_env(os.environ)[0],
+        "environment": read_environment(KVCacheConfig, os.environ).values,
         "--set": sets,
     }
+
+
+def warn_of_unknown(out: Output) -> None:
+    """Tell of variables that may have been meant as settings and are none."""
+    warning = read_environment(KVCacheConfig, os.environ).warning(KVCacheConfig)
+    if warning is not None:
+        out.warning(warning)
 
 
 def _from_file(path: Path) -> Values:
@@ -113,7 +122,8 @@ def origin(name: str, sources: dict[str, Values]) -> str | None:
         for step in name.split("."):
             inner = inner.get(step, ...) if isinstance(inner, dict) else ...
         if inner is not ...:
-            found = f"KVCACHE_{name.upper().replace('.', '__')}" if source == "environment" else source
+            variable = ENV_PREFIX + name.upper().replace(".", ENV_NESTING)
+            found = variable if source == "environment" else source
     return found
 
 

@@ -92,6 +92,27 @@ def test_problems_name_their_source(
         ]
 
 
+UNKNOWN = "KVCACHE_HEAD_DIMM (did you mean KVCACHE_HEAD_DIM?) is no setting and is ignored"
+
+
+@pytest.mark.parametrize("command", [("config",), ("run", TRACE, "--no-pools", "--limit", 3)])
+def test_unknown_variable(
+    kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A variable that is no setting is told once, on stderr, without its value; -q keeps it quiet."""
+    monkeypatch.setenv("KVCACHE_HEAD_DIMM", "se-cret")
+    monkeypatch.setenv("KVCACHE_SERVICE_HOST", "10.0.0.1")
+    done = kvcache(*command, "--json")
+    assert (done.code, done.err.count("warning")) == (0, 1)
+    assert f"kvcache: warning: {UNKNOWN}\n" in done.err
+    assert isinstance(json.loads(done.out), dict)
+    (line,) = (
+        json.loads(line) for line in kvcache(*command, "--log-json").err.splitlines() if "HEAD_DIMM" in line
+    )
+    assert (line["event"], line["level"]) == (UNKNOWN, "warning")
+    assert kvcache(*command, "-q").err == ""
+
+
 def test_missing_file(kvcache: Kvcache) -> None:
     """A file that is not there is named once, without the system's number for it."""
     err = kvcache("config", "--config", "none.yaml").err

@@ -63,6 +63,28 @@ def test_foreign_events(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> No
     assert "pip uninstall Events" in text
 
 
+def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that hold settings are named, one that is none is noted, and those of Kubernetes are nothing."""
+    monkeypatch.setenv("KVCACHE_SERVICE_HOST", "10.0.0.1")
+    assert findings(kvcache("doctor", "--json"))["environment"] == ("ok", "settings: none")
+    monkeypatch.setenv("KVCACHE_HEAD_DIM", "16")
+    assert findings(kvcache("doctor", "--json"))["environment"] == ("ok", "settings: KVCACHE_HEAD_DIM")
+    monkeypatch.setenv("KVCACHE_MODEL_NAME", "se-cret")
+    done = kvcache("doctor", "--json")
+    found = [
+        (each["verdict"], each["text"])
+        for each in json.loads(done.out)["findings"]
+        if each["what"] == "environment"
+    ]
+    assert (done.code, found) == (
+        0,
+        [
+            ("note", "KVCACHE_MODEL_NAME (did you mean KVCACHE_MODEL?) is no setting and is ignored"),
+            ("ok", "settings: KVCACHE_HEAD_DIM"),
+        ],
+    )
+
+
 def test_few_files(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A low limit of open files is noted with what raises it."""
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 256))

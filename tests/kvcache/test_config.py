@@ -248,17 +248,48 @@ class TestLoad:
         assert KVCacheConfig.load(toml, env={"HEAD_DIM": "16", "XKVCACHE_HEAD_DIM": "16"}).head_dim == 8
 
     @pytest.mark.parametrize(
-        ("variable", "closest"),
+        ("variable", "says"),
         [
-            ("KVCACHE_TOKEN_PER_BLOCK", "KVCACHE_TOKENS_PER_BLOCK"),
-            ("KVCACHE_LOG_FSYNC", "KVCACHE_LOG__FSYNC"),
+            (
+                "KVCACHE_TOKEN_PER_BLOCK",
+                "KVCACHE_TOKEN_PER_BLOCK (did you mean KVCACHE_TOKENS_PER_BLOCK?) is",
+            ),
+            ("KVCACHE_LOG_FSYNC", "KVCACHE_LOG_FSYNC (did you mean KVCACHE_LOG__FSYNC?) is"),
+            ("KVCACHE_URL", "KVCACHE_URL is"),
+            ("KVCACHE_head_dim", "KVCACHE_head_dim is"),
+            ("KVCACHE_\x1b[2J", "'KVCACHE_\\x1b[2J' is"),
         ],
     )
-    def test_unknown_variable(self, toml: Path, variable: str, closest: str) -> None:
-        """A mistyped variable is refused with the one that was meant."""
-        with pytest.raises(ConfigError) as caught:
-            KVCacheConfig.load(toml, env={variable: "1"})
-        assert caught.value.problems == (f"{variable}: no such setting; did you mean {closest}?",)
+    def test_unknown_variable(self, toml: Path, variable: str, says: str) -> None:
+        """A variable that is no setting's own sets nothing, with a warning that holds the name that may be meant."""
+        with pytest.warns(UserWarning, match="is no setting") as caught:
+            loaded = KVCacheConfig.load(toml, env={variable: "se-cret", "KVCACHE_HEAD_DIM": "16"})
+        assert loaded.head_dim == 16
+        assert [str(warning.message) for warning in caught] == [f"{says} no setting and is ignored"]
+        assert caught[0].filename == __file__
+
+    def test_unknown_variables_give_one_warning(self, toml: Path) -> None:
+        """Several are told at once."""
+        with pytest.warns(UserWarning, match="are no settings") as caught:
+            KVCacheConfig.load(toml, env={"KVCACHE_B": "1", "KVCACHE_A": "1"})
+        told = [str(warning.message) for warning in caught]
+        assert told == ["KVCACHE_A, KVCACHE_B are no settings and are ignored"]
+
+    @pytest.mark.parametrize("service", ["KVCACHE", "KVCACHE_MODEL", "KVCACHE_LOG"])
+    def test_variables_of_a_service(self, toml: Path, service: str) -> None:
+        """What Kubernetes tells containers of a Service of that name has no meaning here, and no warning."""
+        env = {
+            f"{service}_SERVICE_HOST": "10.0.0.1",
+            f"{service}_SERVICE_PORT": "5557",
+            f"{service}_SERVICE_PORT_ZMQ_PUB": "5557",
+            f"{service}_PORT": "tcp://10.0.0.1:5557",
+            f"{service}_PORT_5557_TCP": "tcp://10.0.0.1:5557",
+            f"{service}_PORT_5557_TCP_PROTO": "tcp",
+            f"{service}_PORT_5557_TCP_PORT": "5557",
+            f"{service}_PORT_5557_TCP_ADDR": "10.0.0.1",
+            f"{service}_PORT_53_UDP_ADDR": "10.0.0.1",
+        }
+        assert KVCacheConfig.load(toml, env=env) == KVCacheConfig.load(toml, env={})
 
     def test_error_names_the_sources(self, toml: Path) -> None:
         """An error says which file and which variables the settings came from."""
