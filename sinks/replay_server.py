@@ -24,9 +24,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import structlog
 import zmq
 
+from events.diagnostics import get_logger
 from events.feed_changes import Change, Cleared
 from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.types import GroupCreated
@@ -49,7 +49,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 Encode = Callable[[Sequence[Change], Sequence[GroupCreated]], bytes]
 """Changes to a payload; called on the server's thread."""
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
+_log = get_logger("sinks")
 
 
 @dataclass

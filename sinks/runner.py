@@ -23,8 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import structlog
-
+from events.diagnostics import get_logger
 from events.errors import type_and_place
 from events.types import EventBatch
 from sinks.base import Sink, SinkError, SinkOpenError
@@ -39,7 +38,7 @@ BACKOFF_SECONDS_MAX = 5.0
 
 State = Literal["running", "quarantined", "closed"]
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
+_log = get_logger("sinks")
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import structlog
 import zmq
 
+from events.diagnostics import get_logger
 from events.feed_changes import Change
 from events.formats import vllm
 from events.types import GroupCreated
@@ -62,7 +62,7 @@ EncodeBatch = Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], b
 
 _FORMATS: dict[str, EncodeBatch] = {"vllm": vllm.encode_batch}
 
-_log: structlog.typing.FilteringBoundLogger = structlog.get_logger("sinks")
+_log = get_logger("sinks")
 
 
 _INT32 = 2**31 - 1

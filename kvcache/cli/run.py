@@ -34,7 +34,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
 from kvcache.workload.waiting import Limits
-from sinks import SinkContext, open_sink
+from sinks import SinkContext, SinkURL, open_sink
 from sinks.router_feed import RouterFeed
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ Settings come from --config, then KVCACHE_* variables, then --set, then the opti
 
 Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a verified log, and the summary.
 A second one, a second later or more, ends a run that does not heed the first: at once, without a summary.
+With -q and a sink stdout: nothing but events is on stdout.
 In a run the log makes the engine wait rather than lose events (unless log.overflow says otherwise).
 """
 
@@ -135,7 +136,7 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
-    if args.json and any(url.startswith("stdout:") for url in args.sinks):
+    if args.json and _prints_events(args):
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
         )
@@ -148,9 +149,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
             out.json(to_json(outcome, kept))
-        else:
+        elif not (out.quiet and _prints_events(args)):
+            # Whoever wants events and silence gives stdout to a program, for which every line is one of them.
             show(outcome, kept, out, events=args.trace is None)
         return _exit_code(outcome, stop, out)
+
+
+def _prints_events(args: argparse.Namespace) -> bool:
+    return any(SinkURL.parse(url).scheme == "stdout" for url in args.sinks)
 
 
 def _require_feed(args: argparse.Namespace) -> None:
@@ -310,7 +316,7 @@ def _drive(
 ) -> RunResult:
     options = DriveOptions(concurrency=args.concurrency, seed=args.seed)
     # Event lines on the same terminal would tear the bar apart.
-    visible = not out.quiet and not any(url.startswith("stdout:") for url in args.sinks)
+    visible = not out.quiet and not _prints_events(args)
     with ExitStack() as on_error:
         on_error.callback(_close_after_failure, manager)
         with progress("playing", len(source.requests), shown=visible) as update:

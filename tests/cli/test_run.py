@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from events.codec import from_json
 from events.log import LogReader
 from events.subscriber import Subscriber
 from events.types import EpochStarted
@@ -110,9 +111,10 @@ class TestOutput:
     def test_json_owns_stdout(self, kvcache: Kvcache) -> None:
         """With --json stdout is one JSON object, and a sink must not write there."""
         assert set(json.loads(kvcache("run", *SMALL, "--json").out)) >= KEYS
-        refused = kvcache("run", *SMALL, "--json", "--sink", "stdout:")
-        assert refused.code == 2
-        assert "--json needs stdout for itself" in refused.err
+        for url in ("stdout:", "STDOUT:"):
+            refused = kvcache("run", *SMALL, "--json", "--sink", url)
+            assert refused.code == 2
+            assert "--json needs stdout for itself" in refused.err
 
     def test_nothing_reused(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Where no block was reused the summary does not boast of having compared any."""
@@ -122,6 +124,18 @@ class TestOutput:
     def test_quiet_leaves_the_summary(self, kvcache: Kvcache) -> None:
         """-q prints the summary and nothing before it."""
         assert kvcache("run", *SMALL, "-q").out.startswith("summary\n")
+
+    @pytest.mark.parametrize("url", ["stdout:", "STDOUT:?format=jsonl"])
+    def test_quiet_events_are_alone(self, start: Start, url: str) -> None:
+        """With -q and the sink stdout: each line on stdout is of an event, also without a trace; stderr is empty."""
+        out, err = start("run", "--no-pools", "--limit", 5, "-q", "--sink", url).communicate()
+        shown = out.splitlines()
+        assert err == ""
+        assert len(shown) > 5
+        if url == "stdout:":
+            assert [line for line in shown if not re.match(r" +\d+\.\d+  [A-Z][A-Za-z]+\b", line)] == []
+        else:
+            assert [from_json(line).seq for line in shown] == list(range(len(shown)))
 
     def test_equal_runs_are_equal(self, kvcache: Kvcache) -> None:
         """Seed and options decide everything but the times; another seed makes another run."""
