@@ -16,6 +16,7 @@ Errors::
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,12 @@ import msgspec
 from events.types import EventBatch
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+
+LOGIN_IGNORED = (
+    "it asks nobody who he is, so a user and a password would be ignored and protect nothing: leave them out"
+)
+_LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
+"""At the start of a path: a login whose // was forgotten."""
 
 
 class SinkError(Exception):
@@ -107,6 +114,7 @@ class SinkURL:
     options: Mapping[str, str]
     user: str | None = None
     password: str | None = None
+    """To be read while the sink is made: `open_sink` refuses a login that was not."""
 
     @classmethod
     def parse(cls, url: str) -> SinkURL:
@@ -144,15 +152,26 @@ class SinkURL:
         """The URL without user, password and options, any of which may hold a secret."""
         if self.host is None:
             slashes = "//" if self.path.startswith("/") else ""
-            return f"{self.scheme}:{slashes}{self.path}"
+            return f"{self.scheme}:{slashes}{_LOGIN_IN_PATH.sub('', self.path)}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
 
-    def refuse_login(self, why: str = "it takes no user and no password") -> None:
+    def __repr__(self) -> str:
+        return f"SinkURL({str(self)!r})"
+
+    @property
+    def has_login(self) -> bool:
+        """Whether there is a user or a password."""
+        return self.user is not None or self.password is not None
+
+    def refuse_login(self, why: str = LOGIN_IGNORED) -> None:
         """Raise SinkURLError if there is a user or a password: whoever gave them would rely on them."""
-        if self.user is not None or self.password is not None:
+        if self.has_login:
             raise SinkURLError(str(self), why)
+        if self.host is None and _LOGIN_IN_PATH.match(self.path):
+            reason = "a user and a password follow //; for a path with a colon and an @ put ./ before it"
+            raise SinkURLError(str(self), reason)
 
     def read_options(self, declared: type[Options]) -> Options:
         """The options as `declared` (a msgspec struct) types them.

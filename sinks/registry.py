@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import Any, cast
 
-from sinks.base import Sink, SinkContext, SinkURL, SinkURLError
+from sinks.base import LOGIN_IGNORED, Sink, SinkContext, SinkURL, SinkURLError
 
 ENTRY_POINT_GROUP = "kvcache.sinks"
 
@@ -25,11 +25,29 @@ _BUILT_IN = {"file": "sinks.file", "stdout": "sinks.stdout", "zmq+pub": "sinks.z
 def open_sink(url: str, context: SinkContext) -> Sink:
     """The sink that `url` names, not yet opened: its runner calls `open` on its own thread.
 
-    Raises SinkURLError if the URL cannot be understood, its scheme is not known, or what provides the scheme
-    cannot be imported.
+    Raises SinkURLError if the URL cannot be understood, its scheme is not known, what provides the scheme
+    cannot be imported, or the URL has a login that what makes the sink does not look at.
     """
     parsed = SinkURL.parse(url)
-    return _factory(parsed)(parsed, context)
+    factory = _factory(parsed)
+    if not parsed.has_login:
+        return factory(parsed, context)
+    watched = _WatchedURL(**vars(parsed))
+    sink = factory(watched, context)
+    if not watched.login_was_read:
+        raise SinkURLError(str(parsed), LOGIN_IGNORED)
+    return sink
+
+
+class _WatchedURL(SinkURL):
+    """A URL that notes whether anybody reads its login."""
+
+    login_was_read = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("user", "password"):
+            object.__setattr__(self, "login_was_read", True)
+        return super().__getattribute__(name)
 
 
 def known_schemes() -> list[str]:

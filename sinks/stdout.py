@@ -63,7 +63,9 @@ class StdoutSink:
 def create(url: SinkURL, context: SinkContext) -> StdoutSink:
     """The sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
-    url.refuse_login()
+    url.refuse_login(
+        "this process prints to its own stdout: a user and a password would be ignored, leave them out"
+    )
     if url.host is not None or url.port is not None or url.path:
         raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":

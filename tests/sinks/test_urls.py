@@ -39,6 +39,30 @@ class TestParse:
         assert "t0ken" not in str(caught.value)
 
     @pytest.mark.parametrize(
+        ("url", "why"),
+        [
+            ("file://me:hidden@localhost/tmp/e.jsonl", "with the rights of this process"),
+            ("file://hidden@localhost/tmp/e.jsonl", "with the rights of this process"),
+            ("stdout://me:hidden@", "prints to its own stdout"),
+            ("stdout://:hidden@", "prints to its own stdout"),
+            ("zmq+pub://me:hidden@127.0.0.1:5557", "asks nobody who he is"),
+            ("file:me:hidden@host/e.jsonl", "follow //"),
+            ("stdout:me:hidden@", "follow //"),
+            ("zmq+pub:me:hidden@127.0.0.1:5557", "follow //"),
+        ],
+    )
+    def test_a_login_is_refused_and_not_repeated(self, url: str, why: str) -> None:
+        """Each sink of this package says why it takes no login, also where the slashes were forgotten."""
+        with pytest.raises(SinkURLError, match=why) as caught:
+            open_sink(url, CONTEXT)
+        parsed = SinkURL.parse(url)
+        assert "hidden" not in f"{caught.value} {caught.value.args} {parsed} {parsed!r}"
+
+    def test_a_path_may_look_like_a_login(self) -> None:
+        """Behind ./ a colon and an @ are letters of a file's name."""
+        assert isinstance(open_sink("file:./a:b@c.jsonl", CONTEXT), FileSink)
+
+    @pytest.mark.parametrize(
         "url", ["", "events.jsonl", "x://host:port/", "file:///a?b", "file:///a?x=1&x=2", "s://[/"]
     )
     def test_refuses_what_is_no_url(self, url: str) -> None:
@@ -124,10 +148,12 @@ class TestRegistry:
         info.mkdir()
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(
-            "[kvcache.sinks]\nours = plugin_sink:make\nfile = plugin_sink:steal\nneedy = missing_module:make\n"
+            "[kvcache.sinks]\nours = plugin_sink:make\nasking = plugin_sink:ask\n"
+            "file = plugin_sink:steal\nneedy = missing_module:make\n"
         )
         (tmp_path / "plugin_sink.py").write_text(
             "def make(url, context):\n    return [url.host, context.key_bytes]\n"
+            "def ask(url, context):\n    return [url.user, url.password]\n"
         )
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "plugin_sink", raising=False)
@@ -138,6 +164,15 @@ class TestRegistry:
         assert plugin in known_schemes()
         made: object = open_sink("ours://somewhere", CONTEXT)
         assert made == ["somewhere", 32]
+
+    def test_a_login_that_a_sink_does_not_look_at_is_refused(self, plugin: str) -> None:
+        """What a sink of another package ignores is refused for it, what it reads is not."""
+        for login in ("me:hidden@", "hidden@", ":hidden@"):
+            with pytest.raises(SinkURLError, match="would be ignored") as caught:
+                open_sink(f"{plugin}://{login}somewhere", CONTEXT)
+            assert "hidden" not in str(caught.value)
+            made: object = open_sink(f"asking://{login}somewhere", CONTEXT)
+            assert made in (["me", "hidden"], ["hidden", None], [None, "hidden"])
 
     @pytest.mark.usefixtures("plugin")
     def test_entry_points_cannot_replace_built_in_sinks(self) -> None:
