@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from events.errors import EventDecodeError
-from events.packed import NAME_BYTES, Packed
+from events.packed import HANDLE_BYTES, NAME_BYTES, Packed
 from events.types import (
     AnyEvent,
     Event,
@@ -83,7 +83,7 @@ def _strip_added(event: SequenceAdded) -> SequenceAdded:
 def _strip_appended(event: TokensAppended) -> TokensAppended:
     if not event.tokens:
         return event
-    one_each = b"\x01\0\0\0" * (len(event.handles) // 4)
+    one_each = b"\x01\0\0\0" * (len(event.handles) // HANDLE_BYTES)
     return msgspec.structs.replace(event, counts=event.counts or one_each, tokens=b"")
 
 

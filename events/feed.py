@@ -28,6 +28,7 @@ from events.symbols import SymbolTable
 from events.told_blocks import told
 from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
 
+_unpack_handles = struct.Struct("<q").iter_unpack
 _unpack_numbers = struct.Struct("<I").iter_unpack
 _HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
 
@@ -169,8 +170,8 @@ class Feed:
         # Then all parents are visible, no bytes are awaited and all symbols are tokens, which is nearly always so.
         usual = not (self._hidden[group] or self._incoming[group] or self._symbols.pages)
         key_at = parent_at = 0
-        packed = map(_unpack_numbers, (event.handles, event.blocks, event.slots))
-        for (handle,), (block,), (slot,) in zip(*packed, strict=True):
+        blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
+        for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
             sequence = self._sequences[handle]
             stored = Stored(
                 group,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 SLOT_BYTES = 4
 TOKEN_BYTES = 4
+HANDLE_BYTES = 8
 NAME_BYTES = 8
 """Public names of blocks are the first 8 bytes of their keys."""
 
@@ -32,8 +33,8 @@ Slots = Annotated[bytes, Packed("int32")]
 """int32 LE, one per block: the index of its storage in the pools of one window and level."""
 Tokens = Annotated[bytes, Packed("int32")]
 """int32 LE, one per token: the symbol (a plain token id is its own symbol)."""
-Handles = Annotated[bytes, Packed("uint32")]
-"""uint32 LE, one per sequence."""
+Handles = Annotated[bytes, Packed("int64")]
+"""int64 LE, one per sequence."""
 Counts = Annotated[bytes, Packed("uint32")]
 """uint32 LE."""
 Names = Annotated[bytes, Packed("name")]
@@ -64,6 +65,16 @@ def pack_u32(values: Iterable[int]) -> bytes:
 def unpack_u32(packed: bytes) -> npt.NDArray[np.uint32]:
     """View a uint32 column."""
     return np.frombuffer(packed, dtype="<u4")
+
+
+def pack_i64(values: Iterable[int]) -> bytes:
+    """Pack integers as int64 LE."""
+    return np.asarray(list(values), dtype="<i8").tobytes()
+
+
+def unpack_i64(packed: bytes) -> npt.NDArray[np.int64]:
+    """View an int64 column."""
+    return np.frombuffer(packed, dtype="<i8")
 
 
 def unpack_names(packed: bytes) -> npt.NDArray[np.uint64]:

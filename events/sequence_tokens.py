@@ -64,7 +64,7 @@ class RunningTokens:
     def __init__(self, sequences: Mapping[int, SequenceTokens]) -> None:
         self._sequences = sequences
         self.handles: bytes | None = None
-        """Packed uint32: the sequences that were decoded last; None once something else happened to one of them."""
+        """Packed int64: the sequences that were decoded last; None once something else happened to one of them."""
         self._sampled: list[list[int]] = []
         """Their last tokens."""
 
@@ -84,7 +84,7 @@ class RunningTokens:
 
     def _begin(self, handles: bytes) -> None:
         """Other sequences than before are decoded together from now on."""
-        sequences = [self._sequences[handle] for handle in array("I", handles)]
+        sequences = [self._sequences[handle] for handle in array("q", handles)]
         for sequence in sequences:
             sequence.begin_decoding()
         self.handles, self._sampled = handles, [sequence.sampled for sequence in sequences]
@@ -92,7 +92,7 @@ class RunningTokens:
     def _append_many(self, event: TokensAppended) -> None:
         self.forget()
         start = 0
-        for handle, count in zip(array("I", event.handles), array("I", event.counts), strict=True):
+        for handle, count in zip(array("q", event.handles), array("I", event.counts), strict=True):
             size = count * TOKEN_BYTES
             tokens = event.tokens[start : start + size] if event.tokens else bytes(size)
             self._sequences[handle].tokens.frombytes(tokens)

@@ -17,6 +17,7 @@
     │   ├── OutOfBlocks
     │   ├── PromptTooLong
     │   ├── OutOfSymbols
+    │   ├── OutOfNumbers
     │   └── NotEnoughMemory
     └── InternalError         a bug of this library; the manager must not be used any further
         ├── InvariantViolated
@@ -215,6 +216,16 @@ class OutOfSymbols(CapacityError):
         return (
             f"the multimodal items and extra ids need {self.needed} more pages of symbols, {self.available} are left: "
             "remove sequences, or clear the cache and flush"
+        )
+
+
+class OutOfNumbers(CapacityError):
+    """The handles, or the transfer ids, of the cache's epoch are used up: after some 10**12 admissions or copies."""
+
+    def __str__(self) -> str:
+        return (
+            "the cache has given out all its numbers for sequences or copies: let what runs end, close the manager and "
+            "make a new one; LogWriter(directory, resume=True) continues a log"
         )
 
 

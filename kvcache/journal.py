@@ -6,6 +6,7 @@ import msgspec
 
 from events.bus import EventBus
 from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
+from events.numbers import epoch_of, first_number
 from events.types import CacheCreated, Event, EventBatch, StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import Unsupported
@@ -30,6 +31,14 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> Cach
         hash_algorithm=algorithm,
         key_bytes=ALGORITHMS[algorithm].key_bytes,
         content_id=layout.content_id,
+    )
+
+
+def _numbered(first: StateExported, epoch: int) -> StateExported:
+    """The state with numbers of its epoch to go on with. What has a number of an earlier one keeps it."""
+    number = first_number(epoch)
+    return msgspec.structs.replace(
+        first, next_handle=max(first.next_handle, number), next_transfer=max(first.next_transfer, number)
     )
 
 
@@ -68,24 +77,15 @@ class Journal:
 
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
         """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
-        epoch = self.outlets.epoch_started
+        used = 0 if first is None else epoch_of(max(first.next_handle, first.next_transfer))
+        epoch = self.outlets.begin_epoch(used)
         if epoch is not None:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
-        if epoch is not None or first is not None:
-            self.emit(self._renumbered(first or export(self.state)))
-
-    def _renumbered(self, first: StateExported) -> StateExported:
-        """In a continued log handles and transfer ids go on, so that none is used twice."""
-        previous = self.outlets.previous_state()
-        if previous is None:
-            return first
-        return msgspec.structs.replace(
-            first,
-            next_handle=max(first.next_handle, previous.next_handle),
-            next_transfer=max(first.next_transfer, previous.next_transfer),
-            stamp=max(first.stamp, previous.stamp),
-        )
+        if epoch is not None:
+            self.emit(_numbered(first or export(self.state), epoch.epoch))
+        elif first is not None:
+            self.emit(first)
 
     def emit(self, event: Event) -> None:
         """The only way in which anything changes."""

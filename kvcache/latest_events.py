@@ -76,7 +76,7 @@ class LatestEvents:
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:
         key_bytes, size = self._state.hashing.key_bytes, self._state.tokens_per_block
-        rows = zip(array("I", event.handles), array("I", event.blocks), array("i", event.slots), strict=True)
+        rows = zip(array("q", event.handles), array("I", event.blocks), array("i", event.slots), strict=True)
         for at, (handle, block, slot) in enumerate(rows):
             parent = event.parents[at * NAME_BYTES : (at + 1) * NAME_BYTES]
             key = event.keys[at * key_bytes : (at + 1) * key_bytes]

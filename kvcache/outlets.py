@@ -14,8 +14,6 @@ from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
-from kvcache.fold.state import CacheState
-from kvcache.replay import replay
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.router_feed import RouterFeed
 
@@ -55,10 +53,9 @@ class Outlets:
             raise
         return cls(writer, runners)
 
-    @property
-    def epoch_started(self) -> EpochStarted | None:
-        """What the log's new epoch begins with."""
-        return self.log.epoch_started if self.log is not None else None
+    def begin_epoch(self, at_least: int) -> EpochStarted | None:
+        """What the log's new epoch begins with; it is `at_least` this one."""
+        return self.log.begin_epoch(at_least) if self.log is not None else None
 
     @property
     def records_tokens(self) -> bool:
@@ -69,12 +66,6 @@ class Outlets:
     def next_seq(self) -> int:
         """Number of the next batch."""
         return self.log.next_seq if self.log is not None else 0
-
-    def previous_state(self) -> CacheState | None:
-        """The state at the end of the log's previous epoch, if it has one."""
-        if self.log is None or self.log.epoch_started.previous_epoch is None:
-            return None
-        return replay(self.log.directory).state
 
     def publish(self, batch: EventBatch) -> None:
         """Hand a batch over."""

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from events.packed import NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_u32
+from events.numbers import epoch_of, first_number
+from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
 from events.types import (
     PRIMARY,
     AdmissionRefused,
@@ -83,16 +84,22 @@ def text(value: object) -> str:
 
 
 def _handle(handle: int | None) -> str:
-    return "" if handle is None else f"#{handle} "
+    return "" if handle is None else f"{_spelled(handle)} "
 
 
 def _for(handle: int | None) -> str:
-    return "" if handle is None else f" for #{handle}"
+    return "" if handle is None else f" for {_spelled(handle)}"
+
+
+def _spelled(handle: int) -> str:
+    """Counted from 1 in each epoch, which is named where it is not the first one."""
+    epoch = epoch_of(handle)
+    return f"#{epoch}.{handle - first_number(epoch) + 1}" if epoch else f"#{handle}"
 
 
 def _sequences(handles: bytes) -> str:
     """The handle if there is one sequence, otherwise how many there are."""
-    unpacked = unpack_u32(handles)
+    unpacked = unpack_i64(handles)
     return _handle(int(unpacked[0])) if len(unpacked) == 1 else f"sequences={len(unpacked)} "
 
 
@@ -190,7 +197,7 @@ def _blocks_removed(e: BlocksRemoved) -> str:
 
 def _tokens_appended(e: TokensAppended) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
-    tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // 4
+    tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
     return f"{_sequences(e.handles)}tokens={tokens}"
 
 

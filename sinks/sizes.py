@@ -53,7 +53,7 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     BlocksAllocated: lambda e: len(e.handles) + len(e.counts) + len(e.slots),
     BlocksReused: lambda e: len(e.slots) + len(e.names) + len(e.replaced),
     BlocksStored: lambda e: len(e.parent) + len(e.keys) + len(e.slots),
-    BlocksFilled: lambda e: len(e.handles) * 3 + len(e.parents) + len(e.keys),
+    BlocksFilled: lambda e: len(e.handles) * 2 + len(e.parents) + len(e.keys),
     BlocksRemoved: lambda e: len(e.slots) + len(e.names),
     ContextComputed: lambda _: 0,
     SequenceAdded: lambda e: len(e.tokens),

@@ -42,7 +42,7 @@ class LogOutput:
         assert chain.log_id is not None
         self._directory = directory
         self._chain = chain
-        self._seed = seed_of(chain.log_id, chain.epoch)
+        self.set_epoch(chain.epoch)
         self._record_tokens = record_tokens
         self._segment_bytes = segment_bytes
         self._sync = sync
@@ -54,6 +54,12 @@ class LogOutput:
         self._parts: list[bytes] = []
         self.bytes_written = 0
         self.batches_written = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch to write, before anything is written."""
+        assert self._chain.log_id is not None
+        self._chain.epoch = epoch
+        self._seed = seed_of(self._chain.log_id, epoch)
 
     def write(self, batches: Sequence[EventBatch]) -> None:
         """Write the batches; with `sync`, they are durable afterwards. OSError if the system refuses."""

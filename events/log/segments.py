@@ -29,6 +29,7 @@ from events.log.frames import (
     parse_segment_header,
     seed_of,
 )
+from events.numbers import MAX_EPOCH
 from events.types import FORMAT_VERSION
 
 LOCK_NAME = "LOCK"
@@ -132,6 +133,8 @@ class Segment:
             raise LogTooNew(self.path, header.version)
         if header.event_format > FORMAT_VERSION:
             raise LogTooNew(self.path, header.event_format)
+        if header.epoch > MAX_EPOCH:
+            raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
         if segment_name(header.base_seq) != self.path.name:
             raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
         self._seed = seed_of(header.log_id, header.epoch)

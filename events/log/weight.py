@@ -46,7 +46,7 @@ def _exported(event: StateExported) -> int:
 
 # A slot has 4 bytes and a name 8, so columns of equal length need one look.
 _COLUMNS: dict[type, Callable[[Any], int]] = {
-    BlocksFilled: lambda event: len(event.keys) + 5 * len(event.slots),
+    BlocksFilled: lambda event: len(event.keys) + 6 * len(event.slots),
     BlocksMoved: lambda event: 4 * len(event.from_slots),
     BlocksRemoved: lambda event: 3 * len(event.slots),
     BlocksReused: lambda event: 3 * len(event.slots),

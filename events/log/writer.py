@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+import msgspec
+
 from events.durable import give_back
 from events.errors import LogWriteFailed
 from events.log.output import LogOutput
@@ -107,6 +109,19 @@ class LogWriter:
         self._output = LogOutput(
             self.directory, chain, record_tokens=tokens, segment_bytes=segment_bytes, sync=sync
         )
+
+    def begin_epoch(self, at_least: int) -> EpochStarted:
+        """What the epoch begins with; before the first batch, it is made `at_least` this one.
+
+        For a state whose sequences and copies have numbers of a later epoch, from another log: numbers given out from
+        now on must be new to both.
+        """
+        if at_least > self.epoch_started.epoch:
+            if self._appended:
+                raise ValueError("the epoch has begun already")
+            self.epoch_started = msgspec.structs.replace(self.epoch_started, epoch=at_least)
+            self._output.set_epoch(at_least)
+        return self.epoch_started
 
     def _start(self) -> None:
         # Written by the engine thread only.

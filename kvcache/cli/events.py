@@ -204,7 +204,7 @@ class OfRequest:
                 self._transfers.add(transfer)
             return True
         if (handles := getattr(event, "handles", None)) is not None:
-            return not self._handles.isdisjoint(array("I", handles))
+            return not self._handles.isdisjoint(array("q", handles))
         if (transfers := getattr(event, "transfers", None)) is not None:
             return not self._transfers.isdisjoint(array("q", transfers))
         return isinstance(event, AdmissionRefused) and str(event.request_id) == self._id

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from msgspec.structs import replace
 
-from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
+from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
 from events.types import (
     AnyEvent,
     BlocksAllocated,
@@ -20,7 +20,7 @@ from events.types import (
     TransferLanded,
 )
 
-_HANDLE_BYTES = _INDEX_BYTES = 4
+_INDEX_BYTES = 4
 _TRANSFER_BYTES = 8
 
 
@@ -33,7 +33,7 @@ def part_of_sequences(
     """
     match event:
         case BlocksFilled():
-            return filled_rows(event, _chosen("I", event.handles, handles), key_bytes)
+            return filled_rows(event, _chosen("q", event.handles, handles), key_bytes)
         case BlocksAllocated():
             own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
             return replace(event, handles=own, counts=counts, slots=slots)
@@ -63,7 +63,7 @@ class FilledRow:
 
 def rows_of(event: BlocksFilled, key_bytes: int) -> Iterator[FilledRow]:
     """The parts of the event. Without block hashes, keys and parents are empty."""
-    for number in range(len(event.handles) // _HANDLE_BYTES):
+    for number in range(len(event.handles) // HANDLE_BYTES):
         row = [number]
         yield FilledRow(number, _cut(event.keys, key_bytes, row), _cut(event.parents, NAME_BYTES, row))
 
@@ -71,7 +71,7 @@ def rows_of(event: BlocksFilled, key_bytes: int) -> Iterator[FilledRow]:
 def filled_rows(event: BlocksFilled, rows: list[int], key_bytes: int) -> BlocksFilled:
     """The event with only these of its rows."""
     return BlocksFilled(
-        handles=_cut(event.handles, _HANDLE_BYTES, rows),
+        handles=_cut(event.handles, HANDLE_BYTES, rows),
         group=event.group,
         blocks=_cut(event.blocks, _INDEX_BYTES, rows),
         parents=_cut(event.parents, NAME_BYTES, rows),
@@ -94,9 +94,9 @@ def _counted(
     handles: bytes, counts: bytes, column: bytes, wanted: Container[int]
 ) -> tuple[bytes, bytes, bytes]:
     """Handles, counts and a column of slots or tokens, so many for each handle (without counts one each)."""
-    rows = _chosen("I", handles, wanted)
+    rows = _chosen("q", handles, wanted)
     if not counts:
-        return _cut(handles, _HANDLE_BYTES, rows), b"", _cut(column, TOKEN_BYTES, rows)
+        return _cut(handles, HANDLE_BYTES, rows), b"", _cut(column, TOKEN_BYTES, rows)
     ends = list(accumulate(array("I", counts), initial=0))
     parts = [column[ends[row] * TOKEN_BYTES : ends[row + 1] * TOKEN_BYTES] for row in rows]
-    return _cut(handles, _HANDLE_BYTES, rows), _cut(counts, _INDEX_BYTES, rows), b"".join(parts)
+    return _cut(handles, HANDLE_BYTES, rows), _cut(counts, _INDEX_BYTES, rows), b"".join(parts)

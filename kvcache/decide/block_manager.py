@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
+from events.numbers import numbers_left
 from events.types import (
     PRIMARY,
     AllocateReason,
@@ -32,7 +33,7 @@ from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
 from kvcache.decide.window_manager import Swap, WindowBlockManager
-from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
+from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
@@ -41,6 +42,8 @@ from kvcache.results import StoreResult
 
 _PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
+_KEPT_NUMBERS = 1 << 36
+"""Transfer ids that are kept for sequences that run when admission ends."""
 
 
 class BlockManager:
@@ -66,11 +69,14 @@ class BlockManager:
 
     def count_fitting(self, requests: list[Incoming]) -> int:
         """Length of the longest prefix of the batch that fits."""
+        requests = requests[: self._numbers_left()]
         _, _, misfit = fitting(self.window, requests)
         return len(requests) if misfit is None else misfit
 
     def admit(self, requests: list[Incoming]) -> list[tuple[Sequence, Plan]]:
-        """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole."""
+        """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole, and `OutOfNumbers`."""
+        if len(requests) > self._numbers_left():
+            raise OutOfNumbers
         plans, claims, misfit = fitting(self.window, requests)
         if misfit is not None:
             available = self.window.group.levels[PRIMARY].available - claims.unreferenced
@@ -80,6 +86,11 @@ class BlockManager:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
         return list(zip(admit(self._state, self.window, self._emit, plans, claims), plans, strict=True))
+
+    def _numbers_left(self) -> int:
+        """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
+        state = self._state
+        return max(0, min(numbers_left(state.next_handle), numbers_left(state.next_transfer) - _KEPT_NUMBERS))
 
     # -- a running sequence
 

@@ -20,7 +20,7 @@ class Due(NamedTuple):
 
     sequences: list[Sequence]
     handles: bytes
-    """Packed uint32."""
+    """Packed int64."""
 
 
 class DecodeBatch:
@@ -34,7 +34,7 @@ class DecodeBatch:
         self.ids = list(ids)
         self.sequences = sequences
         self.handles = packed_handles(sequences)
-        """Packed uint32."""
+        """Packed int64."""
         self._period = tokens_per_block
         self._steps = 0
         lengths = [sequence.num_tokens for sequence in sequences]
@@ -61,4 +61,4 @@ class DecodeBatch:
 
 def packed_handles(sequences: list[Sequence]) -> bytes:
     """Handles as a column of an event."""
-    return array("I", [sequence.handle for sequence in sequences]).tobytes()
+    return array("q", [sequence.handle for sequence in sequences]).tobytes()

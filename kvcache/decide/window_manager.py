@@ -137,7 +137,7 @@ class WindowBlockManager:
         else:
             target = next(free for free in reversed(primary.free) if free not in unread)
         block = len(sequence.tables[self.index])
-        handles, slots = array("I", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
+        handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
         self._emit(BlocksAllocated(handles, b"", self.index, slots, AllocateReason.COPY))
         transfer, tokens = self._state.next_transfer, source.num_tokens
         self._emit(
@@ -207,7 +207,7 @@ class WindowBlockManager:
         if not self._reuse or self.group.shared or self.group.incoming:
             return list(sequences)
         index, size, key_bytes = self.index, self.tokens_per_block, self._key_bytes
-        handles, blocks, slots = array("I"), array("I"), array("i")
+        handles, blocks, slots = array("q"), array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
             tail, table = sequence.tails[index], sequence.tables[index]

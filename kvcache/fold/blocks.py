@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 
 from events import types as ev
+from events.numbers import MAX_NUMBER
 from events.packed import NAME_BYTES
 from events.sequence_tokens import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason, RemoveReason
@@ -53,7 +54,7 @@ class BlockFold:
         index, sequences = event.group, self.sequences
         slots = array("i", event.slots)
         self.groups[index].levels[PRIMARY].take(slots)
-        handles = array("I", event.handles)
+        handles = array("q", event.handles)
         if not event.counts:
             for handle, slot in zip(handles, slots, strict=True):
                 sequences[handle].tables[index].append(slot)
@@ -131,7 +132,7 @@ class BlockFold:
         owner, block_bytes, parents = group.levels[PRIMARY].owner, group.tree.block_bytes, b""
         # Of the parent's key, what is its name; counted from the end, where its run ends.
         name = slice(-key_bytes, NAME_BYTES - key_bytes or None)
-        filling = map(self.sequences.__getitem__, array("I", event.handles))
+        filling = map(self.sequences.__getitem__, array("q", event.handles))
         for sequence, block, slot in zip(filling, blocks, slots, strict=True):
             run = sequence.tails[index]
             if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
@@ -220,7 +221,7 @@ class BlockFold:
     # -- copies
 
     def _track(self, transfer_id: int, transfer: Transfer) -> None:
-        invariant(transfer_id >= self.next_transfer, "a transfer id was used twice")
+        invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "a transfer id was used twice")
         self.transfers[transfer_id] = transfer
         self.next_transfer = transfer_id + 1
         self.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from events.numbers import MAX_NUMBER
 from events.packed import SLOT_BYTES
 from events.types import (
     PRIMARY,
@@ -122,7 +123,9 @@ def install(state: CacheState, event: StateExported) -> None:
     for transfer_id, transfer in state.transfers.items():
         invariant(transfer.level in (PRIMARY, SECONDARY), "there is no such level")
         state.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
-    state.next_handle, state.next_transfer = event.next_handle, event.next_transfer
+    numbers = (event.next_handle, event.next_transfer)
+    invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
+    state.next_handle, state.next_transfer = numbers
     state.stamp, state.changed_blocks = event.stamp, event.changed_blocks
     check_slots(state)
 

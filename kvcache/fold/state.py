@@ -13,6 +13,7 @@ from typing import Any
 
 from events import types as ev
 from events.hashing import ALGORITHMS, HashAlgorithm
+from events.numbers import MAX_NUMBER
 from events.sequence_tokens import RunningTokens
 from events.symbols import SymbolTable, rich_end
 from events.types import Namespace, RequestId
@@ -141,7 +142,8 @@ class CacheState(BlockFold):
         ]
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
-        invariant(event.handle >= self.next_handle, "a handle was used twice")
+        invariant(self.next_handle <= event.handle, "a handle was used twice")
+        invariant(event.handle <= MAX_NUMBER, "no epoch has such a handle")
         invariant(event.request_id not in self.handles, "a request was admitted twice")
         tokens = self.tokens_of(event.num_tokens, event.tokens)
         roots = self._roots(event.namespace)
@@ -173,13 +175,13 @@ class CacheState(BlockFold):
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:
             self._append_many(event)
-        elif len(event.tokens) != len(event.handles):
+        elif 2 * len(event.tokens) != len(event.handles):  # int32 and int64
             raise InvariantViolated("not each sequence got one token")
         else:
             self.running.append(event)
 
     def _append_many(self, event: ev.TokensAppended) -> None:
-        handles, counts = array("I", event.handles), array("I", event.counts)
+        handles, counts = array("q", event.handles), array("I", event.counts)
         if self.tokens_recorded or event.tokens:
             invariant(
                 len(event.tokens) == SYMBOL_BYTES * sum(counts), "other tokens were appended than counted"

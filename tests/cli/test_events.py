@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
-from events.packed import pack_i32, pack_u32, unpack_i32, unpack_u32
+from events.packed import pack_i32, pack_i64, pack_u32, unpack_i32, unpack_i64
 from events.parts import SequenceExported, TransferExported
 from events.types import (
     AdmissionRefused,
@@ -50,10 +49,6 @@ def all_events(log: Path) -> Iterator[tuple[int, int, AnyEvent]]:
     for batch in LogReader(log):
         for index, event in enumerate(batch.events):
             yield batch.seq, index, event
-
-
-def pack_i64(numbers: list[int]) -> bytes:
-    return array("q", numbers).tobytes()
 
 
 def addresses(done: Any) -> list[tuple[int, int]]:
@@ -183,7 +178,7 @@ class TestConditions:
             int(token)
             for _, _, event in all_events(log)
             if isinstance(event, TokensAppended)
-            for of, token in zip(unpack_u32(event.handles), unpack_i32(event.tokens), strict=True)
+            for of, token in zip(unpack_i64(event.handles), unpack_i32(event.tokens), strict=True)
             if of == handle
         ]
         done = kvcache("events", log, "--json", "--request", REQUEST, "--type", "TokensAppended")
@@ -228,7 +223,7 @@ class TestConditions:
 
     def test_filled_blocks(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """A block that decoding filled is found among others: by its name, its parent's, and its request."""
-        handles, names = pack_u32([7, 8]), bytes(range(16))
+        handles, names = pack_i64([7, 8]), bytes(range(16))
         keys = bytes(range(100, 164))
         filled = BlocksFilled(handles, 0, pack_u32([1, 2]), names, keys, pack_i32([3, 4]), 35)
         added = SequenceAdded(8, "mine", Namespace(), 0, b"", (0,), (0,), 0)
@@ -244,7 +239,7 @@ class TestConditions:
         """Of an event of several sequences only the rows are shown that meet the conditions, in both forms."""
         names, keys = bytes(range(24)), bytes(range(100, 196))
         filled = BlocksFilled(
-            pack_u32([7, 8, 9]), 0, pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
+            pack_i64([7, 8, 9]), 0, pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
         )
         added = [
             SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
@@ -270,7 +265,7 @@ class TestConditions:
 
     def test_a_requests_part(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Of events of several sequences and copies --request shows its own slots, tokens and copies, in both forms."""
-        handles, counts = pack_u32([7, 8, 9, 8]), pack_u32([2, 1, 3, 2])
+        handles, counts = pack_i64([7, 8, 9, 8]), pack_u32([2, 1, 3, 2])
         slots, four = pack_i32(range(10, 18)), pack_i32([1, 2, 3, 4])
         moved = BlocksMoved(0, b"", 1, four[:4], 0, four[4:8], MoveReason.ONBOARD, 5, 8)
         events: list[AnyEvent] = [
@@ -410,7 +405,7 @@ def test_follow_ends_with_its_reader(start: Start, log: Path) -> None:
 def test_handles_are_numbers(log: Path) -> None:
     """The log used here has steps of two sequences, which the tests above rely on."""
     assert any(
-        len(unpack_u32(event.handles)) == 2 for _, _, event in all_events(log) if hasattr(event, "handles")
+        len(unpack_i64(event.handles)) == 2 for _, _, event in all_events(log) if hasattr(event, "handles")
     )
 
 

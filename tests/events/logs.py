@@ -16,7 +16,7 @@ from events import (
     TokensAppended,
 )
 from events.log import LogEnd, LogReader, LogWriter
-from events.packed import pack_i32, pack_u32
+from events.packed import pack_i32, pack_i64, pack_u32
 
 LOG_ID = bytes(range(16))
 TIME = 1_700_000_000_000_000_000
@@ -32,9 +32,9 @@ def batch(seq: int, tokens: Sequence[int] = (11, 12, 13)) -> EventBatch:
                 seq, f"request-{seq}", Namespace(), len(tokens), pack_i32(tokens), (0,) * (seq % 3), (0,), 0
             ),
             BlocksAllocated(
-                pack_u32([seq]), pack_u32([seq % 5]), 0, pack_i32(range(seq % 5)), AllocateReason.PROMPT
+                pack_i64([seq]), pack_u32([seq % 5]), 0, pack_i32(range(seq % 5)), AllocateReason.PROMPT
             ),
-            TokensAppended(pack_u32([seq]), b"", pack_i32(tokens[:1])),
+            TokensAppended(pack_i64([seq]), b"", pack_i32(tokens[:1])),
         ),
     )
 

@@ -35,7 +35,7 @@ from events.codec import (
     to_json,
     without_tokens,
 )
-from events.packed import pack_i32, pack_u32
+from events.packed import pack_i32, pack_i64, pack_u32
 from tests.events.logs import batch
 from tests.events.test_golden import EVENTS, KEY_BYTES
 
@@ -104,7 +104,7 @@ def test_columns_are_lists_in_json() -> None:
     assert spelled["slots"] == [3, -4]
     assert spelled["parent"] == ["0001020304050607"]
     assert spelled["keys"] == [key.hex(), key[::-1].hex()]
-    assert to_dict(TokensAppended(pack_u32([2**32 - 1]), b"", b""), 16)["handles"] == [2**32 - 1]
+    assert to_dict(TokensAppended(pack_i64([2**63 - 1]), b"", b""), 16)["handles"] == [2**63 - 1]
 
 
 def test_blocks_without_names_have_no_names_in_json() -> None:
@@ -138,10 +138,10 @@ class TestWithoutTokens:
         """What is left says how many tokens there were, and nothing of what they were."""
         added = without_tokens(SequenceAdded(1, "r", Namespace(), 2, pack_i32([7, 8]), (0,), (0,), 0))
         assert added == SequenceAdded(1, "r", Namespace(), 2, b"", (0,), (0,), 0)
-        appended = without_tokens(TokensAppended(pack_u32([1, 2]), b"", pack_i32([7, 8])))
-        assert appended == TokensAppended(pack_u32([1, 2]), pack_u32([1, 1]), b"")
-        several = without_tokens(TokensAppended(pack_u32([1, 2]), pack_u32([2, 0]), pack_i32([7, 8])))
-        assert several == TokensAppended(pack_u32([1, 2]), pack_u32([2, 0]), b"")
+        appended = without_tokens(TokensAppended(pack_i64([1, 2]), b"", pack_i32([7, 8])))
+        assert appended == TokensAppended(pack_i64([1, 2]), pack_u32([1, 1]), b"")
+        several = without_tokens(TokensAppended(pack_i64([1, 2]), pack_u32([2, 0]), pack_i32([7, 8])))
+        assert several == TokensAppended(pack_i64([1, 2]), pack_u32([2, 0]), b"")
 
     def test_exported_state_has_no_tokens(self) -> None:
         """Neither cached runs nor running sequences keep theirs."""

@@ -11,7 +11,7 @@ import pytest
 
 from cuda_ops.simulated import LateCopier
 from events.feed import Change, Cleared, Feed, Removed, Stored
-from events.packed import NAME_BYTES, pack_u32
+from events.packed import NAME_BYTES, pack_i64, pack_u32
 from events.symbols import has_symbols
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
@@ -178,7 +178,7 @@ def is_filled_block(event: AnyEvent, size: int) -> TypeGuard[BlocksStored]:
 
 def filled(stored: BlocksStored, before: AnyEvent | None) -> BlocksFilled:
     """The block, and those `before` it."""
-    handle, block = pack_u32([stored.handle]), pack_u32([stored.first_block])
+    handle, block = pack_i64([stored.handle]), pack_u32([stored.first_block])
     if before is None:
         return BlocksFilled(handle, 0, block, stored.parent, stored.keys, stored.slots, stored.priority)
     before = cast(BlocksFilled, before)
@@ -203,7 +203,7 @@ def with_stored_blocks(batch: EventBatch, size: int) -> EventBatch:
         width = len(event.keys) // (len(event.slots) // 4)
         events += [
             BlocksStored(
-                int.from_bytes(event.handles[4 * at : 4 * at + 4], "little"),
+                int.from_bytes(event.handles[8 * at : 8 * at + 8], "little"),
                 event.group,
                 int.from_bytes(event.blocks[4 * at : 4 * at + 4], "little"),
                 event.parents[NAME_BYTES * at : NAME_BYTES * (at + 1)],

@@ -205,6 +205,14 @@ def test_frames_from_elsewhere_do_not_pass(tmp_path: Path) -> None:
             end_of(bad)
 
 
+def test_more_epochs_than_have_numbers_are_damage(tmp_path: Path) -> None:
+    """An epoch beyond the last one whose handles fit is none that a writer began."""
+    assert read_log(put(tmp_path / "last", segment_header(LOG_ID, 2**23 - 2, 0, 0)))[1].kind == "open"
+    for epoch in (2**23 - 1, 2**64 - 1):
+        with pytest.raises(LogDamaged, match="so many epochs"):
+            read_log(put(tmp_path / str(epoch), segment_header(LOG_ID, epoch, 0, 0)))
+
+
 def test_newer_formats_are_refused_as_such(tmp_path: Path) -> None:
     """A newer segment version, event format or CacheCreated says "upgrade", not "damaged"."""
     for header, version in (

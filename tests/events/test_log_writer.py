@@ -343,9 +343,9 @@ class TestFullQueue:
                 len(getattr(event, "tokens", b"")) + len(getattr(event, "keys", b"")) for event in item.events
             )
             assert size <= batch_weight(item) <= 2 * size + 1000
-        columns = {"handles": bytes(4_000), "blocks": bytes(4_000), "parents": bytes(8_000)}
+        columns = {"handles": bytes(8_000), "blocks": bytes(4_000), "parents": bytes(8_000)}
         filled = BlocksFilled(group=0, keys=bytes(32_000), slots=bytes(4_000), priority=35, **columns)
-        assert 52_000 <= batch_weight(EventBatch(0, 0, (filled,))) <= 56_000
+        assert 56_000 <= batch_weight(EventBatch(0, 0, (filled,))) <= 60_000
         stored = BlocksStored(0, 0, 0, b"", bytes(32_000), bytes(4_000), 0, 35, 4)
         assert 36_000 <= batch_weight(EventBatch(0, 0, (stored,))) <= 40_000
         pages = SymbolsInterned(tuple(SymbolPage(number, 7, 0, bytes(32)) for number in range(1000)))

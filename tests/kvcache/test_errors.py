@@ -22,6 +22,7 @@ from kvcache.errors import (
     ManagerClosed,
     NotEnoughMemory,
     OutOfBlocks,
+    OutOfNumbers,
     OutOfSymbols,
     Poisoned,
     PromptTooLong,
@@ -54,6 +55,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     },
     OutOfBlocks(2, (5, 1), (3, 4)): {"index": 2, "needed": (5, 1), "available": (3, 4)},
     PromptTooLong(100, 64): {"length": 100, "limit": 64},
+    OutOfNumbers(): {},
     OutOfSymbols(3, 2): {"needed": 3, "available": 2},
     NotEnoughMemory(2048, 1024, "GPU memory", "primary_blocks"): {
         "needed": 2048,

@@ -110,6 +110,19 @@ def group_with(exported: StateExported, **changes: Any) -> StateExported:
     return replace(exported, groups=(replace(exported.groups[0], **changes),))
 
 
+@pytest.mark.parametrize("number", [0, -1, 2**63 - 1, 2**63, 2**64 - 1])
+def test_numbers_that_no_epoch_gives_are_refused(
+    created: CacheCreated, exported: StateExported, number: int
+) -> None:
+    """A handle or transfer id that is to come, or that an admission has, is one that fits its columns."""
+    for field in ("next_handle", "next_transfer"):
+        with pytest.raises(Unreplayable, match=r"no epoch has such|of the future"):
+            folded(created, replace(exported, **{field: number}))
+    if number > 0:
+        with pytest.raises(Unreplayable, match="no epoch has such a handle"):
+            folded(created, SequenceAdded(number, "r", Namespace(), 1, slots(1), (0,), (0,), 0))
+
+
 def run_with(name: str, value: int) -> Callable[[StateExported], StateExported]:
     def change(exported: StateExported) -> StateExported:
         runs = array("q", exported.groups[0].runs)
@@ -211,13 +224,13 @@ def test_numbers_alone_take_no_memory(created: CacheCreated, count: int) -> None
 @pytest.mark.parametrize("counts", [(14,), (2**32 - 1,), (7, 7)])
 def test_appended_numbers_alone_take_no_memory(created: CacheCreated, counts: tuple[int, ...]) -> None:
     """Nor can it grow beyond them, not even by being named twice."""
-    handles = array("I", [1] * len(counts)).tobytes()
+    handles = array("q", [1] * len(counts)).tobytes()
     event = TokensAppended(handles, array("I", counts).tobytes(), b"")
     with pytest.raises(Unreplayable, match="outgrows the cache"):
         folded(created, added(3, b""), event, tokens_recorded=False)
 
 
-ONE, FIVE = slots(1), slots(1, 2, 3, 4, 5)
+ONE, FIVE = array("q", [1]).tobytes(), slots(1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(

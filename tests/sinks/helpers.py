@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
-from events.packed import pack_i32, pack_u32
+from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     AdmissionRefused,
     AllocateReason,
@@ -79,15 +79,15 @@ SAMPLES: tuple[AnyEvent, ...] = (
     ),
     Gap(3, 9, "overflow"),
     SequenceAdded(7, "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
-    BlocksAllocated(pack_u32([7]), pack_u32([2]), 0, TWO, AllocateReason.DECODE),
+    BlocksAllocated(pack_i64([7]), pack_u32([2]), 0, TWO, AllocateReason.DECODE),
     BlocksReused(7, 1, 0, 2, TWO, NAMES, pack_i32([9])),
     BlocksCopied(7, 0, 1, 4, 5, 3, 2, 11),
     BlocksStored(7, 0, 35, bytes.fromhex("0011223344556677"), KEYS, TWO, 0, 36, 4),
-    BlocksFilled(pack_u32([7, 8]), 0, pack_u32([35, 4]), NAMES, KEYS, TWO, 36),
+    BlocksFilled(pack_i64([7, 8]), 0, pack_u32([35, 4]), NAMES, KEYS, TWO, 36),
     BlocksUpdated(0, 0, TWO, NAMES, 35, 80, 7),
     BlocksMoved(0, NAMES, 0, TWO, 1, TWO, MoveReason.OFFLOAD, 12, 7),
     BlocksRemoved(0, 1, TWO, NAMES, RemoveReason.CAPACITY, 7),
-    TokensAppended(pack_u32([7, 8]), pack_u32([2, 1]), TOKENS),
+    TokensAppended(pack_i64([7, 8]), pack_u32([2, 1]), TOKENS),
     ContextComputed(7, 40),
     SequenceRemoved(7, (2, 1), (TWO, b""), 815, 814),
     TransferLanded(bytes(16)),
@@ -103,7 +103,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
 
 def make_batch(seq: int, events: int = 1, padding: int = 0) -> EventBatch:
     """A batch of `events` events; the first one has a column of `padding` bytes."""
-    first = TokensAppended(pack_u32([seq]), b"", bytes(padding))
+    first = TokensAppended(pack_i64([seq]), b"", bytes(padding))
     return EventBatch(seq, 1000 + seq, (first, *[ContextComputed(seq, 0)] * (events - 1)))
 
 

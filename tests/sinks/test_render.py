@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from events.codec import without_tokens
-from events.packed import pack_i32, pack_u32
+from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     AdmissionRefused,
     AllocateReason,
@@ -68,16 +68,18 @@ def test_a_line_starts_with_the_events_address() -> None:
 
 
 def test_a_step_of_one_sequence_shows_its_handle() -> None:
-    """A single sequence is named, several are counted; counts may be left out where each got one."""
-    line = render_event(TokensAppended(pack_u32([7]), b"", pack_i32([1])), KEY_BYTES)
+    """A single sequence is named, with its epoch if that is not the first; several are counted."""
+    line = render_event(TokensAppended(pack_i64([7]), b"", pack_i32([1])), KEY_BYTES)
     assert line.split() == ["TokensAppended", "#7", "tokens=1"]
-    line = render_event(BlocksAllocated(pack_u32([7, 8]), b"", 0, TWO, AllocateReason.DECODE), KEY_BYTES)
+    line = render_event(TokensAppended(pack_i64([2 * 2**40 + 7]), b"", pack_i32([1])), KEY_BYTES)
+    assert line.split() == ["TokensAppended", "#2.7", "tokens=1"]
+    line = render_event(BlocksAllocated(pack_i64([7, 8]), b"", 0, TWO, AllocateReason.DECODE), KEY_BYTES)
     assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
 
 
 def test_a_block_filled_alone_shows_its_place() -> None:
     """Where decoding has filled one block, its sequence, index and parent are named, as for a stored one."""
-    event = BlocksFilled(pack_u32([7]), 0, pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36)
+    event = BlocksFilled(pack_i64([7]), 0, pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36)
     assert render_event(event, KEY_BYTES).split(maxsplit=1)[1] == (
         "#7 group=0 primary blocks=1 first=35 1f2e3d4c after 9a8b7c6d priority=36"
     )
@@ -85,7 +87,7 @@ def test_a_block_filled_alone_shows_its_place() -> None:
 
 def test_tokens_are_counted_when_they_were_taken_out() -> None:
     """A log without tokens shows the same number of tokens."""
-    event = TokensAppended(pack_u32([7, 8]), b"", pack_i32([PLANTED, PLANTED]))
+    event = TokensAppended(pack_i64([7, 8]), b"", pack_i32([PLANTED, PLANTED]))
     assert render_event(without_tokens(event), KEY_BYTES) == render_event(event, KEY_BYTES)
 
 

@@ -1,0 +1,27 @@
+"""Handles and transfer ids: each epoch of a log gives out numbers of its own, so that none is used twice in a log.
+
+The numbers of epoch e are those from e * 2**40 + 1 to (e + 1) * 2**40 - 1. So nobody needs to read what was before to
+know which numbers are free, and people and programs see which epoch a number is of. They fit an int64 up to
+`MAX_EPOCH`, and are exact in a double, as JSON readers have it, below epoch 8192.
+"""
+
+from __future__ import annotations
+
+PER_EPOCH = 1 << 40
+MAX_EPOCH = (1 << 23) - 2
+MAX_NUMBER = (MAX_EPOCH + 1) * PER_EPOCH - 1
+
+
+def first_number(epoch: int) -> int:
+    """The first number of an epoch."""
+    return epoch * PER_EPOCH + 1
+
+
+def epoch_of(number: int) -> int:
+    """The epoch that a number is of; of a number that is to be used next, the epoch in whose range it counts."""
+    return max(number - 1, 0) // PER_EPOCH
+
+
+def numbers_left(number: int) -> int:
+    """How many numbers an epoch still has, if this is the next one."""
+    return (epoch_of(number) + 1) * PER_EPOCH - number
