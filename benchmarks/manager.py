@@ -43,9 +43,10 @@ MODES: dict[str, Any] = {
     "log": "auto",
     "log-xxh3": "xxh3_64",
     "wire": "auto",
+    "wire-xxh3": "xxh3_64",
 }
-"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, and
-the feed for routers: projected, encoded and sent over ZMQ, one batch per step, as the peers do."""
+"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, the
+feed for routers (projected, encoded and sent over ZMQ, one batch per step, as the peers do), and the feed by xxh3."""
 
 
 class Clock:
@@ -148,7 +149,8 @@ def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -
 def feed(config: KVCacheConfig) -> SinkRunner:
     """The feed without coalescing; the engine waits for it, so that nothing is left out."""
     url = "zmq+pub://127.0.0.1:0?coalesce=0"
-    context = SinkContext(ALGORITHMS[DEFAULT_ALGORITHM].key_bytes, config.tokens_per_block)
+    algorithm = DEFAULT_ALGORITHM if config.block_hash == "auto" else config.block_hash
+    context = SinkContext(ALGORITHMS[algorithm].key_bytes, config.tokens_per_block)
     return SinkRunner(open_sink(url, context), url, overflow="block", drain_seconds=60)
 
 
@@ -170,7 +172,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         log = (
             LogWriter(f"{directory}/log", overflow="block", fsync="never") if mode.startswith("log") else None
         )
-        manager = KVCacheManager(config, log=log, sinks=[feed(config)] if mode == "wire" else [])
+        manager = KVCacheManager(config, log=log, sinks=[feed(config)] if mode.startswith("wire") else [])
         engine = drive(manager, requests, clock)
         clock.timed(manager.close)()
         cpu = clock.cpu

@@ -19,6 +19,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -99,10 +100,16 @@ def _sha256_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_byt
 
 def _xxh3_chain(namespace: Namespace, parent: bytes, symbols: bytes, block_bytes: int) -> bytes:
     digest = _xxh3()
-    keys = []
-    for start in range(0, len(symbols), block_bytes):
-        parent = digest(parent + symbols[start : start + block_bytes])
-        keys.append(parent)
+    if len(symbols) <= block_bytes:
+        return digest(parent + symbols)
+    full = len(symbols) // block_bytes * block_bytes
+    keys: list[bytes] = []
+    append = keys.append
+    for block in np.frombuffer(memoryview(symbols)[:full], f"V{block_bytes}").tolist():
+        parent = digest(parent + block)
+        append(parent)
+    if full < len(symbols):
+        keys.append(digest(parent + symbols[full:]))
     return b"".join(keys)
 
 
@@ -110,7 +117,9 @@ def _xxh3_root(namespace: Namespace) -> bytes:
     return _xxh3()(scope_bytes(namespace))
 
 
+@cache
 def _xxh3() -> Callable[[bytes], bytes]:
+    """Made once: to import it for each block would take ten times as long as the digest."""
     try:
         from xxhash import xxh3_64_digest
     except ImportError as error:

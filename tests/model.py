@@ -64,6 +64,7 @@ class Model:
         reuse: bool = True,
         partial: bool = True,
         offload_from: int = 30,
+        ahead_share: int = 16,
     ) -> None:
         self.size, self.blocks, self.reuse, self.partial, self.offload_from = (
             size,
@@ -72,6 +73,8 @@ class Model:
             partial,
             offload_from,
         )
+        self.ahead = min(64, blocks[PRIMARY] // ahead_share)
+        """Decoding that evicts at all makes so many blocks blank before it takes its own, if they can be had."""
         self.cached: dict[Path, Block] = {}
         self.running: dict[Hashable, Running] = {}
         self.stamp = self.ids = 0
@@ -214,7 +217,8 @@ class Model:
             growth.append(-(-(len(sequence.tokens) + count) // self.size) - blocks)
             if sum(growth) > self.available():
                 raise Refused(index)
-        self.evict(sum(growth))
+        if sum(growth) > self.blank(PRIMARY):
+            self.evict(max(sum(growth), min(self.ahead, self.available())))
         rest = list(tokens)
         for request_id, count, more in zip(ids, counts, growth, strict=True):
             sequence = self.running[request_id]

@@ -44,6 +44,11 @@ _PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
 _KEPT_NUMBERS = 1 << 36
 """Transfer ids that are kept for sequences that run when admission ends."""
+EVICT_AHEAD = 64
+"""Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting one
+or two of its own."""
+EVICT_AHEAD_SHARE = 16
+"""They are at most this part of the primary slots, so that a small cache does not lose what it could still reuse."""
 
 
 class BlockManager:
@@ -54,6 +59,7 @@ class BlockManager:
         self._emit = emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
+        self._evict_ahead = min(EVICT_AHEAD, state.groups[0].levels[PRIMARY].size // EVICT_AHEAD_SHARE)
         self._checkpoint_due = config.checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
         self.window = WindowBlockManager(
@@ -200,7 +206,7 @@ class BlockManager:
                 taken = list(accumulate(blocks or [1] * len(growing)))
                 first = growing[bisect_right(taken, primary.available)]
                 raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
-            self.window.free_up(needed, growing[0].handle)
+            self.window.free_up(max(needed, min(self._evict_ahead, primary.available)), growing[0].handle)
         self.window.allocate(handles, needed, blocks, AllocateReason.DECODE)
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:

@@ -38,6 +38,7 @@ from events.types import (
     MoveReason,
 )
 from kvcache.config import KVCacheConfig
+from kvcache.decide import block_manager
 from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
@@ -50,6 +51,8 @@ from tests.model import Model, Refused
 from tests.strategies import Namespace, Symbol, cached_blocks, name_of, request, split_names
 
 RequestId = str | int
+AHEAD_SHARE = 3
+"""So that decoding in these small caches evicts ahead: up to 4 blocks of 12."""
 
 
 class ManagerBesideModel(RuleBasedStateMachine):
@@ -89,6 +92,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             reuse=settings.enable_block_reuse,
             partial=settings.enable_partial_reuse,
             offload_from=settings.secondary_offload_min_priority,
+            ahead_share=AHEAD_SHARE,
         )
 
     # -- commands
@@ -376,6 +380,7 @@ def explore(examples: int, steps: int) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symbols_module, "FORGET_ABOVE", 3)
+        patch.setattr(block_manager, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
         run_state_machine_as_test(ManagerBesideModel, settings=chosen)
 
 

@@ -136,6 +136,33 @@ def test_source_of_a_copy_is_spared_but_not_what_hangs_behind_it() -> None:
     assert manager.count_reusable([0, 0, 0, 1, 0]) == 1
 
 
+def decode_into_a_full_cache(primary_blocks: int) -> tuple[KVCacheManager, list[int]]:
+    """One sequence decodes beside old prompts that fill the cache; how many blocks each step evicts."""
+    manager = cache(primary_blocks=primary_blocks)
+    manager.add_sequence("decoding", [1])
+    for number in range(primary_blocks - 1):
+        run(manager, [2 + number, 1])
+    evicted = []
+    for step in range(10):
+        manager.flush()
+        manager.add_tokens(["decoding"], [step])
+        evicted.append(len(removed(manager, RemoveReason.CAPACITY)))
+    manager.check()
+    return manager, evicted
+
+
+def test_decoding_evicts_ahead() -> None:
+    """A step that has to evict does so for the next ones as well, up to a sixteenth of the cache; the oldest go."""
+    manager, evicted = decode_into_a_full_cache(64)
+    assert evicted == [0, 4, 0, 0, 0, 0, 0, 0, 0, 4]
+    assert [manager.count_reusable([2 + number, 1, 0]) for number in range(63)] == [0] * 8 + [1] * 55
+
+
+def test_decoding_in_a_small_cache_evicts_what_it_needs() -> None:
+    """Where a sixteenth of the cache is no block, each step evicts what it takes itself."""
+    assert decode_into_a_full_cache(15)[1] == [0, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+
+
 def test_longer_block_supersedes_a_shorter_one() -> None:
     """An unfinished block is dropped when a block that begins with it is stored, and not stored where one is."""
     manager = cache(tokens_per_block=4)

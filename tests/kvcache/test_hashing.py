@@ -58,6 +58,18 @@ def test_sha256_key_of_a_plain_prompt_by_hand() -> None:
     assert keys("v2_sha256_64", PLAIN, [1, 2]) == [by_hand]
 
 
+def test_xxh3_keys_by_hand() -> None:
+    """Each key is the digest of the parent's and the block's tokens, the last block's also if it is short."""
+    digest = pytest.importorskip("xxhash").xxh3_64_digest
+    first = digest(digest(b"\x00") + bytes([1, 0, 0, 0, 2, 0, 0, 0]))
+    second = digest(first + bytes([3, 0, 0, 0, 4, 0, 0, 0]))
+    assert keys("xxh3_64", PLAIN, [1, 2], [3, 4], [5]) == [
+        first,
+        second,
+        digest(second + bytes([5, 0, 0, 0])),
+    ]
+
+
 @pytest.mark.parametrize("algorithm", ["v1_block_key", "v2_sha256_64", "xxh3_64"])
 def test_keys_do_not_depend_on_how_a_prompt_was_cut(algorithm: str) -> None:
     """Continuing from a block's key gives the keys that hashing the whole prompt gives."""
