@@ -83,6 +83,7 @@ class KVCacheManager(Reading, Observed):
         first = export(state) if state is not None else None
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
+        self._salts = context.salts
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
             self._journal = Journal(created, outlets, config.event_buffer_max_size, first)
@@ -156,6 +157,7 @@ class KVCacheManager(Reading, Observed):
         `OutOfBlocks.index` is the first request that does not fit.
         """
         self._guard.enter()
+        requests = listed(requests, "requests")
         batch = self._incoming(requests)
         if not batch:
             return []
@@ -166,6 +168,8 @@ class KVCacheManager(Reading, Observed):
             self._refusals.note(batch[refusal.index].request_id, refusal)
             raise
         self._refusals.forget(request.request_id for request in batch)
+        if self._salts.wanted:
+            self._salts.remember(request.cache_salt for request in requests)
         return [self._admission(sequence, plan) for sequence, plan in admitted]
 
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -27,6 +27,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from events.types import EventBatch
+from sinks.salts import PlainSalts
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -98,6 +99,8 @@ class SinkContext:
     """Name of the model, for those who publish it."""
     state_dir: Path | None = None
     """Where a sink may keep what must survive a restart; None: nowhere."""
+    salts: PlainSalts = field(default_factory=PlainSalts, compare=False)
+    """To be asked, while the sink is made, by one that needs salts as requests gave them."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,11 @@ Options:
 - ``topic``: by default ``kv@HOST:PORT@MODEL``, the form in which llm-d finds pod and model.
 - ``model``: for the topic; by default that of the cache, else ``unknown``.
 - ``rank``: data-parallel rank, in each payload.
+- ``salts``: how a prompt's cache salt is told: ``digest``, its SHA-256 in hex, or ``plain``, as the request gave it,
+  which is what NVIDIA Dynamo looks for. A salt is a secret that keeps tenants apart: who knows one can find out, by how
+  long requests take, what was asked under it. So ``plain`` is for ports that routers alone can reach. A salt that no
+  request has used since the process began (a resumed state), that is longer than 128 bytes, or that was used before
+  the last 65,536 others, goes out as its digest all the same.
 - ``coalesce``, ``max_batch``, ``heartbeat``: see `sinks.router_feed.RouterFeed`; as in ``50ms``, ``1MiB``, ``1s``.
 - ``ring``: memory for batches kept as they were sent. What is older is answered from the state.
 - ``hwm``: messages that wait per subscriber before it loses some.
@@ -28,6 +33,7 @@ import ipaddress
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -60,7 +66,7 @@ _SUBSCRIPTIONS = {b"\x01": 1, b"\x00": -1}
 EncodeBatch = Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
 """Changes, time, rank and groups to a payload."""
 
-_FORMATS: dict[str, EncodeBatch] = {"vllm": vllm.encode_batch}
+_FORMATS = {"vllm": vllm.encode_batch}
 
 _log = get_logger("sinks")
 
@@ -77,6 +83,7 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     topic: str | None = None
     model: str | None = None
     rank: Annotated[int, msgspec.Meta(le=_INT32)] = 0
+    salts: Literal["digest", "plain"] = "digest"
     coalesce: str = "50ms"
     max_batch: str = "1MiB"
     ring: str = "64MiB"
@@ -103,6 +110,8 @@ class ZMQSettings:
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
     """After this a replay's reader that takes nothing is given up."""
+    holds: str = "token ids"
+    """What must not be read by everybody, to warn of."""
 
 
 class ZMQTransport:
@@ -132,7 +141,9 @@ class ZMQTransport:
             self._context.destroy(linger=0)
             raise
         if not _is_loopback(self._settings.host):
-            _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds="token ids", encrypted=False)
+            _log.warning(
+                "feed_leaves_machine", endpoint=self.endpoint, holds=self._settings.holds, encrypted=False
+            )
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
@@ -211,8 +222,11 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
+    encode: EncodeBatch = _FORMATS[options.format]
+    if options.salts == "plain":
+        encode = partial(_FORMATS[options.format], salts=context.salts.ask())
     return RouterFeed(
-        [ZMQTransport(settings, _FORMATS[options.format])],
+        [ZMQTransport(settings, encode)],
         FeedNumbers(_state_path(url, options, settings, context)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
@@ -253,6 +267,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         chunk_bytes=min(int(_quantity(url, options, "max_batch")), MAX_CHUNK_BYTES),
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
+        holds="token ids" if options.salts == "digest" else "token ids, cache salts",
     )
 
 

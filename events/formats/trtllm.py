@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from events.formats.vllm_encode import adapter_name
 from events.packed import TOKEN_BYTES, names_of_keys, unpack_i32, unpack_names
 from events.rich_tokens import RichTokens
 from events.types import BlocksMoved, BlocksStored, BlocksUpdated, GroupCreated, Namespace
@@ -24,7 +25,10 @@ def created(group: GroupCreated) -> Data:
 def stored(
     event: BlocksStored, tokens: RichTokens, namespace: Namespace, tokens_per_block: int, key_bytes: int
 ) -> Data:
-    """Blocks that became reusable; `tokens` are those of all of them."""
+    """Blocks that became reusable; `tokens` are those of all of them.
+
+    An adapter without a name goes by its number, since routers know adapters by their names only.
+    """
     hashes = unpack_names(names_of_keys(event.keys, key_bytes)).tolist()
     items = tokens.items_by_block(tokens_per_block)
     salt = namespace.salt_digest.hex() if namespace.salt_digest is not None else None
@@ -44,7 +48,13 @@ def stored(
         for index, block_hash in enumerate(hashes)
     ]
     parent = int.from_bytes(event.parent, "big") if event.parent else None
-    return {"type": "stored", "parent_hash": parent, "blocks": blocks}
+    return {
+        "type": "stored",
+        "parent_hash": parent,
+        "blocks": blocks,
+        "lora_id": namespace.lora_id,
+        "lora_name": adapter_name(namespace),
+    }
 
 
 def _unique_tokens(tokens: RichTokens, begin: int, end: int) -> list[Data]:

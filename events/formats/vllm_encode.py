@@ -53,11 +53,27 @@ _EXTRA_KEYS, _GROUP = _pack("extra_keys"), _pack("group_idx")
 _KIND, _WINDOW = _pack("kv_cache_spec_kind"), _pack("kv_cache_spec_sliding_window")
 
 
+class SaltedNamespace(Namespace, frozen=True, cache_hash=True):
+    """A namespace whose salt is told as it is."""
+
+    salt: str = ""
+
+
 def encode_batch(
-    changes: Sequence[Change], ts: float, rank: int = 0, groups: Sequence[GroupCreated] = ()
+    changes: Sequence[Change],
+    ts: float,
+    rank: int = 0,
+    groups: Sequence[GroupCreated] = (),
+    *,
+    salts: Callable[[bytes], str | None] | None = None,
 ) -> bytes:
-    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention)."""
+    """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention).
+
+    `salts` finds a salt by its digest: where it does, the salt is told itself, otherwise its digest in hex.
+    """
     groups = tuple(groups)
+    if salts is not None:
+        changes = [_salted(change, salts) for change in changes]
     parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
         if isinstance(change, Stored):
@@ -69,6 +85,18 @@ def encode_batch(
             parts.append(_CLEARED)
     parts.append(_pack(rank))
     return b"".join(parts)
+
+
+def _salted(change: Change, salts: Callable[[bytes], str | None]) -> Change:
+    """The change with the salt in its namespace, if it has one that is known."""
+    if not isinstance(change, Stored) or (digest := change.namespace.salt_digest) is None:
+        return change
+    salt = salts(digest)
+    if salt is None:
+        return change
+    space = change.namespace
+    named = SaltedNamespace(space.lora_id, space.lora_name, digest, space.uses_extra_ids, salt)
+    return msgspec.structs.replace(change, namespace=named)
 
 
 def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
@@ -189,8 +217,14 @@ def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
 
 def _scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
     adapter = [] if (name := adapter_name(namespace)) is None else [name]
-    salt = [namespace.salt_digest.hex()] if at_root and namespace.salt_digest is not None else []
+    salt = [told] if at_root and (told := _told_salt(namespace)) is not None else []
     return adapter, salt
+
+
+def _told_salt(namespace: Namespace) -> str | None:
+    if isinstance(namespace, SaltedNamespace):
+        return namespace.salt
+    return None if namespace.salt_digest is None else namespace.salt_digest.hex()
 
 
 def _with_extras(stored: Stored) -> list[bytes]:
@@ -225,10 +259,9 @@ def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple
 
 @lru_cache(maxsize=1024)
 def _salt(namespace: Namespace) -> bytes:
-    """A key that vLLM does not know, by which Dynamo keeps salted blocks apart; the salt itself stays here."""
-    if namespace.salt_digest is None:
-        return b""
-    return _pack("cache_salt") + _pack(namespace.salt_digest.hex())
+    """A key that vLLM does not know, by which Dynamo keeps salted blocks apart."""
+    salt = _told_salt(namespace)
+    return b"" if salt is None else _pack("cache_salt") + _pack(salt)
 
 
 @lru_cache(maxsize=256)

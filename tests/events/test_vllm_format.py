@@ -302,6 +302,28 @@ class TestEncoding:
         [_, [root, child], _] = msgspec.msgpack.decode(encode_batch(changes, TS))
         assert (root["extra_keys"], child["extra_keys"]) == ([[digest.hex()], None], [None])
 
+    @given(st.lists(stores() | removals | st.just(Cleared()), max_size=8), st.booleans())
+    def test_salts_are_told_as_they_are_where_they_are_known(
+        self, changes: list[Change], known: bool
+    ) -> None:
+        """A salt that can be found takes the digest's place in both fields; all else is the same."""
+        digest = SALTED.salt_digest
+        assert digest is not None
+        salts = {digest: "tenant\u03c6"} if known else {}
+        [_, told, _] = msgspec.msgpack.decode(encode_batch(changes, TS, salts=salts.get))
+        [_, usual, _] = msgspec.msgpack.decode(encode_batch(changes, TS))
+        as_text = msgspec.json.encode(usual).decode().replace(digest.hex(), salts.get(digest, digest.hex()))
+        assert told == msgspec.json.decode(as_text)
+
+    def test_salted_blocks_behind_others(self) -> None:
+        """One block that decoding filled has its salt in the field, by digest and as it is, one after the other."""
+        digest = SALTED.salt_digest
+        assert digest is not None
+        change = stored([H2], [1, 2], H1, namespace=SALTED)
+        for salts, told in (({}, digest.hex()), ({digest: "t"}, "t"), ({}, digest.hex())):
+            [_, [event], _] = msgspec.msgpack.decode(encode_batch([change], TS, salts=salts.get))
+            assert (event["cache_salt"], event["extra_keys"]) == (told, [None])
+
 
 class TestDecoding:
     """What no decoder should trip over."""

@@ -454,6 +454,29 @@ def test_tensorrt_llm_dicts_show_what_symbols_stand_for() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("adapter", "lora_id", "lora_name"),
+    [
+        ({}, None, None),
+        ({"lora_id": 7, "lora_name": "poet"}, 7, "poet"),
+        ({"lora_name": "poet"}, None, "poet"),
+        ({"lora_id": 7}, 7, "7"),
+    ],
+)
+def test_tensorrt_llm_dicts_name_the_adapter(
+    adapter: dict[str, Any], lora_id: int | None, lora_name: str | None
+) -> None:
+    """Blocks of an adapter are not taken for the base model's, be they of the prompt or decoded."""
+    manager = cache(event_buffer_max_size=100, tokens_per_block=2)
+    manager.add_sequence("r", [5, 6, 7], **adapter)
+    manager.store_context_blocks("r", 3)
+    manager.add_tokens(["r"], [1])
+    manager.add_tokens(["r"], [1])
+    manager.flush()
+    data = [event["data"] for event in manager.get_latest_events() if event["data"]["type"] == "stored"]
+    assert [(each["lora_id"], each["lora_name"]) for each in data] == [(lora_id, lora_name)] * 2
+
+
 def folded(manager: KVCacheManager) -> tuple[Feed, list[Stored]]:
     """A feed that has all events, and the stores that it told of."""
     feed = Feed()

@@ -11,6 +11,7 @@ from events.feed import Change, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
 from sinks.feed_batches import at_most, change_bytes, in_batches
+from sinks.salts import MAX_SALT_BYTES
 from tests.sinks.feed_source import BLOCK, Reader, names, state_of, tokens
 
 SPACES = [
@@ -32,6 +33,9 @@ def test_the_bound_holds(space: Namespace, blocks: int) -> None:
     for change in changes:
         assert len(encode_batch([change], 1.5, 2**31)) <= change_bytes(change) + 64
     assert len(encode_batch(changes, 1.5, 0)) <= sum(map(change_bytes, changes)) + 64
+    longest = {b"\xff" * 32: "s" * MAX_SALT_BYTES}
+    for change in changes:
+        assert len(encode_batch([change], 1.5, 2**31, salts=longest.get)) <= change_bytes(change) + 64
 
 
 def with_items(handle: int, blocks: int, items: int, space: Namespace = SPACES[0]) -> Stored:
