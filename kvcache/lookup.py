@@ -31,14 +31,23 @@ def lookup(
     In the state of a log without tokens, blocks are found by their keys, full ones only.
     """
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
-    symbols, num_tokens = state.symbols.symbols_of(rich), len(rich)
+    return _describe(state, len(rich), _match(state, namespace, rich, partial=partial))
+
+
+def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTokens) -> int:
+    """How many full blocks `lookup` would find, without an object for each."""
+    rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
+    return _match(state, namespace, rich, partial=False).blocks
+
+
+def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool) -> PathMatch:
+    symbols = state.symbols.symbols_of(prompt)
     tree = state.groups[0].tree
     stop = max(len(symbols) - SYMBOL_BYTES, 0)
     if not state.tokens_recorded:
-        symbols = _keys(state, namespace, rich, stop)
+        symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
-    found = match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
-    return _describe(state, num_tokens, found)
+    return match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:

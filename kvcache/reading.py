@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from events.rich_tokens import RichTokens
 from events.types import RequestId
 from kvcache.arguments import checked_integer, listed
 from kvcache.config import KVCacheConfig
@@ -16,14 +17,13 @@ from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import ComputationLost, TransfersPending, Unsupported, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.incoming import Incoming, incoming_batch
 from kvcache.journal import Journal
 from kvcache.layout import Layout
-from kvcache.lookup import lookup, namespace_of
+from kvcache.lookup import count_blocks, lookup, namespace_of
 from kvcache.multimodal import MultimodalItem, rich_tokens
 from kvcache.results import BlockTable, Match, Request
 from kvcache.tokens import Tokens, pack_tokens
@@ -79,16 +79,33 @@ class Reading:
         """What a prompt would reuse now, block by block. Changes nothing."""
         self._guard.enter()
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
-        packed = pack_tokens(tokens, self._max_tokens)
-        rich = rich_tokens(packed, multimodal, extra_ids)
+        prompt = self._prompt(tokens, multimodal, extra_ids)
         if not self.config.enable_block_reuse:
-            return Match(len(packed) // SYMBOL_BYTES, (), None)
-        prompt = packed if rich is None else rich
+            return Match(len(prompt), (), None)
         return lookup(self.state, namespace, prompt, partial=self.config.enable_partial_reuse)
 
-    def count_reusable(self, tokens: Tokens, **options: Any) -> int:
-        """Full blocks that a prompt would reuse now; takes the same arguments as `match`."""
-        return len(self.match(tokens, **options).blocks)
+    def count_reusable(
+        self,
+        tokens: Tokens,
+        *,
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
+    ) -> int:
+        """Full blocks that a prompt would reuse now: as many as `match` lists, without making the list."""
+        self._guard.enter()
+        namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        prompt = self._prompt(tokens, multimodal, extra_ids)
+        return count_blocks(self.state, namespace, prompt) if self.config.enable_block_reuse else 0
+
+    def _prompt(
+        self, tokens: Tokens, multimodal: Items[MultimodalItem], extra_ids: Tokens | None
+    ) -> RichTokens:
+        packed = pack_tokens(tokens, self._max_tokens)
+        rich = rich_tokens(packed, multimodal, extra_ids)
+        return RichTokens(packed) if rich is None else rich
 
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
         """The primary slot of each block of a sequence, int32 [blocks].

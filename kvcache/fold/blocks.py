@@ -45,6 +45,8 @@ class BlockFold:
     transfers: dict[int, Transfer]
     next_transfer: int
     changed_blocks: int
+    holes: dict[int, list[Sequence]]
+    """By group, sequences that claimed secondary blocks which are still to be onboarded: none between two commands."""
 
     def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
         self.running.forget()
@@ -73,6 +75,7 @@ class BlockFold:
         sequence.tails[event.group] = tail
         if event.level == SECONDARY:
             slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
+            self.holes.setdefault(event.group, []).append(sequence)
         table = sequence.tables[event.group]
         first = event.first_block
         invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
@@ -182,13 +185,16 @@ class BlockFold:
 
         Each gets what lies on its own path: a request may share only the start of what another one has onboarded.
         """
-        group = self.groups[index]
-        for sequence in self.sequences.values():
+        group, waiting = self.groups[index], []
+        for sequence in self.holes.pop(index, ()):
             table = sequence.tables[index]
+            for run in group.path(sequence.tails[index]):
+                if run.level == PRIMARY:
+                    table[run.start : run.end] = run.slots
             if -1 in table:
-                for run in group.path(sequence.tails[index]):
-                    if run.level == PRIMARY:
-                        table[run.start : run.end] = run.slots
+                waiting.append(sequence)
+        if waiting:
+            self.holes[index] = waiting
 
     def _take_over(
         self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]

@@ -43,6 +43,7 @@ def check_slots(state: CacheState) -> None:
         for namespace, root in group.tree.roots.items():
             invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
             invariant(bool(root.children or root.users), "an unused namespace is kept")
+    invariant(not state.holes, "a sequence waits for blocks that were not onboarded")
     invariant(
         {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
         "request ids and handles disagree",

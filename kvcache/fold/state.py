@@ -45,6 +45,7 @@ class CacheState(BlockFold):
         self.rich: dict[int, int] = {}
         """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
         self.transfers: dict[int, Transfer] = {}
+        self.holes: dict[int, list[Sequence]] = {}
         self.next_handle = 1
         self.next_transfer = 1
         self.stamp = 0
@@ -100,6 +101,7 @@ class CacheState(BlockFold):
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
+        self.holes.clear()
         self.running.forget()
         self.symbols.clear()
         self.rich.clear()
@@ -113,6 +115,7 @@ class CacheState(BlockFold):
         from kvcache.fold.exported_state import install  # exported_state describes this class
 
         self.running.forget()
+        self.holes.clear()
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -108,6 +109,24 @@ def test_secondary_prefix_shared_by_a_batch_is_onboarded_once() -> None:
     assert sum(len(event.to_slots) // 4 for event in moves) == 2
     tables = manager.block_tables(["a", "b"])
     assert tables[0, :2].tolist() == tables[1, :2].tolist()
+    manager.check()
+
+
+class Unread(array):
+    """A block table that nobody may search."""
+
+    def __contains__(self, value: object) -> bool:
+        raise AssertionError("the table of a sequence that onboards nothing was searched")
+
+
+def test_onboarding_does_not_search_the_tables_of_others() -> None:
+    """What an admission that onboards costs does not grow with what other sequences hold."""
+    manager = cache(primary_blocks=6, secondary_blocks=4)
+    fill(manager, [1, 2, 3, 4, 5, 6], [9] * 8)
+    manager.add_sequence("other", [7])
+    other = manager._sequence("other")
+    other.tables[0] = Unread("i", other.tables[0])
+    assert manager.add_sequence("a", [1, 2, 3, 4, 5, 6, 7]).reused_secondary == 4
     manager.check()
 
 

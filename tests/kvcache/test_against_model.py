@@ -133,14 +133,15 @@ class ManagerBesideModel(RuleBasedStateMachine):
         """Which block the manager would copy from; compares its whole match on the way."""
         path, copied, candidates = self.model.match(namespace, tokens)
         asked = request(0, namespace, tokens)
-        found = self.manager.match(
-            asked.tokens,
-            lora_id=asked.lora_id,
-            lora_name=asked.lora_name,
-            cache_salt=asked.cache_salt,
-            multimodal=asked.multimodal,
-            extra_ids=asked.extra_ids,
-        )
+        options: dict[str, Any] = {
+            "lora_id": asked.lora_id,
+            "lora_name": asked.lora_name,
+            "cache_salt": asked.cache_salt,
+            "multimodal": asked.multimodal,
+            "extra_ids": asked.extra_ids,
+        }
+        found = self.manager.match(asked.tokens, **options)
+        assert self.manager.count_reusable(asked.tokens, **options) == len(found.blocks)
         held = [path[:end] for end in range(2, len(path) + 1)]
         assert [block.name for block in found.blocks] == [name_of(each).hex() for each in held]
         assert [block.level for block in found.blocks] == [self.model.cached[each].level for each in held]

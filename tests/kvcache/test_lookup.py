@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcache.lookup import lookup, namespace_of
@@ -48,6 +50,13 @@ def test_longest_prefix_but_for_the_last_token(tokens: list[int], blocks: int, p
     assert manager.fingerprint() == before
 
 
+def test_counting_blocks_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler asks `count_reusable` for each prompt that waits, so it must not describe what it counts."""
+    manager = cache()
+    monkeypatch.delattr("kvcache.lookup.MatchedBlock")
+    assert manager.count_reusable([1, 2, 3, 4, 5]) == 2
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -59,11 +68,11 @@ def test_longest_prefix_but_for_the_last_token(tokens: list[int], blocks: int, p
         {"cache_salt": ""},
     ],
 )
-def test_namespaces_share_nothing(other: dict[str, object]) -> None:
+def test_namespaces_share_nothing(other: dict[str, Any]) -> None:
     """A prompt under another LoRA id, LoRA name or salt reuses nothing, not even where the other value is empty."""
     manager = cache()
     assert manager.count_reusable([1, 2, 3], **other) == 0
-    manager.add_sequence(1, [1, 2, 3], **other)  # type: ignore[arg-type]
+    manager.add_sequence(1, [1, 2, 3], **other)
     manager.store_context_blocks(1, 3)
     assert manager.count_reusable([1, 2, 3], **other) == 1
 
