@@ -148,7 +148,7 @@ class LogConfig(_Settings, frozen=True):
     record_tokens: _Flag = True
     """Whether token ids, which are the prompts, are written. Without them a log replays to the same fingerprint and
     can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
-    finds full blocks only, by their names."""
+    finds full blocks only, by their names. Sinks that do not say whether they need token ids get none either."""
     overflow: Annotated[Literal["block", "drop"], Accepts("block or drop")] = "drop"
     """When the disk is too slow: let the engine wait, or lose batches and record the loss."""
     segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), Accepts("bytes, from 4096 to 2**62")] = (

@@ -9,6 +9,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+from events.codec import batch_without_tokens
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
@@ -23,9 +24,16 @@ LogTarget = LogWriter | str | PathLike[str] | None
 class Outlets:
     """Hands batches over without waiting (unless the log is told to block rather than drop)."""
 
-    def __init__(self, log: LogWriter | None, runners: Sequence[SinkRunner]) -> None:
+    def __init__(
+        self, log: LogWriter | None, runners: Sequence[SinkRunner], *, tokens_by_default: bool = True
+    ) -> None:
         self.log = log
         self._runners = list(runners)
+        self._whole: list[SinkRunner] = []
+        self._without_tokens: list[SinkRunner] = []
+        for runner in self._runners:
+            gets = tokens_by_default if runner.needs_tokens is None else runner.needs_tokens
+            (self._whole if gets else self._without_tokens).append(runner)
         self.feeds = tuple(runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed))
         self.may_lose = log is not None or bool(self.feeds)
         """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
@@ -51,7 +59,8 @@ class Outlets:
             if writer is not None and writer is not log:
                 writer.close()
             raise
-        return cls(writer, runners)
+        records = config.record_tokens if writer is None else writer.epoch_started.tokens_recorded
+        return cls(writer, runners, tokens_by_default=records)
 
     def begin_epoch(self, at_least: int) -> EpochStarted | None:
         """What the log's new epoch begins with; it is `at_least` this one."""
@@ -71,8 +80,12 @@ class Outlets:
         """Hand a batch over."""
         if self.log is not None:
             self.log.append(batch)
-        for runner in self._runners:
+        for runner in self._whole:
             runner.put(batch)
+        if self._without_tokens:
+            stripped = batch_without_tokens(batch)
+            for runner in self._without_tokens:
+                runner.put(stripped)
 
     def take_gap(self) -> Gap | None:
         """What the log has lost, once there is room again."""

@@ -84,8 +84,10 @@ class Sink(Protocol):
         """Release everything. Called once if `open` succeeded, also after failures; nothing follows."""
 
     # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
-    # counted, retried and quarantined like `write` when it raises; and `overflow`, what is to give way when its
-    # queue is full (`sinks.queue.Overflow`), where the runner is not told.
+    # counted, retried and quarantined like `write` when it raises; `overflow`, what is to give way when its
+    # queue is full (`sinks.queue.Overflow`), where the runner is not told; and `needs_tokens`: True if token ids,
+    # which are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
+    # One that does not say, or says None, gets them unless `log.record_tokens` is false.
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class FileSink:
 
     def __init__(self, path: str, options: FileOptions, key_bytes: int) -> None:
         self._path = path
+        self.needs_tokens = options.tokens
         self._options = options
         self._key_bytes = key_bytes
         self._fd = -1

@@ -83,6 +83,8 @@ class RouterFeed:
 
     overflow: Overflow = "drop_newest"
     """Asked of the runner: what was lost lies in one piece, after which the fold waits for the whole state."""
+    needs_tokens = True
+    """Routers find blocks by the tokens in them."""
 
     def __init__(
         self,

@@ -90,6 +90,8 @@ class SinkRunner:
         self.name = name
         self.sink = self._sink = sink
         self._tick: Callable[[], None] | None = getattr(sink, "tick", None)
+        self.needs_tokens: bool | None = getattr(sink, "needs_tokens", None)
+        """Whether the sink must have token ids, or must not; None: it does not say."""
         asked: Overflow = getattr(sink, "overflow", "drop_oldest")
         self._queue = BatchQueue(max_events, max_bytes, overflow or asked)
         # Not a method around it: the engine calls this once per step and sink.

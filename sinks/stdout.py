@@ -33,6 +33,7 @@ class StdoutSink:
     """Prints batches to the process's standard output."""
 
     def __init__(self, options: StdoutOptions, key_bytes: int) -> None:
+        self.needs_tokens = options.tokens
         self._options = options
         self._key_bytes = key_bytes
         self._fd = -1
