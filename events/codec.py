@@ -24,7 +24,8 @@ import msgspec
 import numpy as np
 
 from events.errors import EventDecodeError
-from events.packed import HANDLE_BYTES, NAME_BYTES, Packed
+from events.packed import HANDLE_BYTES, NAME_BYTES, Packed, names_of_keys
+from events.spelled import LEVEL_NAMES, Spelled
 from events.types import (
     AnyEvent,
     Event,
@@ -37,7 +38,14 @@ from events.types import (
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
-_NUMBERS = {"int32": ("<i4", "i"), "uint32": ("<u4", "I"), "int64": ("<i8", "q")}
+_NUMBERS = {
+    "token": ("<i4", "i"),
+    "int32": ("<i4", "i"),
+    "count": ("<u4", "I"),
+    "int64": ("<i8", "q"),
+}
+_EMPTY_IS_NULL = ("token", "count")
+"""An empty column of these is not one of no entries: tokens are left out, or there is one for each sequence."""
 _EVENT_TYPES: dict[str, type[Event]] = {event.__name__: event for event in typing.get_args(AnyEvent)}
 
 encode_batch: Callable[[EventBatch], bytes] = _ENCODER.encode
@@ -118,9 +126,11 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
     """The event or batch as things JSON knows: dicts by field name, lists, strings, numbers.
 
     Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex
-    strings, because JSON readers round numbers of 64 bits. Other bytes become one hex string. An event has
-    its name under "type". With `tokens` False, token ids are taken out as in `without_tokens`. Raises
-    EventDecodeError if a column is no whole number of entries.
+    strings, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
+    begin with. Other bytes become one hex string. Levels are "primary" and "secondary", and what is one for each
+    level an object with these two. What is left out is None: tokens, counts of one each, names where blocks have
+    none. An event has its name under "type". With `tokens` False, token ids are taken out as in `without_tokens`.
+    Raises EventDecodeError if a column is no whole number of entries.
     """
     if isinstance(item, EventBatch):
         return {
@@ -174,10 +184,12 @@ class _Spelling(NamedTuple):
 def _struct(struct_type: type[msgspec.Struct]) -> _Spelling:
     hints = typing.get_type_hints(struct_type, include_extras=True)
     fields = [(field, _spelling(hints[field.name])) for field in msgspec.structs.fields(struct_type)]
-    spellers = [(field.name, spelling.spell) for field, spelling in fields]
+    spellers = [(field.name, field.name, spelling.spell) for field, spelling in fields]
+    if "keys" in hints:
+        spellers.append(("names", "keys", _spell_names_of_keys))
 
     def spell(value: Any, key_bytes: int) -> dict[str, Any]:
-        return {name: speller(getattr(value, name), key_bytes) for name, speller in spellers}
+        return {name: speller(getattr(value, source), key_bytes) for name, source, speller in spellers}
 
     def read(value: Any) -> list[Any]:
         if not isinstance(value, dict):
@@ -201,9 +213,11 @@ def _spelling(hint: Any) -> _Spelling:
     """The rule for one type hint of the schema."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
-        return _column(hint.__metadata__[0])
+        mark = hint.__metadata__[0]
+        return _column(mark) if isinstance(mark, Packed) else _marked(mark, hint.__origin__)
     if origin is tuple:
-        return _row(_spelling(typing.get_args(hint)[0]))
+        item, *rest = typing.get_args(hint)
+        return _row(_spelling(item)) if rest == [...] else _per_level(_spelling(item))
     if origin in (typing.Union, types.UnionType):
         return _optional([_spelling(arg) for arg in typing.get_args(hint) if arg is not type(None)])
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
@@ -241,32 +255,111 @@ def _row(item: _Spelling) -> _Spelling:
     return _Spelling(lambda values, key_bytes: [item.spell(value, key_bytes) for value in values], read)
 
 
-def _column(packed: Packed) -> _Spelling:
-    if packed.item in _NUMBERS:
-        return _number_column(*_NUMBERS[packed.item])
+def _per_level(item: _Spelling) -> _Spelling:
+    """A pair is always one value for each level."""
 
-    def spell(column: bytes, key_bytes: int) -> list[str]:
-        size = NAME_BYTES if packed.item == "name" else key_bytes
-        if not column:
-            return []
-        _check_whole(column, size)
-        return column.hex(" ", -size).split(" ")
+    def spell(values: Any, key_bytes: int) -> dict[str, Any]:
+        return {name: item.spell(value, key_bytes) for name, value in zip(LEVEL_NAMES, values, strict=True)}
 
-    def read(values: Any) -> bytes:
-        return b"".join([bytes.fromhex(value) for value in msgspec.convert(values, list[str])])
+    def read(values: Any) -> list[Any]:
+        if not isinstance(values, dict) or any(name not in values for name in LEVEL_NAMES):
+            raise TypeError("no value for each level")
+        return [item.read(values[name]) for name in LEVEL_NAMES]
 
     return _Spelling(spell, read)
 
 
-def _number_column(dtype: str, code: str) -> _Spelling:
+def _marked(mark: Spelled, hint: Any) -> _Spelling:
+    if mark.form == "level":
+        return _LEVEL
+    if mark.form == "json":
+        return _JSON_TEXT
+    row = _spelling(hint)
+    return _Spelling(
+        lambda values, key_bytes: row.spell(values, key_bytes) or None,
+        lambda values: [] if values is None else row.read(values),
+    )
+
+
+def _spell_level(level: int, _: int) -> int | str:
+    return LEVEL_NAMES[level] if 0 <= level < len(LEVEL_NAMES) else level
+
+
+def _read_level(level: Any) -> Any:
+    return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else level
+
+
+def _spell_json(text: str, _: int) -> Any:
+    """The object that the text holds. What holds none is not ours, and stays text."""
+    try:
+        value = msgspec.json.decode(text)
+        msgspec.json.encode(value)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _read_json(value: Any) -> Any:
+    return msgspec.json.encode(value).decode() if isinstance(value, dict) else value
+
+
+_LEVEL = _Spelling(_spell_level, _read_level)
+_JSON_TEXT = _Spelling(_spell_json, _read_json)
+
+
+def _column(packed: Packed) -> _Spelling:
+    if packed.item in _NUMBERS:
+        return _number_column(*_NUMBERS[packed.item], empty_is_null=packed.item in _EMPTY_IS_NULL)
+    if packed.item == "parent":
+        return _Spelling(_spell_parent, _read_parent)
+    return _Spelling(_spell_keys if packed.item == "key" else _spell_names, _read_names)
+
+
+def _spell_keys(column: bytes, key_bytes: int) -> list[str] | None:
+    return _spell_hex(column, key_bytes, key_bytes)
+
+
+def _spell_names(column: bytes, key_bytes: int) -> list[str] | None:
+    return _spell_hex(column, NAME_BYTES, key_bytes)
+
+
+def _spell_names_of_keys(column: bytes, key_bytes: int) -> list[str] | None:
+    return _spell_names(names_of_keys(column, key_bytes), key_bytes)
+
+
+def _spell_hex(column: bytes, size: int, key_bytes: int) -> list[str] | None:
+    if not column:
+        return [] if key_bytes else None
+    _check_whole(column, size)
+    return column.hex(" ", -size).split(" ")
+
+
+def _read_names(values: Any) -> bytes:
+    names = [] if values is None else msgspec.convert(values, list[str])
+    return b"".join([bytes.fromhex(name) for name in names])
+
+
+def _spell_parent(name: bytes, _: int) -> str | None:
+    if len(name) not in (0, NAME_BYTES):
+        raise EventDecodeError(f"a parent of {len(name)} bytes is no name")
+    return name.hex() or None
+
+
+def _read_parent(name: Any) -> bytes:
+    return b"" if name is None else bytes.fromhex(name)
+
+
+def _number_column(dtype: str, code: str, *, empty_is_null: bool) -> _Spelling:
     size = np.dtype(dtype).itemsize
 
-    def spell(column: bytes, _: int) -> list[int]:
+    def spell(column: bytes, _: int) -> list[int] | None:
+        if empty_is_null and not column:
+            return None
         _check_whole(column, size)
         return typing.cast("list[int]", np.frombuffer(column, dtype=dtype).tolist())
 
     def read(values: Any) -> bytes:
-        numbers = msgspec.convert(values, list[int])
+        numbers = [] if values is None and empty_is_null else msgspec.convert(values, list[int])
         return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
     return _Spelling(spell, read)

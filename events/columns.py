@@ -16,7 +16,15 @@ from events.types import AnyEvent
 
 MAX_KEY_BYTES = 64
 """Keys are digests; the longest in use have 64 bytes."""
-_SIZES = {"int32": 4, "uint32": 4, "int64": 8, "name": NAME_BYTES, "key": 0}
+_SIZES = {
+    "token": 4,
+    "int32": 4,
+    "count": 4,
+    "int64": 8,
+    "parent": NAME_BYTES,
+    "name": NAME_BYTES,
+    "key": 0,
+}
 """Bytes of an entry; 0 stands for those of a key, which each log chooses."""
 _ENDLESS = 1 << 62
 """No column has so many bytes: one with entries of this size must be empty."""

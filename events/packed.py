@@ -26,19 +26,21 @@ NAME_BYTES = 8
 class Packed:
     """Marks a ``bytes`` field as a column; `item` says what one entry is."""
 
-    item: Literal["int32", "uint32", "int64", "name", "key"]
+    item: Literal["token", "int32", "count", "int64", "parent", "name", "key"]
 
 
 Slots = Annotated[bytes, Packed("int32")]
 """int32 LE, one per block: the index of its storage in the pools of one window and level."""
-Tokens = Annotated[bytes, Packed("int32")]
+Tokens = Annotated[bytes, Packed("token")]
 """int32 LE, one per token: the symbol (a plain token id is its own symbol)."""
 Handles = Annotated[bytes, Packed("int64")]
 """int64 LE, one per sequence."""
-Counts = Annotated[bytes, Packed("uint32")]
+Counts = Annotated[bytes, Packed("count")]
 """uint32 LE."""
 Names = Annotated[bytes, Packed("name")]
 """8 bytes per block, to be read as one big-endian unsigned number."""
+Parent = Annotated[bytes, Packed("parent")]
+"""One name, or nothing."""
 Keys = Annotated[bytes, Packed("key")]
 """`key_bytes` of the hash algorithm per block; a block's name is the start of its key."""
 Numbers = Annotated[bytes, Packed("int64")]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from events.packed import Keys, Numbers, Slots, Tokens
+from events.spelled import OF_TOKENS, Level
 
 RequestId = str | int
 
@@ -59,6 +62,10 @@ class SymbolPage(Part, frozen=True):
     """The item's other name, if it had one when the page was begun."""
 
 
+Pages = Annotated[tuple[SymbolPage, ...], OF_TOKENS]
+"""Pages of symbols; none where tokens are left out."""
+
+
 class GroupExported(Part, frozen=True):
     """The cached blocks of one group as columns over runs, parents before children."""
 
@@ -96,7 +103,7 @@ class TransferExported(Part, frozen=True):
 
     transfer: int
     group: int
-    level: int
+    level: Level
     slots: Slots
     handle: int | None
     first_block: int

@@ -16,15 +16,17 @@ from enum import StrEnum
 
 import msgspec
 
-from events.packed import Counts, Handles, Keys, Names, Numbers, Slots, Tokens
+from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
 from events.parts import GroupCreated as GroupCreated
 from events.parts import GroupExported as GroupExported
 from events.parts import Namespace as Namespace
+from events.parts import Pages as Pages
 from events.parts import PoolCreated as PoolCreated
 from events.parts import RequestId as RequestId
 from events.parts import SequenceExported as SequenceExported
 from events.parts import SymbolPage as SymbolPage
 from events.parts import TransferExported as TransferExported
+from events.spelled import JsonText, Level
 
 PRIMARY = 0
 SECONDARY = 1
@@ -70,7 +72,7 @@ class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
 class CacheCreated(Event, frozen=True):
     """A manager started with an empty cache."""
 
-    config: str
+    config: JsonText
     """The effective configuration as JSON."""
     tokens_per_block: int
     groups: tuple[GroupCreated, ...]
@@ -105,7 +107,7 @@ class StateExported(Event, frozen=True):
     stamp: int
     changed_blocks: int
     """Blocks changed since the last checkpoint."""
-    symbols: tuple[SymbolPage, ...] = ()
+    symbols: Pages = ()
     """What symbols below 0 stand for; none if the log records no tokens."""
     forget_symbols_at: int = 0
     """Above so many pages those that nothing uses are forgotten; 0: the least there is."""
@@ -151,7 +153,7 @@ class BlocksReused(Event, frozen=True):
 
     handle: int
     group: int
-    level: int
+    level: Level
     first_block: int
     slots: Slots
     names: Names
@@ -164,7 +166,7 @@ class BlocksCopied(Event, frozen=True):
 
     handle: int
     group: int
-    source_level: int
+    source_level: Level
     source: int
     target: int
     num_tokens: int
@@ -179,11 +181,11 @@ class BlocksStored(Event, frozen=True):
     handle: int
     group: int
     first_block: int
-    parent: Names
+    parent: Parent
     """Name of the block before the first one; empty at the start of a prompt."""
     keys: Keys
     slots: Slots
-    level: int
+    level: Level
     priority: int
     last_tokens: int
     """Tokens in the last block; fewer than tokens_per_block only for the last block of a removed sequence."""
@@ -212,7 +214,7 @@ class BlocksUpdated(Event, frozen=True):
     """The priority of cached blocks changed."""
 
     group: int
-    level: int
+    level: Level
     slots: Slots
     names: Names
     old_priority: int
@@ -226,9 +228,9 @@ class BlocksMoved(Event, frozen=True):
 
     group: int
     names: Names
-    from_level: int
+    from_level: Level
     from_slots: Slots
-    to_level: int
+    to_level: Level
     to_slots: Slots
     why: MoveReason
     transfer: int
@@ -243,7 +245,7 @@ class BlocksRemoved(Event, frozen=True):
     """Cached content is gone; deepest block first. Slots that no sequence holds become blank."""
 
     group: int
-    level: int
+    level: Level
     slots: Slots
     names: Names
     why: RemoveReason
@@ -312,7 +314,7 @@ class Checkpoint(Event, frozen=True):
 class SymbolsInterned(Event, frozen=True):
     """Tokens of multimodal items, and tokens with an extra id, got symbols: numbers below 0, a page at a time."""
 
-    pages: tuple[SymbolPage, ...]
+    pages: Pages
     """None in a log without tokens."""
 
 

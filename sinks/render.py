@@ -22,6 +22,7 @@ import numpy as np
 
 from events.numbers import epoch_of, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
+from events.spelled import LEVEL_NAMES
 from events.types import (
     PRIMARY,
     AdmissionRefused,
@@ -55,7 +56,6 @@ from events.types import (
 NAME_DIGITS = 8
 """Hex digits shown of a block's name: enough to tell blocks apart by eye, and to search the log for."""
 TEXT_LENGTH_MAX = 64
-_LEVELS = ("primary", "secondary")
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
 _TYPE_WIDTH = max(len(kind.__name__) for kind in AnyEvent.__args__)
 
@@ -214,7 +214,7 @@ def _symbols_interned(e: SymbolsInterned) -> str:
 
 
 def _level(level: int) -> str:
-    return _LEVELS[level] if PRIMARY <= level < len(_LEVELS) else f"level{level}"
+    return LEVEL_NAMES[level] if PRIMARY <= level < len(LEVEL_NAMES) else f"level{level}"
 
 
 def _yes(value: bool) -> str:

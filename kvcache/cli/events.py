@@ -47,7 +47,8 @@ def add_parser(commands: Any, **options: Any) -> None:
         **options,
         description="Print the events of a log. With several conditions, events that meet all of them.",
         epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of an event that "
-        "concerns\nseveral sequences, --request shows only its own part; of a BlocksFilled, --block that of the block.",
+        "concerns\nseveral sequences, --request shows only its own part; of a BlocksFilled, --block that of the block. "
+        "The exit\ncode is 2 if there is no such event.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
@@ -97,14 +98,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 printer.print(batch, index, event)
         if args.follow:
             sys.stdout.flush()
-    if args.since > max(last, 0):
-        ending = f"its last one is {last}" if last >= 0 else "it holds none"
-        out.note(f"the log ends before batch {args.since}: {ending}")
-    elif conditions and not printer.lines:
-        whose = "" if args.request is None else f" of request {args.request!r}"
-        out.note(f"no such event{whose}")
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")
+    if args.since > max(last, 0):
+        ending = f"its last one is {last}" if last >= 0 else "it holds none"
+        raise UsageError(f"the log ends before batch {args.since}: {ending}")
+    if conditions and not printer.lines:
+        whose = "" if args.request is None else f" of request {args.request!r}"
+        raise UsageError(f"the log has no such event{whose}")
     return 0
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from events.log import LogReader
 from events.rich_tokens import RichTokens
+from events.spelled import LEVEL_NAMES
 from events.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
-from kvcache.cli.replay import LEVELS
 from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
 from kvcache.lookup import lookup, namespace_of
@@ -190,11 +190,11 @@ def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
 
 def _block_json(block: MatchedBlock) -> dict[str, Any]:
     return {
-        "index": block.index,
-        "level": LEVELS[block.level],
+        "block": block.index,
+        "level": LEVEL_NAMES[block.level],
         "slot": block.slot,
-        "name": block.name,
-        "tokens": block.num_tokens,
+        "name": block.name or None,
+        "num_tokens": block.num_tokens,
         "landed": block.landed,
     }
 
@@ -232,4 +232,11 @@ def _rows(blocks: Iterable[MatchedBlock], size: int) -> Iterator[tuple[str, ...]
         remarks = [] if block.num_tokens == size else [f"its first {count(block.num_tokens, 'token')}"]
         remarks += [] if block.landed else ["still being copied"]
         tokens = f"{start}–{start + block.num_tokens - 1}"
-        yield str(block.index), tokens, LEVELS[block.level], str(block.slot), block.name, ", ".join(remarks)
+        yield (
+            str(block.index),
+            tokens,
+            LEVEL_NAMES[block.level],
+            str(block.slot),
+            block.name,
+            ", ".join(remarks),
+        )

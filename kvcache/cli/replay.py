@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogEnd
+from events.spelled import LEVEL_NAMES
 from events.types import Gap
 from kvcache.cli.arguments import natural
 from kvcache.cli.messages import printable
@@ -15,8 +16,6 @@ from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
 from kvcache.fold.group_state import GroupState
 from kvcache.replay import Replayed, replay
-
-LEVELS = ("primary", "secondary")
 
 
 def add_parser(commands: Any, **options: Any) -> None:
@@ -71,13 +70,13 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
     state, end = replayed.state, replayed.end
     return {
-        "last_seq": replayed.last_seq,
+        "seq": replayed.last_seq,
         "epoch": state.epoch,
         "batches": replayed.batches,
         "events": replayed.events,
         "groups": [_group_json(group) for group in state.groups],
-        "sequences": len(state.sequences),
-        "transfers": len(state.transfers),
+        "num_sequences": len(state.sequences),
+        "num_transfers": len(state.transfers),
         "tokens_recorded": state.tokens_recorded,
         "fingerprint": replayed.fingerprint.hex(),
         "verified": verified,
@@ -96,7 +95,8 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
 def _group_json(group: GroupState) -> dict[str, Any]:
     columns = ("blocks", "held", "unreferenced", "blank")
     levels = {
-        name: dict(zip(columns, _numbers(group, level), strict=True)) for level, name in enumerate(LEVELS)
+        name: dict(zip(columns, _numbers(group, level), strict=True))
+        for level, name in enumerate(LEVEL_NAMES)
     }
     leaves, runs, namespaces = _tree(group)
     return {**levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces}
@@ -120,7 +120,7 @@ def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None
     rows = [
         [name, *(f"{number:,}" for number in _numbers(group, level))]
         for group in state.groups
-        for level, name in enumerate(LEVELS)
+        for level, name in enumerate(LEVEL_NAMES)
     ]
     columns = ["level", "blocks", "held", "cached, free to evict", "blank"]
     out.table(columns, rows, right=columns[1:])

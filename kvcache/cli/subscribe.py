@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
 """Of a replay endpoint; one that is there answers at once."""
+_LAST_SECOND = 1e9 * 9
+"""In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
 _TYPE_WIDTH = max(map(len, _COLORS))
 
@@ -200,12 +202,19 @@ def _json_lines(report: Report) -> Iterator[str]:
     from events.subscriber import Received
 
     if not isinstance(report, Received):
-        yield _json({"type": type(report).__name__, **msgspec.structs.asdict(report)})
+        fields = msgspec.structs.asdict(report)
+        span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
+        yield _json({"type": type(report).__name__, **span, **fields})
         return
-    envelope = {"ts": report.batch.ts, "rank": report.batch.rank, "topic": report.topic}
+    envelope = {"ts": _nanoseconds(report.batch.ts), "rank": report.batch.rank, "topic": report.topic}
     for number, event in enumerate(report.batch.events):
         address = {"seq": report.seq, "index": number, **envelope, "replayed": report.replayed}
         yield _json({**address, "type": type(event).__name__, **_fields(event)})
+
+
+def _nanoseconds(seconds: float) -> int | None:
+    """The wire's time as all our JSON has it; None for one that nobody can mean."""
+    return round(seconds * 1e9) if abs(seconds) < _LAST_SECOND else None
 
 
 def _fields(event: VLLMEvent) -> dict[str, Any]:
@@ -214,7 +223,18 @@ def _fields(event: VLLMEvent) -> dict[str, Any]:
         fields["block_hashes"] = [_hex(name) for name in fields["block_hashes"]]
     if fields.get("parent_block_hash") is not None:
         fields["parent_block_hash"] = _hex(fields["parent_block_hash"])
+    if fields.get("extra_keys") is not None:
+        fields["extra_keys"] = _hexed(fields["extra_keys"])
     return fields
+
+
+def _hexed(value: Any, depth: int = 3) -> Any:
+    """Bytes in rows of rows as hex digits; they are nowhere deeper."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple | list) and depth:
+        return [_hexed(each, depth - 1) for each in value]
+    return value
 
 
 def _json(value: Any) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from events.spelled import LEVEL_NAMES
 from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
 from kvcache.cli.messages import printable
@@ -80,8 +81,8 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "dropped_batches": outcome.dropped_batches,
         "log": None if log is None else str(log),
         "log_bytes": outcome.log_bytes,
-        "feed": None if outcome.feed is None else asdict(outcome.feed),
-        "sinks": [asdict(sink) for sink in outcome.sinks],
+        "feed": None if outcome.feed is None else _feed_json(outcome.feed),
+        "sinks": [_sink_json(sink) for sink in outcome.sinks],
         "steps": result.steps,
         "seconds": outcome.seconds,
         "requests_per_second": outcome.requests_per_second,
@@ -92,6 +93,16 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "replay_seconds": verification.seconds,
         "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
     }
+
+
+def _feed_json(feed: FeedCheck) -> dict[str, Any]:
+    return asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))}
+
+
+def _sink_json(sink: SinkStats) -> dict[str, Any]:
+    fields = asdict(sink)
+    # A name is a block's.
+    return {"sink": fields.pop("name"), **fields}
 
 
 def describe_start(

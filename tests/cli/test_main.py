@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from kvcache import __version__
 from kvcache.replay import replay
-from tests.cli.conftest import TRACE, Kvcache, Start
+from tests.cli.conftest import TRACE, Kvcache, Start, segments
 from tests.conftest import ROOT, RunPython
 
 READERS = {
@@ -227,11 +228,14 @@ class TestDiagnostics:
         [told] = map(json.loads, kvcache("replay", "/nowhere", "--log-json", "-v").err.splitlines())
         assert told["exception"].startswith("Traceback")
 
-    def test_notes_as_json(self, kvcache: Kvcache, log: Path) -> None:
+    def test_notes_as_json(self, kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         """Notes are JSON lines, too, and -q silences them in either form."""
-        args = ("events", log, "--request", "nobody", "--log-json")
+        torn = shutil.copytree(log, tmp_path / "torn")
+        last = segments(torn)[-1]
+        last.write_bytes(last.read_bytes()[:-3])
+        args = ("events", torn, "--log-json")
         [told] = map(json.loads, kvcache(*args).err.splitlines())
-        assert (told["event"], told["level"]) == ("no such event of request 'nobody'", "info")
+        assert (told["event"].partition(":")[0], told["level"]) == ("the log is torn", "info")
         assert kvcache(*args, "-q").err == ""
 
     def test_silent_by_default(self, start: Start, broken: tuple[object, ...]) -> None:

@@ -77,9 +77,10 @@ class TestRequest:
         """Every matching block is listed with its place and name, in order."""
         done = found(kvcache("match", log, "--request", 12, "--json"))
         blocks = done["blocks"]
-        assert [block["index"] for block in blocks] == list(range(len(blocks)))
+        assert [block["block"] for block in blocks] == list(range(len(blocks)))
         assert (
-            sum(block["tokens"] for block in blocks) + done["reused_tokens_partial"] == done["reused_tokens"]
+            sum(block["num_tokens"] for block in blocks) + done["reused_tokens_partial"]
+            == done["reused_tokens"]
         )
         assert all(
             len(block["name"]) == 16 and block["level"] in ("primary", "secondary") for block in blocks

@@ -62,7 +62,7 @@ class TestSummary:
         found = json.loads(kvcache("replay", log, "--json").out)
         replayed = replay(log)
         assert found["fingerprint"] == replayed.fingerprint.hex()
-        assert (found["last_seq"], found["events"], found["epoch"]) == (replayed.last_seq, replayed.events, 0)
+        assert (found["seq"], found["events"], found["epoch"]) == (replayed.last_seq, replayed.events, 0)
         assert (found["gaps"], found["end"]["kind"], found["verified"]) == ([], "clean", False)
         [group] = found["groups"]
         for level, blocks in (("primary", 120), ("secondary", 100)):
@@ -76,8 +76,8 @@ class TestSummary:
         """--at gives the state after that batch, in which requests are running."""
         found = json.loads(kvcache("replay", log, "--at", at, "--json").out)
         replayed = replay(log, at)
-        assert (found["last_seq"], found["fingerprint"]) == (at, replayed.fingerprint.hex())
-        assert found["sequences"] == len(replayed.state.sequences)
+        assert (found["seq"], found["fingerprint"]) == (at, replayed.fingerprint.hex())
+        assert found["num_sequences"] == len(replayed.state.sequences)
         assert found["end"] is None
 
     def test_beyond_the_end(self, kvcache: Kvcache, log: Path) -> None:
@@ -102,7 +102,7 @@ class TestTrouble:
         assert f"torn: the writer stopped inside a batch ({file}, byte" in done.out
         found = json.loads(kvcache("replay", copy, "--json").out)
         assert found["end"]["kind"] == "torn"
-        assert 0 < found["last_seq"] < last
+        assert 0 < found["seq"] < last
         events = kvcache("events", copy)
         assert (events.code, events.err.count("\n")) == (0, 1)
         assert "the log is torn: the writer stopped inside a batch" in events.err
@@ -186,7 +186,7 @@ class TestTrouble:
         """A log whose writer never wrote has an empty state."""
         LogWriter(tmp_path / "empty").close()
         found = json.loads(kvcache("replay", tmp_path / "empty", "--json").out)
-        assert (found["last_seq"], found["groups"]) == (-1, [])
+        assert (found["seq"], found["groups"]) == (-1, [])
         done = kvcache("match", tmp_path / "empty", "--request", "1")
         assert done.code == 2
         assert "holds no cache yet" in done.err

@@ -477,7 +477,8 @@ def test_a_feed_beside_the_runs_own(kvcache: Kvcache) -> None:
     assert feed["agrees"]
     assert feed["faults"] == 0
     assert feed["batches"] > 0
-    assert sum(feed["blocks"]) > 0
+    assert set(feed["blocks"]) == {"primary", "secondary"}
+    assert sum(feed["blocks"].values()) > 0
 
 
 class TestWaitingForSubscribers:

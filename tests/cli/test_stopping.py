@@ -146,8 +146,8 @@ def test_killed_run_leaves_a_log_that_replays(
     done = kvcache("replay", log, "--verify", "--json")
     found = json.loads(done.out)
     assert done.code == 0
-    assert found["last_seq"] >= 49
-    assert found["sequences"] == 1
+    assert found["seq"] >= 49
+    assert found["num_sequences"] == 1
     assert found["end"]["kind"] in ("open", "torn")
     assert kvcache("run", endless, "--limit", 1, "--no-pools", "--log", log, "--continue").code == 0
     assert replay(log, verify=True).state.epoch == 1

@@ -144,7 +144,7 @@ def test_json(kvcache: Kvcache, publisher: Publisher) -> None:
     later = secret(H1, parent_block_hash=-1, extra_keys=[["0x0102", 5]])
     story = {
         1: batch(later, ts=2.5, rank=3),
-        2: batch({**removed(), "block_hashes": ["0x" + "00" * 8 + f"{H2:016x}"]}),
+        2: batch({**removed(), "block_hashes": ["0x" + "00" * 8 + f"{H2:016x}"]}, ts=1e300),
     }
     with replaying(story) as server:
         done = kvcache(
@@ -153,15 +153,15 @@ def test_json(kvcache: Kvcache, publisher: Publisher) -> None:
     missed, store, removal = map(json.loads, done.out.splitlines())
     assert missed == {
         "type": "Missed",
-        "first": 0,
-        "last": 0,
+        "first_seq": 0,
+        "last_seq": 0,
         "recovered": False,
         "reason": "not received",
     }
     assert {key: value for key, value in store.items() if value is not None} == {
         "seq": 1,
         "index": 0,
-        "ts": 2.5,
+        "ts": 2_500_000_000,
         "rank": 3,
         "topic": "kv",
         "replayed": True,
@@ -172,9 +172,10 @@ def test_json(kvcache: Kvcache, publisher: Publisher) -> None:
         "block_size": 2,
         "medium": "GPU",
         "group_idx": 0,
-        "extra_keys": [["AQI=", 5]],
+        "extra_keys": [["0102", 5]],
     }
     assert (removal["type"], removal["block_hashes"]) == ("BlockRemoved", [f"{H2:016x}"])
+    assert removal["ts"] is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 
 from events import (
     AnyEvent,
+    BlocksMoved,
+    BlocksRemoved,
     BlocksStored,
+    CacheCleared,
     CacheCreated,
     EventBatch,
     EventDecodeError,
@@ -36,6 +39,8 @@ from events.codec import (
     without_tokens,
 )
 from events.packed import pack_i32, pack_i64, pack_u32
+from events.spelled import Spelled
+from events.types import PRIMARY, SECONDARY, GroupExported, MoveReason, RemoveReason
 from tests.events.logs import batch
 from tests.events.test_golden import EVENTS, KEY_BYTES
 
@@ -51,8 +56,13 @@ def columns(size: int) -> st.SearchStrategy[bytes]:
 def fields(hint: Any) -> st.SearchStrategy[Any]:
     """Any value that the schema allows for a type hint."""
     if typing.get_origin(hint) is typing.Annotated:
-        sizes = {"int32": 4, "uint32": 4, "int64": 8, "name": 8, "key": KEY_BYTES}
-        return columns(sizes[hint.__metadata__[0].item])
+        mark = hint.__metadata__[0]
+        if isinstance(mark, Spelled):
+            return fields(hint.__origin__)
+        if mark.item == "parent":
+            return st.just(b"") | st.binary(min_size=8, max_size=8)
+        numbers = {"token": 4, "int32": 4, "count": 4, "int64": 8}
+        return columns({**numbers, "name": 8, "key": KEY_BYTES}[mark.item])
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         if arguments[1] is ...:
@@ -102,15 +112,61 @@ def test_columns_are_lists_in_json() -> None:
     spelled = to_dict(event, key_bytes=16)
     assert spelled["type"] == "BlocksStored"
     assert spelled["slots"] == [3, -4]
-    assert spelled["parent"] == ["0001020304050607"]
+    assert spelled["parent"] == "0001020304050607"
     assert spelled["keys"] == [key.hex(), key[::-1].hex()]
+    assert spelled["names"] == ["0001020304050607", "0f0e0d0c0b0a0908"]
     assert to_dict(TokensAppended(pack_i64([2**63 - 1]), b"", b""), 16)["handles"] == [2**63 - 1]
 
 
 def test_blocks_without_names_have_no_names_in_json() -> None:
-    """With hashing switched off, keys have no bytes and the columns are empty lists."""
+    """With hashing switched off there are no names, which is something else than names of no blocks."""
     event = BlocksStored(1, 0, 0, b"", b"", pack_i32([3]), 0, 35, 2)
-    assert to_dict(event, key_bytes=0)["keys"] == []
+    spelled = to_dict(event, key_bytes=0)
+    assert (spelled["keys"], spelled["names"], spelled["parent"]) == (None, None, None)
+    removed = BlocksRemoved(0, 0, pack_i32([3]), b"", RemoveReason.CAPACITY)
+    assert to_dict(removed, key_bytes=0)["names"] is None
+    exported = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
+    spelled = to_dict(StateExported((exported,), (), (), 1, 1, 0, 0), KEY_BYTES)
+    assert spelled["groups"][0]["names"] == []
+
+
+def test_levels_have_names_in_json() -> None:
+    """Levels are words, and a pair is an object with one value for each of them; a number that is none stays one."""
+    moved = BlocksMoved(0, b"", PRIMARY, b"", SECONDARY, b"", MoveReason.OFFLOAD, 1)
+    spelled = to_dict(moved, KEY_BYTES)
+    assert (spelled["from_level"], spelled["to_level"]) == ("primary", "secondary")
+    assert to_dict(CacheCleared((5, 6), 1), KEY_BYTES)["removed"] == {"primary": 5, "secondary": 6}
+    assert to_dict(BlocksRemoved(0, 7, b"", b"", RemoveReason.CAPACITY), KEY_BYTES)["level"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        (
+            '{"model":"caf\u00e9\\u0001","log":{"fsync":"never"}}',
+            {"model": "caf\u00e9\1", "log": {"fsync": "never"}},
+        ),
+        ("[1]", "[1]"),
+        ("no JSON", "no JSON"),
+        ("[" * 5000, "[" * 5000),
+        ('{"a":1' + "0" * 30 + "}", {"a": 10**30}),
+    ],
+)
+def test_configuration_is_an_object_in_json(text: str, spelled: object) -> None:
+    """The settings can be read at once; a text that holds no object stays one."""
+    event = CacheCreated(text, 4, (), "none", 0, "")
+    assert to_dict(event, 0)["config"] == spelled
+    assert from_json(to_json(EventBatch(0, 0, (event,)), 0)).events == (event,)
+
+
+def test_tokens_of_one_each_are_counted_by_no_list() -> None:
+    """Columns that say nothing are null, not lists of nothing."""
+    assert to_dict(TokensAppended(pack_i64([1, 2]), b"", b""), 0) == {
+        "type": "TokensAppended",
+        "handles": [1, 2],
+        "counts": None,
+        "tokens": None,
+    }
 
 
 @pytest.mark.parametrize("column", ["slots", "keys", "parent"])
@@ -160,7 +216,8 @@ class TestWithoutTokens:
         """`tokens=False` spells the event as `without_tokens` leaves it."""
         event = GOLDEN["TokensAppended"]
         assert to_dict(event, KEY_BYTES, tokens=False) == to_dict(without_tokens(event), KEY_BYTES)
-        assert to_dict(event, KEY_BYTES, tokens=False)["tokens"] == []
+        assert to_dict(event, KEY_BYTES, tokens=False)["tokens"] is None
+        assert to_dict(GOLDEN["SymbolsInterned"], KEY_BYTES, tokens=False)["pages"] is None
 
     def test_batches(self) -> None:
         """A batch is stripped event by event, and is the same object if no event can hold tokens."""

@@ -1,0 +1,168 @@
+"""What all commands say in JSON: the same things in the same words, as docs/json.md has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.spelled import LEVEL_NAMES
+from kvcache.config import KVCacheConfig
+from tests.cli.conftest import TRACE, Done, Kvcache
+from tests.conftest import ROOT
+from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+
+NOW = 1_790_000_000.25
+NAME = re.compile("[0-9a-f]{16}")
+NUMBERS = ("seq", "first_seq", "last_seq", "index", "handle")
+PER_LEVEL = ("removed", "num_cached", "num_blocks", "free")
+NAMING = ("name", "names", "parent", "parents", "block_hashes", "parent_block_hash")
+
+
+def objects(value: Any) -> Iterator[dict[str, Any]]:
+    """The object, and all inside it; not the settings, which have names of their own."""
+    if isinstance(value, dict):
+        yield value
+        for key, inner in value.items():
+            if key != "config":
+                yield from objects(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from objects(inner)
+
+
+def faults(value: Any) -> Iterator[str]:
+    """What is said in other words than all JSON has for it."""
+    for found in objects(value):
+        for key, said in found.items():
+            if not _as_documented(key, said):
+                yield f"{key}: {said!r}"
+
+
+def _as_documented(key: str, said: Any) -> bool:
+    if said is None:
+        return key not in ("seq", "index", "level", "config")
+    if key == "ts":
+        return type(said) is int and 10**18 < said < 10**19
+    if key == "level" or key.endswith("_level"):
+        return said in LEVEL_NAMES
+    if key in PER_LEVEL:
+        return isinstance(said, dict) and tuple(said) == LEVEL_NAMES
+    if key in NAMING:
+        return all(NAME.fullmatch(name) for name in (said if isinstance(said, list) else [said]))
+    if key in ("tokens", "counts", "pages"):
+        return isinstance(said, list) and said != []
+    if key == "config":
+        return isinstance(said, dict) and set(said) == set(KVCacheConfig.model_fields)
+    if key.endswith("fingerprint"):
+        return re.fullmatch("[0-9a-f]{64}", said) is not None
+    return type(said) is int if key in NUMBERS or key.startswith("num_") else True
+
+
+def lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def played(kvcache: Kvcache, place: Path, *options: Any) -> Any:
+    """A run with all that it can say, and its log and file of events."""
+    args = ("--no-pools", "--tokens-per-block", 16, "--primary-blocks", 60, "--secondary-blocks", 40)
+    done = kvcache("run", TRACE, *args, "--check-feed", "--log", place / "log", "--json", *options)
+    assert done.code == 0
+    return json.loads(done.out)
+
+
+def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
+    """What each command has to say of one log."""
+    summary = played(kvcache, place, "--sink", f"file:{place}/e.jsonl")
+
+    def answer(*args: Any) -> Done:
+        done = kvcache(*args, "--json")
+        assert done.code == 0
+        return done
+
+    with Publisher() as publisher, replaying({1: batch(stored(1, 2), removed(2), CLEARED, ts=NOW)}) as server:
+        heard = answer("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 1)
+    log = place / "log"
+    return {
+        "run": [summary],
+        "file": lines((place / "e.jsonl").read_text()),
+        "events": lines(answer("events", log).out),
+        "events without tokens": lines(answer("events", log, "--no-tokens").out),
+        "replay": [json.loads(answer("replay", log, "--verify").out)],
+        "match": [json.loads(answer("match", log, "--request", 3, "--at", 40).out)],
+        "subscribe": lines(heard.out),
+        "doctor": [json.loads(answer("doctor").out)],
+    }
+
+
+def test_one_vocabulary(kvcache: Kvcache, tmp_path: Path) -> None:
+    """All commands and sinks say levels, times, names, counts, settings and what is missing in one way."""
+    said = said_by_all(kvcache, tmp_path)
+    assert {source: list(faults(values))[:3] for source, values in said.items()} == {
+        source: [] for source in said
+    }
+    keys = {key for values in said.values() for found in objects(values) for key in found}
+    # Each was there to be looked at.
+    asked = {*NUMBERS, *PER_LEVEL, *NAMING, "ts", "level", "to_level", "config", "tokens", "keys"}
+    assert asked - keys == {"removed"}  # of CacheCleared, which no run has
+    assert said["match"][0]["blocks"]
+    stored_names = {
+        name for line in said["events"] if line["type"] == "BlocksStored" for name in line["names"]
+    }
+    assert {block["name"] for block in said["match"][0]["blocks"]} <= stored_names
+    config = next(line["config"] for line in said["events"] if line["type"] == "CacheCreated")
+    assert KVCacheConfig(**config).tokens_per_block == 16
+    assert all(line["tokens"] is None for line in said["events without tokens"] if "tokens" in line)
+
+
+def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Where blocks have no names, null stands in their place."""
+    played(kvcache, tmp_path, "--set", "block_hash=none")
+    events = lines(kvcache("events", tmp_path / "log", "--json").out)
+    found = [line for line in events if line["type"] == "BlocksStored"]
+    assert found
+    assert all(line[key] is None for line in found for key in ("names", "keys", "parent"))
+    done = kvcache("match", tmp_path / "log", "--request", 3, "--at", 40, "--json")
+    assert {block["name"] for block in json.loads(done.out)["blocks"]} == {None}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("events", "--request", "nobody"),
+        ("events", "--block", "0123456789abcdef"),
+        ("events", "--type", "Gap"),
+        ("events", "--since", 99999),
+        ("match", "--request", "nobody"),
+        ("match", "--request", 3, "--at", 99999),
+        ("replay", "--at", 99999),
+    ],
+)
+def test_nothing_found(kvcache: Kvcache, log: Path, asked: tuple[Any, ...]) -> None:
+    """Whoever asks for what is not in the log gets exit code 2, one error, and no result."""
+    command, *conditions = asked
+    for form in ((), ("--json",)):
+        done = kvcache(command, log, *conditions, *form)
+        assert (done.code, done.out, done.err.count("kvcache: error: ")) == (2, "", 1)
+
+
+def test_documented() -> None:
+    """The page names what the tests look at."""
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    words = (
+        *NUMBERS[:-1],
+        "handle",
+        *PER_LEVEL,
+        *NAMING,
+        "ts",
+        "config",
+        "tokens",
+        "keys",
+        "pages",
+        "counts",
+    )
+    assert [word for word in words if f"`{word}`" not in page] == []
