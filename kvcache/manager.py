@@ -90,7 +90,9 @@ class KVCacheManager(Reading, Observed):
             self.state, self.bus = self._journal.state, self._journal.bus
             if self.transfers is not None:
                 self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
-            self._blocks = BlockManager(config, self.state, self._journal.emit)
+            self._blocks = BlockManager(
+                config, self.state, self._journal.emit, recorded=outlets.log is not None
+            )
             self._refusals = RefusalNotes(self.bus.publish)
             self._journal.due()
             self._journal.flush(started)

@@ -6,6 +6,7 @@ nothing. `emit` applies each event and passes it on.
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable
@@ -54,14 +55,16 @@ EVICT_AHEAD_SHARE = 16
 class BlockManager:
     """Decides for the whole cache. One window so far, though the state and the events hold several."""
 
-    def __init__(self, config: KVCacheConfig, state: CacheState, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self, config: KVCacheConfig, state: CacheState, emit: Callable[[Event], None], *, recorded: bool
+    ) -> None:
         self._state = state
         self._emit = emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
         self._evict_ahead = min(EVICT_AHEAD, state.groups[0].levels[PRIMARY].size // EVICT_AHEAD_SHARE)
-        self._checkpoint_due = config.checkpoint_spacing * slots
-        """Blocks changed since the last checkpoint after which there should be another."""
+        self._checkpoint_due = config.checkpoint_spacing * slots if recorded else math.inf
+        """Blocks changed since the last checkpoint after which there should be another: none where no log keeps it."""
         self.window = WindowBlockManager(
             state,
             0,

@@ -35,43 +35,43 @@ def fingerprint(state: CacheState) -> bytes:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
-    digest.update(array("q", [state.next_handle, state.next_transfer, state.stamp]).tobytes())
+    digest.update(array("q", [state.next_handle, state.next_transfer, state.stamp]))
     return digest.digest()
 
 
 def _add_group(digest: Any, group: GroupState) -> None:
     for level in group.levels:
-        columns = np.zeros((_COLUMNS, level.size), np.int64)
-        for run in group.tree.runs.values():
-            if run.level == level.index:
-                _fill(columns, group, run)
-        digest.update(columns.tobytes())
-        digest.update(level.free.tobytes())
-    digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]).tobytes())
+        columns = np.zeros((level.size, _COLUMNS), np.int64)
+        runs = [run for run in group.tree.runs.values() if run.level == level.index]
+        if runs:
+            # All runs at once: an array for each would be most of the work.
+            slots = np.frombuffer(b"".join([run.slots for run in runs]), np.int32)
+            columns[slots] = _rows(group, runs)
+        digest.update(columns.ravel())
+        digest.update(level.free)
+    digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 
-def _fill(columns: npt.NDArray[np.int64], group: GroupState, run: Run) -> None:
-    at = np.frombuffer(run.slots, np.int32)
-    key_bytes = group.tree.key_bytes
+def _rows(group: GroupState, runs: list[Run]) -> npt.NDArray[np.int64]:
+    """A row for each block of these runs, one run after the other."""
+    full, key_bytes = group.tokens_per_block, group.tree.key_bytes
+    lengths = np.array([len(run.slots) for run in runs])
+    ends = lengths.cumsum()
+    rows = np.zeros((ends[-1], _COLUMNS), np.int64)
+    equal = [(full, run.priority, run.expiry, run.stamp, run.refs, run.transfer == 0) for run in runs]
+    rows[:, 2:] = np.repeat(np.array(equal, np.int64), lengths, axis=0)
+    rows[ends - 1, 2] = [run.partial or full for run in runs]
     if key_bytes:
-        words = np.frombuffer(bytes(run.keys), "<i8").reshape(-1, key_bytes // NAME_BYTES)
-        names = words[:, 0]
-        columns[0, at] = names
-        columns[1, at[1:]] = names[:-1]
-        parent_key = run.parent.key_of_last(key_bytes)
-        columns[1, at[0]] = int.from_bytes(parent_key[:NAME_BYTES], "little", signed=True)
-    columns[2, at] = group.tokens_per_block
-    if run.partial:
-        columns[2, at[-1]] = run.partial
-    columns[3, at] = run.priority
-    columns[4, at] = run.expiry
-    columns[5, at] = run.stamp
-    columns[6, at] = run.refs
-    columns[7, at] = run.transfer == 0
+        keys = np.frombuffer(b"".join([run.keys for run in runs]), "<i8")
+        rows[:, 0] = keys[:: key_bytes // NAME_BYTES]
+        rows[1:, 1] = rows[:-1, 0]
+        above = b"".join([run.parent.key_of_last(key_bytes)[:NAME_BYTES] for run in runs])
+        rows[ends - lengths, 1] = np.frombuffer(above, "<i8")
+    return rows
 
 
 def _add_sequence(digest: Any, sequence: Sequence) -> None:
     extents = [sequence.handle, sequence.num_tokens, sequence.num_prompt_tokens, sequence.computed]
-    digest.update(array("q", [*extents, *sequence.stored]).tobytes())
+    digest.update(array("q", [*extents, *sequence.stored]))
     for table in sequence.tables:
-        digest.update(table.tobytes())
+        digest.update(table)

@@ -245,7 +245,10 @@ def test_folding_goes_on_behind_a_gap() -> None:
         batch = manager.flush()
         if batch is not None:
             batches.append(batch)
-    replayed = fold(batches, verify=True)
+    manager._blocks.checkpoint()  # it has no log, so it records none by itself
+    last = manager.flush()
+    assert last is not None
+    replayed = fold([*batches, last], verify=True)
     assert replayed.fingerprint == manager.fingerprint()
     assert replayed.checkpoints_verified
     assert not replayed.checkpoints_failed
