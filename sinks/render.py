@@ -3,8 +3,9 @@
 A line starts with the event's address (batch seq and index), so that it can be found again in the log::
 
      12.0  SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3
-     12.1  BlocksStored      #7 group=0 primary blocks=3 first=35 1f2e3d4c..9a8b7c6d after 00112233 priority=35
+     12.1  BlocksStored      request=chat-1 group=0 primary blocks=2 first=35 1f2e3d4c..9a8b7c6d priority=35
 
+A sequence is named by its request, or by its handle, as in ``#7``, if the stream has not said whose that is (`Known`).
 ``reused`` counts tokens found in primary, found in secondary, and copied from a block that matched in part.
 
 SECURITY: no line contains token ids, because lines end up in terminals, tickets and logs. Texts from outside
@@ -52,6 +53,7 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
+from sinks.known import Known
 
 NAME_DIGITS = 8
 """Hex digits shown of a block's name: enough to tell blocks apart by eye, and to search the log for."""
@@ -60,19 +62,18 @@ _PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
 _TYPE_WIDTH = max(len(kind.__name__) for kind in AnyEvent.__args__)
 
 
-def render_batch(batch: EventBatch, key_bytes: int) -> Iterator[str]:
-    """The lines of a batch, without newlines. `key_bytes` is that of the cache (`CacheCreated.key_bytes`)."""
+def render_batch(batch: EventBatch, known: Known) -> Iterator[str]:
+    """The lines of a batch, without newlines. All of the stream's events before it were seen by `known`."""
     for index, event in enumerate(batch.events):
+        known.see(event)
         address = f"{batch.seq}.{index}"
-        yield f"{address:>9}  {render_event(event, key_bytes)}"
+        yield f"{address:>9}  {render_event(event, known)}"
 
 
-def render_event(event: AnyEvent, key_bytes: int) -> str:
-    """One event, without its address."""
+def render_event(event: AnyEvent, known: Known) -> str:
+    """One event, which was seen by `known`, without its address."""
     kind = type(event)
-    with_keys = _DETAILS_WITH_KEYS.get(kind)
-    details = with_keys(event, key_bytes) if with_keys is not None else _DETAILS[kind](event)
-    return f"{kind.__name__:<{_TYPE_WIDTH}}  {details}".rstrip()
+    return f"{kind.__name__:<{_TYPE_WIDTH}}  {_DETAILS[kind](event, known)}".rstrip()
 
 
 def text(value: object) -> str:
@@ -83,24 +84,26 @@ def text(value: object) -> str:
     return spelled if _PLAIN_TEXT.fullmatch(spelled) else ascii(spelled)
 
 
-def _handle(handle: int | None) -> str:
-    return "" if handle is None else f"{_spelled(handle)} "
+def _whose(handle: int, known: Known) -> str:
+    """The request, or the handle if the request is not known."""
+    request_id = known.request(handle)
+    return _handle(handle) if request_id is None else f"request={text(request_id)}"
 
 
-def _for(handle: int | None) -> str:
-    return "" if handle is None else f" for {_spelled(handle)}"
+def _for(handle: int | None, known: Known) -> str:
+    return "" if handle is None else f" for {_whose(handle, known)}"
 
 
-def _spelled(handle: int) -> str:
+def _handle(handle: int) -> str:
     """Counted from 1 in each epoch, which is named where it is not the first one."""
     epoch = epoch_of(handle)
     return f"#{epoch}.{handle - first_number(epoch) + 1}" if epoch else f"#{handle}"
 
 
-def _sequences(handles: bytes) -> str:
-    """The handle if there is one sequence, otherwise how many there are."""
+def _sequences(handles: bytes, known: Known) -> str:
+    """Whose it is if there is one sequence, otherwise how many there are."""
     unpacked = unpack_i64(handles)
-    return _handle(int(unpacked[0])) if len(unpacked) == 1 else f"sequences={len(unpacked)} "
+    return _whose(int(unpacked[0]), known) if len(unpacked) == 1 else f"sequences={len(unpacked)}"
 
 
 def _blocks(slots: bytes) -> str:
@@ -126,7 +129,7 @@ def _namespace(namespace: Namespace) -> str:
     return lora + salt + (" extra_ids=yes" if namespace.uses_extra_ids else "")
 
 
-def _cache_created(e: CacheCreated) -> str:
+def _cache_created(e: CacheCreated, known: Known) -> str:
     groups = " ".join(
         f"group{i}(window={g.window} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
         for i, g in enumerate(e.groups)
@@ -134,80 +137,80 @@ def _cache_created(e: CacheCreated) -> str:
     return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}"
 
 
-def _epoch_started(e: EpochStarted) -> str:
+def _epoch_started(e: EpochStarted, known: Known) -> str:
     before = "" if e.previous_epoch is None else f" after={e.previous_epoch} clean={_yes(e.clean)}"
     return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {text(e.software)}"
 
 
-def _state_exported(e: StateExported) -> str:
+def _state_exported(e: StateExported, known: Known) -> str:
     blocks = sum(len(group.slots) // 4 for group in e.groups)
     return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
 
 
-def _sequence_added(e: SequenceAdded) -> str:
+def _sequence_added(e: SequenceAdded, known: Known) -> str:
     reused = f"{max(e.reused_primary, default=0)}+{max(e.reused_secondary, default=0)}+{e.reused_partial}"
     return (
-        f"{_handle(e.handle)}request={text(e.request_id)} tokens={e.num_tokens} reused={reused}"
+        f"{_handle(e.handle)} request={text(e.request_id)} tokens={e.num_tokens} reused={reused}"
         f"{_namespace(e.namespace)}"
     )
 
 
-def _blocks_reused(e: BlocksReused) -> str:
+def _blocks_reused(e: BlocksReused, known: Known) -> str:
     replaced = f" replaced={len(e.replaced) // 4}" if e.replaced else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_handle(e.handle)}{where}{_names(e.names)}{replaced}"
+    return f"{_whose(e.handle, known)} {where}{_names(e.names)}{replaced}"
 
 
-def _blocks_copied(e: BlocksCopied) -> str:
+def _blocks_copied(e: BlocksCopied, known: Known) -> str:
     copied = f"tokens={e.num_tokens} from {_level(e.source_level)} block={e.block} transfer={e.transfer}"
-    return f"{_handle(e.handle)}group={e.group} {copied}"
+    return f"{_whose(e.handle, known)} group={e.group} {copied}"
 
 
-def _blocks_stored(e: BlocksStored, key_bytes: int) -> str:
-    names = _names(names_of_keys(e.keys, key_bytes) if e.keys else b"")
+def _blocks_stored(e: BlocksStored, known: Known) -> str:
+    names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     parent = f" after {_name(e.parent)}" if e.parent else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_handle(e.handle)}{where}{names}{parent} priority={e.priority}"
+    return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}"
 
 
-def _blocks_filled(e: BlocksFilled, key_bytes: int) -> str:
-    names = _names(names_of_keys(e.keys, key_bytes) if e.keys else b"")
+def _blocks_filled(e: BlocksFilled, known: Known) -> str:
+    names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     where = f"group={e.group} {_level(PRIMARY)} {_blocks(e.slots)}"
     if len(e.slots) == len(e.blocks) == SLOT_BYTES:
         where += f" first={int(unpack_u32(e.blocks)[0])}"
         names += f" after {_name(e.parents)}" if e.parents else ""
-    return f"{_sequences(e.handles)}{where}{names} priority={e.priority}"
+    return f"{_sequences(e.handles, known)} {where}{names} priority={e.priority}"
 
 
-def _blocks_updated(e: BlocksUpdated) -> str:
+def _blocks_updated(e: BlocksUpdated, known: Known) -> str:
     updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
-    return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle)}"
+    return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle, known)}"
 
 
-def _blocks_moved(e: BlocksMoved) -> str:
+def _blocks_moved(e: BlocksMoved, known: Known) -> str:
     way = f"{_level(e.from_level)}->{_level(e.to_level)}"
     moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
-    return f"{moved} transfer={e.transfer}{_for(e.handle)}"
+    return f"{moved} transfer={e.transfer}{_for(e.handle, known)}"
 
 
-def _blocks_removed(e: BlocksRemoved) -> str:
+def _blocks_removed(e: BlocksRemoved, known: Known) -> str:
     removed = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
-    return f"{removed} why={e.why}{_for(e.handle)}"
+    return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
-def _tokens_appended(e: TokensAppended) -> str:
+def _tokens_appended(e: TokensAppended, known: Known) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
-    return f"{_sequences(e.handles)}tokens={tokens}"
+    return f"{_sequences(e.handles, known)} tokens={tokens}"
 
 
-def _sequence_removed(e: SequenceRemoved) -> str:
+def _sequence_removed(e: SequenceRemoved, known: Known) -> str:
     freed = sum(len(slots) // 4 for slots in e.freed)
     kept = f"stored={sum(e.stored)} freed={freed}"
-    return f"{_handle(e.handle)}tokens={e.num_tokens} computed={e.computed} {kept}"
+    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}"
 
 
-def _symbols_interned(e: SymbolsInterned) -> str:
+def _symbols_interned(e: SymbolsInterned, known: Known) -> str:
     items = list(dict.fromkeys(page.digest for page in e.pages if page.digest is not None))
     named = f" {_name(items[0])}" + (f"..{_name(items[-1])}" if len(items) > 1 else "") if items else ""
     return f"pages={len(e.pages)} items={len(items)}{named}"
@@ -221,32 +224,34 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-_DETAILS_WITH_KEYS: dict[type, Callable[[Any, int], str]] = {
-    BlocksStored: _blocks_stored,
-    BlocksFilled: _blocks_filled,
-}
-_DETAILS: dict[type, Callable[[Any], str]] = {
+_DETAILS: dict[type, Callable[[Any, Known], str]] = {
     CacheCreated: _cache_created,
     EpochStarted: _epoch_started,
     StateExported: _state_exported,
-    Gap: lambda e: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
+    Gap: lambda e, known: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
     SequenceAdded: _sequence_added,
-    BlocksAllocated: lambda e: f"{_sequences(e.handles)}group={e.group} {_blocks(e.slots)} why={e.why}",
+    BlocksAllocated: lambda e, known: (
+        f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} why={e.why}"
+    ),
     BlocksReused: _blocks_reused,
     BlocksCopied: _blocks_copied,
+    BlocksStored: _blocks_stored,
+    BlocksFilled: _blocks_filled,
     BlocksUpdated: _blocks_updated,
     BlocksMoved: _blocks_moved,
     BlocksRemoved: _blocks_removed,
     TokensAppended: _tokens_appended,
-    ContextComputed: lambda e: f"{_handle(e.handle)}tokens={e.num_tokens}",
+    ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
     SequenceRemoved: _sequence_removed,
-    TransferLanded: lambda e: f"transfers={len(e.transfers) // 8}",
-    TransferFailed: lambda e: f"transfers={len(e.transfers) // 8} reason={text(e.reason)}",
-    CacheCleared: lambda e: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
-    Checkpoint: lambda e: (
+    TransferLanded: lambda e, known: f"transfers={len(e.transfers) // 8}",
+    TransferFailed: lambda e, known: f"transfers={len(e.transfers) // 8} reason={text(e.reason)}",
+    CacheCleared: lambda e, known: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
+    Checkpoint: lambda e, known: (
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
     ),
     SymbolsInterned: _symbols_interned,
-    SymbolsForgotten: lambda e: f"pages={len(e.pages) // 4}",
-    AdmissionRefused: lambda e: f"request={text(e.request_id)} needed={e.needed} available={e.available}",
+    SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // 4}",
+    AdmissionRefused: lambda e, known: (
+        f"request={text(e.request_id)} needed={e.needed} available={e.available}"
+    ),
 }

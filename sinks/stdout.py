@@ -18,6 +18,7 @@ import msgspec
 from events.codec import to_json
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.known import Known
 from sinks.render import render_batch
 from sinks.writing import write_all
 
@@ -36,6 +37,7 @@ class StdoutSink:
         self.needs_tokens = options.tokens
         self._options = options
         self._key_bytes = key_bytes
+        self._known = Known(key_bytes)
         self._fd = -1
 
     def open(self) -> None:
@@ -58,7 +60,7 @@ class StdoutSink:
     def _spell(self, batch: EventBatch) -> bytes:
         if self._options.format == "jsonl":
             return to_json(batch, self._key_bytes, tokens=self._options.tokens) + b"\n"
-        return "".join(f"{line}\n" for line in render_batch(batch, self._key_bytes)).encode()
+        return "".join(f"{line}\n" for line in render_batch(batch, self._known)).encode()
 
 
 def create(url: SinkURL, context: SinkContext) -> StdoutSink:

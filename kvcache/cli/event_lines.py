@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from events.types import AnyEvent, EventBatch
 from kvcache.cli.output import paint
+from sinks.known import Known
 from sinks.render import render_event
 
 _COLORS = {
@@ -25,16 +26,17 @@ _COLORS = {
 }
 
 
-def event_lines(batch: EventBatch, key_bytes: int, *without: type[AnyEvent]) -> Iterator[str]:
-    """One line per event that is of none of the types `without`."""
+def event_lines(batch: EventBatch, known: Known, *without: type[AnyEvent]) -> Iterator[str]:
+    """One line per event that is of none of the types `without`; `known` has seen all batches before."""
     for index, event in enumerate(batch.events):
+        known.see(event)
         if not isinstance(event, without):
-            yield event_line(batch, index, event, key_bytes)
+            yield event_line(batch, index, event, known)
 
 
-def event_line(batch: EventBatch, index: int, event: AnyEvent, key_bytes: int) -> str:
+def event_line(batch: EventBatch, index: int, event: AnyEvent, known: Known) -> str:
     """The event's address, dimmed, its type in the color of what it means, and its details."""
     address = f"{f'{batch.seq}.{index}':>9}"
     kind = type(event).__name__
-    details = render_event(event, key_bytes).removeprefix(kind)
+    details = render_event(event, known).removeprefix(kind)
     return f"{paint(address, 'dim')}  {paint(kind, _COLORS.get(kind))}{details}"

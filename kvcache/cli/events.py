@@ -34,6 +34,7 @@ from kvcache.cli.output import Output
 from kvcache.cli.replay import describe_end
 from kvcache.cli.streams import nobody_reads
 from kvcache.errors import UsageError
+from sinks.known import Known
 
 TYPES = sorted(kind.__name__ for kind in typing.get_args(AnyEvent))
 _BY_LOWER = {name.lower(): name for name in TYPES}
@@ -90,8 +91,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     last = -1
     for batch in reader:
         last = batch.seq
-        printer.learn(batch)
         for index, event in enumerate(batch.events):
+            printer.known.see(event)
             # All of them see every event: one that comes later may refer to it.
             wanted = [condition(event) for condition in conditions]
             if batch.seq >= args.since and all(wanted):
@@ -123,14 +124,9 @@ class _Printer:
         self._narrowing = narrowing
         self._as_json = as_json
         self._tokens = tokens
-        self._key_bytes = 0
+        self.known = Known()
+        """Has seen all events up to the one that is printed; each epoch may have other keys."""
         self.lines = 0
-
-    def learn(self, batch: EventBatch) -> None:
-        """Note what is needed to read the keys; each epoch may have other ones."""
-        for event in batch.events:
-            if isinstance(event, CacheCreated):
-                self._key_bytes = event.key_bytes
 
     def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
         """Write one event, or the part of it that was asked for."""
@@ -141,10 +137,10 @@ class _Printer:
         self.lines += 1
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts}
-            fields = to_dict(event, self._key_bytes, self._tokens)
+            fields = to_dict(event, self.known.key_bytes, self._tokens)
             print(msgspec.json.encode(address | fields).decode())
         else:
-            print(event_line(batch, index, event, self._key_bytes))
+            print(event_line(batch, index, event, self.known))
 
 
 Condition = Callable[[AnyEvent], bool]

@@ -240,19 +240,14 @@ def _replay(verification: Verification) -> str:
 
 
 def _show_last_events(verification: Verification, out: Output) -> None:
-    width = _key_bytes(verification)
     # Every step appends tokens, which says little to people.
     lines = [
-        line for batch in verification.last_batches for line in event_lines(batch, width, TokensAppended)
+        line
+        for batch in verification.last_batches
+        for line in event_lines(batch, verification.known, TokensAppended)
     ]
     if lines:
         out.heading("last events (without TokensAppended)")
         for line in lines[-LAST_EVENTS:]:
             out.line(line)
         out.line()
-
-
-def _key_bytes(verification: Verification) -> int:
-    """Of the cache that was replayed; 0 while it is not known."""
-    created = None if verification.replayed is None else verification.replayed.state.created
-    return 0 if created is None else created.key_bytes

@@ -12,6 +12,7 @@ from events.types import EventBatch
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.stopping import StopSignals
 from kvcache.replay import Replayed, fold
+from sinks.known import Known
 
 LAST_BATCHES = 64
 
@@ -28,6 +29,8 @@ class Verification:
     seconds: float
     last_batches: tuple[EventBatch, ...]
     """The end of the log, for people to look at."""
+    known: Known
+    """What the log has said before these."""
 
     @property
     def disagrees(self) -> bool:
@@ -43,21 +46,22 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: 
     """Fold the log and compare it with the state that the cache had; a further signal ends that."""
     started = time.perf_counter()
     last: deque[EventBatch] = deque(maxlen=LAST_BATCHES)
+    known = Known()
     reader = LogReader(writer.directory)
     total = writer.next_seq + writer.batches_written
     try:
         with progress("replaying its log", total, shown=shown) as update:
-            replayed = fold(_watched(reader, last, stop, update), verify=True)
+            replayed = fold(_watched(reader, last, known, stop, update), verify=True)
     except _Interrupted:
-        return Verification(None, None, (), time.perf_counter() - started, tuple(last))
+        return Verification(None, None, (), time.perf_counter() - started, tuple(last), known)
     replayed.end = reader.end
     found = replayed.fingerprint
     seconds = time.perf_counter() - started
-    return Verification(replayed, found, _differences(replayed, live, found), seconds, tuple(last))
+    return Verification(replayed, found, _differences(replayed, live, found), seconds, tuple(last), known)
 
 
 def _watched(
-    batches: Iterable[EventBatch], last: deque[EventBatch], stop: StopSignals, update: Update
+    batches: Iterable[EventBatch], last: deque[EventBatch], known: Known, stop: StopSignals, update: Update
 ) -> Iterator[EventBatch]:
     # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
     stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
@@ -65,6 +69,9 @@ def _watched(
     for batch in batches:
         if stop.received > before:
             raise _Interrupted
+        if len(last) == LAST_BATCHES:
+            for event in last[0].events:
+                known.see(event)
         last.append(batch)
         update(batch.seq + 1)
         yield batch

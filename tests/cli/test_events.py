@@ -36,6 +36,7 @@ from events.types import (
 )
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
+from sinks.known import Known
 from sinks.render import render_batch
 from tests import strategies
 from tests.cli.conftest import Kvcache, Start, run_log
@@ -63,7 +64,12 @@ class TestForms:
     def test_lines(self, kvcache: Kvcache, log: Path) -> None:
         """People get one line per event, without colors in a pipe, and without any token id."""
         done = kvcache("events", log)
-        assert done.out.splitlines() == [line for batch in LogReader(log) for line in render_batch(batch, 32)]
+        known = Known()
+        assert done.out.splitlines() == [
+            line for batch in LogReader(log) for line in render_batch(batch, known)
+        ]
+        assert " for request=" in done.out
+        assert "for #" not in done.out
 
     def test_json(self, kvcache: Kvcache, log: Path) -> None:
         """Programs get one object per event and line, with its address and all of its fields."""
@@ -258,7 +264,7 @@ class TestConditions:
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
         log = lying(tmp_path / "log", created, *added, filled)
         kind, block = ("--type", "BlocksFilled"), ("--block", keys[32:40].hex())
-        line = "#8 group=0 primary blocks=1 first=2 84858687 after 08090a0b priority=35"
+        line = "request=mine group=0 primary blocks=1 first=2 84858687 after 08090a0b priority=35"
         for asked in (block, (*block, "--request", "mine"), ("--block", names[8:16].hex())):
             done = kvcache("events", log, *kind, *asked)
             assert [each.split(maxsplit=2)[2] for each in done.out.splitlines()] == [line]
@@ -362,7 +368,9 @@ def test_changed_priorities(kvcache: Kvcache, tmp_path: Path) -> None:
     assert kvcache("events", tmp_path, *only).out.count("\n") == 2
     for condition in (("--request", "two"), ("--block", name[:8])):
         [line] = kvcache("events", tmp_path, *only, *condition).out.splitlines()
-        assert line.endswith(f"BlocksUpdated     group=0 primary blocks=1 {name[:8]} priority=35->80 for #2")
+        assert line.endswith(
+            f"BlocksUpdated     group=0 primary blocks=1 {name[:8]} priority=35->80 for request=two"
+        )
 
 
 def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:

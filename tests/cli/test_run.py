@@ -104,6 +104,7 @@ class TestOutput:
         events = done.out.split("last events")[1].split("summary")[0].splitlines()[1:-1]
         assert len(events) == 12
         assert "Checkpoint" in events[-1]
+        assert not any("#" in line for line in events if "SequenceAdded" not in line)
         assert "requests         20 served in " in done.out
         assert "agrees: same fingerprint" in done.out
         assert done.err == ""

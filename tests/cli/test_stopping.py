@@ -112,8 +112,8 @@ class TestSignals:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         watched = verification._watched
 
-        def watched_from_now(batches: Any, last: Any, stop: Any, update: Any) -> Any:
-            for batch in watched(batches, last, stop, update):
+        def watched_from_now(batches: Any, *rest: Any) -> Any:
+            for batch in watched(batches, *rest):
                 yield batch
                 signal.raise_signal(signal.SIGINT)
 

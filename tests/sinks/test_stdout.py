@@ -13,6 +13,7 @@ import pytest
 from events.codec import from_json
 from events.types import EventBatch
 from sinks import SinkContext, SinkError, SinkURLError, open_sink
+from sinks.known import Known
 from sinks.render import render_batch
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES
 
@@ -31,7 +32,7 @@ def printed(url: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 def test_prints_a_line_per_event(capfd: pytest.CaptureFixture[str]) -> None:
     """Without options it shows what people read."""
-    assert printed("stdout:", capfd).splitlines() == list(render_batch(BATCH, KEY_BYTES))
+    assert printed("stdout:", capfd).splitlines() == list(render_batch(BATCH, Known(KEY_BYTES)))
 
 
 def test_prints_json_without_tokens(capfd: pytest.CaptureFixture[str]) -> None:
