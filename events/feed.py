@@ -51,8 +51,6 @@ class Feed:
         self._symbols = SymbolTable()
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
-        self._incoming: list[dict[int, int]] = []
-        """Per group: primary slots that a copy will write, and which."""
         self._waiting: list[tuple[int, int, array[int], bytes]] = []
         """Blocks whose parent is not visible yet: (group, level, slots, names)."""
         self._hidden: list[set[bytes]] = []
@@ -64,7 +62,6 @@ class Feed:
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.TokensAppended: self._running.append,
-            ev.BlocksCopied: self._copy,
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
             ev.BlocksMoved: self._move,
@@ -127,7 +124,6 @@ class Feed:
         self._running.forget()
         self._symbols.clear()
         self._transfers.clear()
-        self._incoming = [{} for _ in self.groups]
         self._waiting.clear()
 
     def _clear(self, event: ev.CacheCleared) -> None:
@@ -167,8 +163,8 @@ class Feed:
     def _fill(self, event: ev.BlocksFilled) -> None:
         group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
         columns = self._columns[group][PRIMARY]
-        # Then all parents are visible, no bytes are awaited and all symbols are tokens, which is nearly always so.
-        usual = not (self._hidden[group] or self._incoming[group] or self._symbols.pages)
+        # Then all parents are visible and all symbols are tokens, which is nearly always so.
+        usual = not (self._hidden[group] or self._symbols.pages)
         key_at = parent_at = 0
         blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
         for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
@@ -191,46 +187,16 @@ class Feed:
                 self._place(array("i", (slot,)), stored)
 
     def _place(self, slots: array[int], stored: Stored) -> None:
-        """Note cached blocks, and announce them if their bytes and their parent are there."""
+        """Note blocks that were computed, and announce them if their parent is there."""
         group, level, names = stored.group, stored.level, stored.names
         columns = self._columns[group][level]
-        incoming = self._incoming[group]
-        if incoming and not incoming.keys().isdisjoint(slots):
-            columns.write(slots, stored, IN_FLIGHT)
-            self._hidden[group].update(_split(names))
-            self._await_copies(group, level, slots)
-        elif self._is_visible(group, stored.parent):
+        if self._is_visible(group, stored.parent):
             columns.write(slots, stored, ANNOUNCED)
             self._announce(stored)
         else:
             columns.write(slots, stored, WAITING)
             self._hidden[group].update(_split(names))
             self._waiting.append((group, level, slots, names))
-
-    def _copy(self, event: ev.BlocksCopied) -> None:
-        self._expect(event.transfer, event.group, PRIMARY, array("i", [event.target]))
-
-    def _expect(self, transfer: int, group: int, level: int, slots: array[int]) -> None:
-        self._transfers[transfer] = (group, level, slots)
-        if level == PRIMARY:
-            self._incoming[group].update(dict.fromkeys(slots, transfer))
-
-    def _take_transfer(self, transfer: int) -> tuple[int, int, array[int]]:
-        group, level, slots = self._transfers.pop(transfer)
-        if level == PRIMARY:
-            incoming = self._incoming[group]
-            for slot in slots:
-                if incoming.get(slot) == transfer:
-                    del incoming[slot]
-        return group, level, slots
-
-    def _await_copies(self, group: int, level: int, slots: array[int]) -> None:
-        """Blocks cached while a copy into one of them is outstanding: it arrives with that, the others behind it."""
-        columns, incoming = self._columns[group][level], self._incoming[group]
-        for slot in slots:
-            if slot in incoming:
-                columns.await_transfer(slot, incoming[slot])
-        self._arrive(group, level, slots, 0)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
         # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet.
@@ -294,22 +260,26 @@ class Feed:
         self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
         self._hidden[event.group].update(full)
         if event.transfer:
-            self._expect(event.transfer, event.group, event.to_level, to_slots)
+            self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
         else:
-            self._await_copies(event.group, event.to_level, to_slots)
+            self._arrive(event.group, event.to_level, to_slots, 0)
 
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer in array("q", event.transfers):
-            group, level, slots = self._take_transfer(transfer)
-            self._arrive(group, level, slots, transfer)
+            moved = self._transfers.pop(transfer, None)
+            if (
+                moved is not None
+            ):  # else a copy of the start of a block, which is stored when the rest is computed
+                self._arrive(*moved, transfer)
 
     def _arrive(self, group: int, level: int, slots: array[int], transfer: int) -> None:
         for chain in self._columns[group][level].chains(slots, transfer):
             self._announce_chain(group, level, chain, IN_FLIGHT)
 
     def _fail(self, event: ev.TransferFailed) -> None:
+        """What is cached goes with the `CacheCleared` that follows."""
         for transfer in array("q", event.transfers):
-            self._take_transfer(transfer)
+            self._transfers.pop(transfer, None)
 
     # -- the whole state
 
@@ -328,7 +298,7 @@ class Feed:
             slots = array("i", item.slots)
             if item.level == SECONDARY:
                 slots.reverse()  # offloads name the deepest block first
-            self._expect(item.transfer, item.group, item.level, slots)
+            self._transfers[item.transfer] = (item.group, item.level, slots)
         self._changes = [Cleared(), *self.snapshot()]
 
     def _install_group(self, group: int, exported: ev.GroupExported) -> None:

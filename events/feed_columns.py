@@ -98,10 +98,6 @@ class Columns:
         parent = bytes(self._parent_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES])
         return b"" if parent == _NO_PARENT else parent
 
-    def await_transfer(self, slot: int, transfer: int) -> None:
-        """The block arrives with this copy."""
-        self._transfers[slot] = transfer
-
     def set_state(self, slots: array[int], state: int) -> None:
         """Mark blocks."""
         self._state[_places(slots)] = state

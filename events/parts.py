@@ -106,4 +106,4 @@ class TransferExported(Part, frozen=True):
     level: Level
     slots: Slots
     handle: int | None
-    first_block: int
+    """The sequence that it is made for; None: it only makes room."""

@@ -61,7 +61,6 @@ class RemoveReason(StrEnum):
     """A stored block begins with the same tokens as this shorter one."""
     UNREACHABLE = "unreachable"
     """An ancestor was removed."""
-    TRANSFER_FAILED = "transfer_failed"
     CLEARED = "cleared"
 
 
@@ -288,7 +287,10 @@ class TransferLanded(Event, frozen=True):
 
 
 class TransferFailed(Event, frozen=True):
-    """Copies failed: what they should have written is not there."""
+    """Copies failed, or were given up because another one did: every sequence begins again, and the cache is cleared.
+
+    Names all that were outstanding. A `CacheCleared` follows in the same batch.
+    """
 
     transfers: Numbers
     reason: str

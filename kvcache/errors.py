@@ -125,7 +125,7 @@ class TransfersPending(UsageError):
 
 
 class ComputationLost(UsageError):
-    """A request goes on without having heard, by `poll`, that a failed copy took some of what it had computed.
+    """A request goes on without having heard, by `poll`, that a failed copy took what it had computed.
 
     `computed` is the number of leading tokens that it still has.
     """
@@ -137,7 +137,7 @@ class ComputationLost(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"a copy for request {self.request_id!r} failed, and {self.computed} of its tokens are still computed: "
+            f"a copy failed, and {self.computed} tokens of request {self.request_id!r} are still computed: "
             "call poll(), which tells all such requests, and compute the rest again"
         )
 

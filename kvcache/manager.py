@@ -202,32 +202,33 @@ class KVCacheManager(Reading, Observed):
     def poll(self) -> PollResult:
         """Record which copies have landed or failed, and tell what was lost, also what `flush` has noticed before.
 
-        A sequence in `PollResult.cut` must be computed again from there on. Until it was told, what goes on with
-        it raises `ComputationLost`.
+        When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
+        start: `PollResult.cut` names them. Until that was told, what goes on with one raises `ComputationLost`.
         """
         self._guard.enter()
         landed = self._poll()
-        failed, cut = tuple(self._failed), tuple(self._cut.items())
-        self._failed.clear()
-        self._cut.clear()
-        return PollResult(landed, failed, cut)
+        told = PollResult(landed, tuple(self._failed), tuple(self._cut.items()))
+        self._failed, self._cut = [], {}
+        return told
 
     def _poll(self) -> tuple[int, ...]:
         """Record ended copies; returns those that landed, and keeps the failures for `poll`."""
         if not self.state.transfers:
             return ()
-        if self.transfers is None:
-            # Nothing moves, so there is nothing to wait for.
-            landed = list(self.state.transfers)
-            self._blocks.land(landed)
-            return tuple(landed)
-        landed, failed = self.transfers.poll()
+        engine = self.transfers
+        # Outside the guard: who is interrupted while tickets are asked has lost nothing, and may ask again.
+        # Without an engine nothing moves, so there is nothing to wait for.
+        landed, failed = engine.poll() if engine is not None else (list(self.state.transfers), [])
+        if not landed and not failed:
+            return ()
         with self._guard:
             if landed:
                 self._blocks.land(landed)
             if failed:
                 self._failed += failed
-                self._cut.update(self._blocks.fail(failed))
+                self._cut.update(dict.fromkeys(self._blocks.fail(failed), 0))
+            if engine is not None:
+                engine.recorded()
         return tuple(landed)
 
     # -- running sequences

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.rich_tokens import RichTokens
-from events.types import RequestId
+from events.types import PRIMARY, RequestId
 from kvcache.arguments import checked_integer, listed
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
@@ -152,20 +152,14 @@ class Reading:
     def _refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
         """Raise if one of these sequences has not got what it is computed from.
 
-        `ComputationLost`: a copy has failed. `TransfersPending`: one has not been started, its own, or one that
-        another sequence needs as well.
+        `ComputationLost`: a copy has failed. `TransfersPending`: one into its blocks has not been started.
         """
         self._refuse_cut(sequences)
         if self.transfers is None or not self.transfers.pending:
             return
-        pending = self.transfers.pending_ids
-        waiting = {self.state.transfers[transfer].handle for transfer in pending}
-        incoming = self.state.groups[0].incoming
-        for sequence in sequences:
-            if sequence.handle in waiting or any(
-                incoming.get(slot) in pending for slot in sequence.tables[0]
-            ):
-                raise TransfersPending
+        unwritten = self.transfers.pending_targets(group=0, level=PRIMARY)
+        if unwritten and not all(unwritten.isdisjoint(sequence.tables[0]) for sequence in sequences):
+            raise TransfersPending
 
     @property
     def num_free_blocks(self) -> int:

@@ -102,10 +102,10 @@ class PollResult:
 
     landed: tuple[int, ...] = ()
     failed: tuple[tuple[int, str], ...] = ()
-    """(transfer, reason)."""
+    """(transfer, reason). Copies that were given up because one of these failed are not listed."""
     cut: tuple[tuple[RequestId, int], ...] = ()
-    """Sequences that lost what a failed copy should have brought, and how many leading tokens are still computed:
-    the engine must compute the rest again."""
+    """Sequences that were running when a copy failed, and how many leading tokens are still computed, which is 0:
+    the engine must compute them again."""
 
 
 @dataclass(frozen=True, slots=True)

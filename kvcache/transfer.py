@@ -2,21 +2,17 @@
 
 Deciding never waits for bytes. While events are published the engine only notes the copies they ask for;
 `start` arranges all of them in as few batches as their order allows and submits these; `poll` tells which
-transfers have landed or failed, so that the manager can make events of that.
+transfers have landed or failed, so that the manager can make events of that, and `recorded` says that it has.
 
-A ticket that raises anything at all has failed: whether the bytes will ever come is unknown then.
-
-Failures spread: a block that was copied from a slot that never got its bytes is not there either. That holds
-for copies noted before the failure was reported. Later ones were decided by a manager that knew of it, so
-what they find in the slot was written since. A slot that a forward pass rewrites before the report counts as
-lost as well: the engine does not say when it writes, and losing a cached block is better than a wrong one.
+A ticket that raises anything at all has failed: whether the bytes will ever come is unknown then. With it goes
+whatever was noted before that was recorded, since it may have been copied from there: what was not started never
+will be, and what becomes of the rest is of no interest. It still writes to its slots. Whoever has them next is safe,
+because batches run in the order of submission, and the compute stream waits for the ticket of each `start`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,64 +25,82 @@ from events.types import PRIMARY, BlocksCopied, BlocksMoved
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
 
-SlotKey = tuple[int, int, int]
-"""Group, level, slot."""
-SOURCE_FAILED = "the copy it was to be made from failed"
+_ARRIVED = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A noted copy."""
+    """A noted copy, and the id in its event."""
 
-    number: int
-    """Counts the transfers in the order of their events."""
     transfer: int
-    """The id in the event."""
     copy: Copy
 
 
-@dataclass(frozen=True, slots=True)
 class _Batch:
-    transfers: tuple[_Transfer, ...]
-    ticket: Ticket
+    """Submitted copies. What the ticket has told is kept here, since it may be unable to tell it again."""
+
+    __slots__ = ("_ticket", "outcome", "transfers")
+
+    def __init__(self, transfers: tuple[int, ...], ticket: Ticket) -> None:
+        self.transfers = transfers
+        """Their ids; none if it does not matter any more what becomes of them."""
+        self._ticket = ticket
+        self.outcome: str | None = None
+        """`_ARRIVED`, or why it has not; None: not known yet."""
+
+    def has_ended(self) -> bool:
+        """Ask, without blocking."""
+        if self.outcome is None:
+            try:
+                if self._ticket.done():
+                    self.outcome = _ARRIVED
+            except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
+                self.outcome = _reason(failure)
+        return self.outcome is not None
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        if self.outcome is None:
+            try:
+                self._ticket.wait()
+            except Exception as failure:  # noqa: BLE001
+                self.outcome = _reason(failure)
 
 
 class TransferEngine:
-    """Carries out the copies that events ask for. One transfer id belongs to one event."""
+    """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before."""
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._noted = 0
         self._pending: list[_Transfer] = []
         self._in_flight: deque[_Batch] = deque()
-        self._bad: dict[SlotKey, int] = {}
-        """Slots without their bytes, with the number of the first transfer that was decided knowing it."""
 
     @property
     def pending(self) -> bool:
         """Whether copies are noted and not started."""
         return bool(self._pending)
 
-    @property
-    def pending_ids(self) -> frozenset[int]:
-        """Ids of the transfers that are noted and not started."""
-        return frozenset(noted.transfer for noted in self._pending)
+    def pending_targets(self, group: int, level: int) -> set[int]:
+        """The slots of a level that copies which are noted and not started will write."""
+        copies = [noted.copy for noted in self._pending]
+        return {
+            slot
+            for copy in copies
+            if copy.group == group and copy.target_level == level
+            for slot in copy.target.tolist()
+        }
 
     def on_event(self, event: Any) -> None:
         """Note the copy that an event asks for. Subscribe it to BlocksMoved and BlocksCopied."""
         if isinstance(event, BlocksMoved):
             if event.transfer:
                 source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
-                self._note(
-                    event.transfer,
-                    Copy(event.from_level, event.to_level, source, target, group=event.group),
-                )
+                copy = Copy(event.from_level, event.to_level, source, target, group=event.group)
+                self._pending.append(_Transfer(event.transfer, copy))
         elif isinstance(event, BlocksCopied):
             source, target = np.array([event.source], np.int32), np.array([event.target], np.int32)
-            self._note(
-                event.transfer,
-                Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group),
-            )
+            copy = Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group)
+            self._pending.append(_Transfer(event.transfer, copy))
 
     def start(self) -> Ticket:
         """Submit everything noted. The ticket stands for all of it.
@@ -96,81 +110,48 @@ class TransferEngine:
         """
         transfers, self._pending = self._pending, []
         batches = schedule([transfer.copy for transfer in transfers])
-        started = [self._submit(tuple(transfers[index] for index in batch)) for batch in batches]
+        started = [self._submit([transfers[index] for index in batch]) for batch in batches]
         return JoinedTicket(started)
 
-    def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
-        """Return the ids of the transfers that have landed since the last call, and those that failed and why.
+    def _submit(self, transfers: list[_Transfer]) -> Ticket:
+        """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
+        copies = [each.copy for each in transfers if not each.copy.moves_nothing]
+        ticket = self._copier.submit(copies) if copies else FinishedTicket()
+        self._in_flight.append(_Batch(tuple(each.transfer for each in transfers), ticket))
+        return ticket
 
-        Both are in the order of their events. Never blocks.
+    def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
+        """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.
+
+        Both are in the order of their events, and are told again until they are `recorded`. Behind a failed batch
+        nothing lands.
         """
-        landed: list[_Transfer] = []
-        failed: list[tuple[_Transfer, str]] = []
-        while self._in_flight:
-            batch = self._in_flight[0]
-            try:
-                if not batch.ticket.done():
-                    break
-                arrived = batch.transfers
-            except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
-                # What stays where it is needed nothing from the copier.
-                arrived = tuple(each for each in batch.transfers if each.copy.moves_nothing)
-                lost = [each for each in batch.transfers if not each.copy.moves_nothing]
-                failed += [(transfer, _reason(failure)) for transfer in lost]
-                self._spoil(lost)
-            self._sort_out(arrived, landed, failed)
-            self._in_flight.popleft()
-        landed.sort(key=lambda transfer: transfer.number)
-        failed.sort(key=lambda entry: entry[0].number)
-        return [each.transfer for each in landed], [(each.transfer, reason) for each, reason in failed]
+        landed: list[int] = []
+        failed: list[tuple[int, str]] = []
+        for batch in self._in_flight:
+            if not batch.has_ended():
+                break
+            if batch.outcome:
+                failed += [(transfer, batch.outcome) for transfer in batch.transfers]
+            elif not failed:
+                landed += batch.transfers
+        return sorted(landed), sorted(failed)
+
+    def recorded(self) -> None:
+        """What `poll` has told last is known; after a failure nothing that was noted so far matters any more."""
+        failed = False
+        while self._in_flight and self._in_flight[0].outcome is not None:
+            batch = self._in_flight.popleft()
+            failed = failed or bool(batch.outcome and batch.transfers)
+        if failed:
+            self._pending.clear()
+            for batch in self._in_flight:
+                batch.transfers = ()
 
     def wait(self) -> None:
         """Block until everything started has landed or failed; `poll` then tells which."""
         for batch in self._in_flight:
-            with suppress(Exception):  # poll() reports it
-                batch.ticket.wait()
-
-    def _note(self, transfer: int, copy: Copy) -> None:
-        self._pending.append(_Transfer(self._noted, transfer, copy))
-        self._noted += 1
-
-    def _submit(self, transfers: tuple[_Transfer, ...]) -> Ticket:
-        """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
-        copies = [transfer.copy for transfer in transfers if not transfer.copy.moves_nothing]
-        ticket = self._copier.submit(copies) if copies else FinishedTicket()
-        self._in_flight.append(_Batch(transfers, ticket))
-        return ticket
-
-    def _sort_out(
-        self, arrived: Sequence[_Transfer], landed: list[_Transfer], failed: list[tuple[_Transfer, str]]
-    ) -> None:
-        """Tell the copies that arrived from those that copied what was not there."""
-        for transfer in arrived:
-            if self._has_bad_source(transfer):
-                failed.append((transfer, SOURCE_FAILED))
-                self._spoil([transfer])
-            else:
-                landed.append(transfer)
-                self._mend(transfer)
-
-    def _has_bad_source(self, transfer: _Transfer) -> bool:
-        if not self._bad:
-            return False
-        copy = transfer.copy
-        return any(
-            transfer.number < self._bad.get((copy.group, copy.source_level, slot), 0)
-            for slot in copy.source.tolist()
-        )
-
-    def _spoil(self, transfers: Sequence[_Transfer]) -> None:
-        for transfer in transfers:
-            for key in _targets(transfer.copy):
-                self._bad[key] = self._noted
-
-    def _mend(self, transfer: _Transfer) -> None:
-        if self._bad:
-            for key in _targets(transfer.copy):
-                self._bad.pop(key, None)
+            batch.wait()
 
 
 def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEngine | None:
@@ -198,8 +179,5 @@ def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEng
 
 def _reason(failure: Exception) -> str:
     """Why a batch did not arrive. Of what is no `CopyFailed` only the type is told: its text may say anything."""
-    return failure.reason if isinstance(failure, CopyFailed) else type(failure).__name__
-
-
-def _targets(copy: Copy) -> list[SlotKey]:
-    return [(copy.group, copy.target_level, slot) for slot in copy.target.tolist()]
+    reason = str(failure.reason) if isinstance(failure, CopyFailed) else ""
+    return reason or type(failure).__name__

@@ -41,6 +41,8 @@ from kvcache.fold.state import CacheState
 from kvcache.incoming import Incoming
 from kvcache.results import StoreResult
 
+GIVEN_UP = "given up, since another copy failed"
+"""Why a `TransferFailed` names a copy of which nothing is known."""
 _PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
 _KEPT_NUMBERS = 1 << 36
@@ -244,23 +246,19 @@ class BlockManager:
         """These copies are complete."""
         self._emit(TransferLanded(array("q", transfers).tobytes()))
 
-    def fail(self, failed: Items[tuple[int, str]]) -> tuple[tuple[RequestId, int], ...]:
-        """These copies, given as (transfer, reason), failed: what they should have brought is gone.
+    def fail(self, failed: Items[tuple[int, str]]) -> list[RequestId]:
+        """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
 
-        Returns the sequences that must compute something again, and how many leading tokens they still have.
+        What rests on a failed copy could be told only by an account of all that was copied and computed since. So
+        nothing is told apart: all outstanding copies are given up. Returns the sequences that begin again.
         """
-        before = {handle: sequence.computed for handle, sequence in self._state.sequences.items()}
-        reasons: dict[str, list[int]] = {}
-        for transfer, reason in failed:
-            reasons.setdefault(reason, []).append(transfer)
+        told, reasons = dict(failed), dict[str, list[int]]()
+        for transfer in self._state.transfers:
+            reasons.setdefault(told.get(transfer, GIVEN_UP), []).append(transfer)
         for reason, transfers in reasons.items():
             self._emit(TransferFailed(array("q", transfers).tobytes(), reason))
-            self.window.remove_failed(set(transfers))
-        return tuple(
-            (sequence.request_id, sequence.computed)
-            for handle, sequence in self._state.sequences.items()
-            if sequence.computed < before[handle]
-        )
+        self.clear()
+        return list(self._state.handles)
 
     @property
     def upkeep_due(self) -> bool:

@@ -47,7 +47,7 @@ class Evictor:
                 self._offload(run, min(take, room), handle)
             else:
                 if run.children:
-                    self._remove_below(run, RemoveReason.UNREACHABLE, handle)
+                    self._remove_below(run, handle)
                     take = 1  # what hung behind it has made room in secondary, which the next ones may use
                 self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
@@ -87,33 +87,19 @@ class Evictor:
         names = self._names_of_tail(run, count)
         self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
 
-    def _remove_below(self, run: Run, why: RemoveReason, handle: int | None = None) -> None:
+    def _remove_below(self, run: Run, handle: int | None) -> None:
         """Remove everything cached behind a run, leaves first."""
-        self._remove_all([(below, why) for below in reversed(runs_below(run))], handle)
-
-    def remove_failed(self, transfers: set[int]) -> None:
-        """Remove the blocks that these copies should have brought, and what hangs behind them, leaves first."""
-        doomed: dict[int, tuple[Run, RemoveReason]] = {}
-        for run in self.group.tree.runs.values():
-            if run.transfer in transfers:
-                for below in (run, *runs_below(run)):
-                    failed = below.transfer in transfers
-                    why = RemoveReason.TRANSFER_FAILED if failed else RemoveReason.UNREACHABLE
-                    doomed[below.id] = (below, why)
-        self._remove_all(sorted(doomed.values(), key=lambda item: item[0].end, reverse=True), None)
-
-    def _remove_all(self, runs: list[tuple[Run, RemoveReason]], handle: int | None) -> None:
-        """Remove whole runs. What to remove is noted first: a removal may join the runs that are left."""
+        # What to remove is noted first: a removal may join the runs that are left.
         events = [
             BlocksRemoved(
                 self.index,
-                run.level,
-                run.slots[::-1].tobytes(),
-                self._names_of_tail(run, len(run.slots)),
-                why,
+                below.level,
+                below.slots[::-1].tobytes(),
+                self._names_of_tail(below, len(below.slots)),
+                RemoveReason.UNREACHABLE,
                 handle,
             )
-            for run, why in runs
+            for below in reversed(runs_below(run))
         ]
         for event in events:
             self._emit(event)

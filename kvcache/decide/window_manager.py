@@ -84,7 +84,7 @@ class WindowBlockManager:
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
         self._evictor = Evictor(state, index, emit, offload_min_priority)
-        self.free_up, self.remove_failed = self._evictor.free_up, self._evictor.remove_failed
+        self.free_up = self._evictor.free_up
         self._key_bytes = state.hashing.key_bytes
         self._chain, self._rich = state.hashing.chain, state.rich
         self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
@@ -195,7 +195,7 @@ class WindowBlockManager:
                 break
             first += done
             tail = sequence.tails[self.index]
-        if first * size < stop and not (self._state.transfers and self._rests_on_swapped(sequence)):
+        if first * size < stop:
             self._store_new(sequence, first, stop)
         return swaps
 
@@ -204,7 +204,7 @@ class WindowBlockManager:
 
         Returns those for which this is not the case; nothing was done for them.
         """
-        if not self._reuse or self.group.shared or self.group.incoming:
+        if not self._reuse or self.group.shared:
             return list(sequences)
         index, size, key_bytes = self.index, self.tokens_per_block, self._key_bytes
         handles, blocks, slots = array("q"), array("I"), array("i")
@@ -237,29 +237,6 @@ class WindowBlockManager:
             )
         return others
 
-    def _awaits_others(self, sequence: Sequence, slots: array[int]) -> bool:
-        """Whether a copy that another sequence asked for is outstanding into one of these slots.
-
-        If it fails, whoever holds the slots computes again from there; so they are not swapped for others meanwhile.
-        """
-        incoming, copies = self.group.incoming, self._state.transfers
-        return bool(incoming) and any(
-            copies[incoming[slot]].handle != sequence.handle for slot in slots if slot in incoming
-        )
-
-    def _rests_on_swapped(self, sequence: Sequence) -> bool:
-        """Whether a copy is outstanding into a block that the sequence has swapped for another one's meanwhile.
-
-        What it computed behind that block is wrong if the copy fails, and nothing in the tree would say so.
-        """
-        table = sequence.tables[self.index]
-        return any(
-            copy.handle == sequence.handle
-            and copy.group == self.index
-            and table[copy.first_block] != copy.slots[0]
-            for copy in self._state.transfers.values()
-        )
-
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
         for index in range(first, len(table)):
@@ -276,8 +253,6 @@ class WindowBlockManager:
         symbols = sequence.packed(first * size, min(full, first + len(child.slots)) * size)
         take = common_bytes(child, symbols, 0, len(symbols)) // block_bytes
         theirs, own = child.slots[:take], sequence.tables[self.index][first : first + take]
-        if child.level == PRIMARY and self._awaits_others(sequence, own):
-            return 0
         names = self._names(bytes(child.keys[: take * self._key_bytes]))
         if child.level == PRIMARY:
             swaps += zip(range(first, first + take), own, theirs, strict=True)

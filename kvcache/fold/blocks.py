@@ -11,7 +11,7 @@ from events import types as ev
 from events.numbers import MAX_NUMBER
 from events.packed import NAME_BYTES
 from events.sequence_tokens import RunningTokens
-from events.types import PRIMARY, SECONDARY, MoveReason, RemoveReason
+from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.sequence import Sequence
@@ -21,17 +21,14 @@ from kvcache.fold.slots import PRIORITY_MAX
 class Transfer:
     """A copy whose landing is not yet known."""
 
-    __slots__ = ("first_block", "group", "handle", "level", "slots")
+    __slots__ = ("group", "handle", "level", "slots")
 
-    def __init__(
-        self, group: int, level: int, slots: array[int], handle: int | None, first_block: int
-    ) -> None:
+    def __init__(self, group: int, level: int, slots: array[int], handle: int | None) -> None:
         self.group = group
         self.level = level
         self.slots = slots
         self.handle = handle
-        """The sequence that must not have computed beyond `first_block` if this copy fails."""
-        self.first_block = first_block
+        """The sequence that it is made for; None: it only makes room."""
 
 
 class BlockFold:
@@ -95,7 +92,7 @@ class BlockFold:
         reached = event.block * self.tokens_per_block + event.num_tokens
         self._set_computed(sequence, max(sequence.computed, reached))
         target = array("i", [event.target])
-        self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle, event.block))
+        self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle))
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first = event.group, event.first_block
@@ -118,16 +115,13 @@ class BlockFold:
             symbols = sequence.packed(first * size, stop)
         else:
             symbols = event.keys
-        sequence.tails[index] = tail = group.store(tail, symbols, slots, event.keys, event.priority, partial)
-        if group.incoming:
-            group.await_copies(tail, slots)
+        sequence.tails[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
         index, size = event.group, self.tokens_per_block
         group = self.groups[index]
         blocks, slots = array("I", event.blocks), array("i", event.slots)
-        invariant(group.incoming.keys().isdisjoint(slots), "a block was filled while a copy is to come")
         key_bytes, key, at = group.tree.key_bytes, b"", 0
         named = len(slots) * NAME_BYTES if key_bytes else 0
         if len(event.keys) != len(slots) * key_bytes or len(event.parents) != named:
@@ -177,8 +171,7 @@ class BlockFold:
             group.settle(self.sequences[event.handle].tails[event.group])  # type: ignore[arg-type]
             self._fill_tables(event.group)
         onboarded = event.handle if event.why == MoveReason.ONBOARD else None
-        transfer = Transfer(event.group, event.to_level, to_slots, onboarded, event.first_block)
-        self._track(event.transfer, transfer)
+        self._track(event.transfer, Transfer(event.group, event.to_level, to_slots, onboarded))
 
     def _fill_tables(self, index: int) -> None:
         """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have.
@@ -207,22 +200,14 @@ class BlockFold:
         invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
         tail = group.claim(sequence.tails[event.group], SECONDARY, from_slots)
         group.onboard(from_slots, to_slots, 0)
-        group.await_copies(tail, to_slots)
         sequence.tails[event.group] = tail
         group.settle(tail)
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
-        group = self.groups[event.group]
         _check_level(event.level)
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
-        for run, parent in group.remove(event.level, slots):
-            for sequence in self.sequences.values():
-                if sequence.tails[event.group] is run:
-                    sequence.tails[event.group] = parent
-                    if event.why == RemoveReason.TRANSFER_FAILED:
-                        kept = min(sequence.computed, parent.end * self.tokens_per_block)
-                        self._set_computed(sequence, kept)
+        self.groups[event.group].remove(event.level, slots)
 
     # -- copies
 
@@ -230,30 +215,21 @@ class BlockFold:
         invariant(self.next_transfer <= transfer_id <= MAX_NUMBER, "a transfer id was used twice")
         self.transfers[transfer_id] = transfer
         self.next_transfer = transfer_id + 1
-        self.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
-
-    def _take_transfer(self, transfer_id: int) -> Transfer:
-        transfer = self.transfers.pop(transfer_id)
-        self.groups[transfer.group].forget(transfer_id, transfer.level, transfer.slots)
-        return transfer
 
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer_id in array("q", event.transfers):
-            transfer = self._take_transfer(transfer_id)
+            transfer = self.transfers.pop(transfer_id)
             self.groups[transfer.group].land(transfer.level, transfer.slots, transfer_id)
 
     def _fail(self, event: ev.TransferFailed) -> None:
+        """Whatever was computed may rest on what did not arrive, so every sequence begins again.
+
+        What is cached goes with the `CacheCleared` that follows.
+        """
         for transfer_id in array("q", event.transfers):
-            lost = self.groups[self.transfers[transfer_id].group].awaited(transfer_id)
-            transfer = self._take_transfer(transfer_id)
-            for sequence in self.sequences.values():
-                # Others may hold the blocks as well, in a tree or, after a `clear`, without a name.
-                table = sequence.tables[transfer.group]
-                first = next((block for block, slot in enumerate(table) if slot in lost), len(table))
-                if sequence.handle == transfer.handle:
-                    first = min(first, transfer.first_block)
-                if first * self.tokens_per_block < sequence.computed:
-                    self._set_computed(sequence, first * self.tokens_per_block)
+            del self.transfers[transfer_id]
+        for sequence in self.sequences.values():
+            self._set_computed(sequence, 0)
 
 
 def _check_level(level: int) -> None:

@@ -41,12 +41,7 @@ def export(state: CacheState) -> StateExported:
         sequences=tuple(_export_sequence(sequence) for sequence in state.sequences.values()),
         transfers=tuple(
             TransferExported(
-                transfer_id,
-                transfer.group,
-                transfer.level,
-                transfer.slots.tobytes(),
-                transfer.handle,
-                transfer.first_block,
+                transfer_id, transfer.group, transfer.level, transfer.slots.tobytes(), transfer.handle
             )
             for transfer_id, transfer in state.transfers.items()
         ),
@@ -117,12 +112,12 @@ def install(state: CacheState, event: StateExported) -> None:
         _install_sequence(state, entry)
     invariant(len(state.sequences) == len(event.sequences), "two sequences have one handle")
     state.transfers = {
-        item.transfer: Transfer(item.group, item.level, array("i", item.slots), item.handle, item.first_block)
+        item.transfer: Transfer(item.group, item.level, array("i", item.slots), item.handle)
         for item in event.transfers
     }
-    for transfer_id, transfer in state.transfers.items():
+    for transfer in state.transfers.values():
         invariant(transfer.level in (PRIMARY, SECONDARY), "there is no such level")
-        state.groups[transfer.group].expect(transfer_id, transfer.level, transfer.slots)
+        invariant(0 <= transfer.group < len(state.groups), "there is no such group")
     numbers = (event.next_handle, event.next_transfer)
     invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
     state.next_handle, state.next_transfer = numbers

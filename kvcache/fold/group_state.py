@@ -19,7 +19,7 @@ from kvcache.fold.slots import Level, last_reversed
 class GroupState:
     """Blocks of one window: cached ones in the tree, the others blank or held by one sequence."""
 
-    __slots__ = ("incoming", "levels", "shared", "tokens_per_block", "tree")
+    __slots__ = ("levels", "shared", "tokens_per_block", "tree")
 
     def __init__(
         self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int
@@ -29,8 +29,6 @@ class GroupState:
         self.tokens_per_block = tokens_per_block
         self.shared: dict[int, int] = {}
         """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
-        self.incoming: dict[int, int] = {}
-        """Primary slots that an outstanding copy writes, and the copy."""
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """The root of a namespace, made on first use."""
@@ -126,41 +124,6 @@ class GroupState:
         self.levels[PRIMARY].own(slots, run.id)
         return run
 
-    def expect(self, transfer: int, level: int, slots: array[int]) -> None:
-        """A copy will write these slots."""
-        if level == PRIMARY:
-            self.incoming.update(dict.fromkeys(slots, transfer))
-
-    def awaited(self, transfer: int) -> frozenset[int]:
-        """The primary slots that this copy, and no later one, writes."""
-        return frozenset(slot for slot, number in self.incoming.items() if number == transfer)
-
-    def forget(self, transfer: int, level: int, slots: array[int]) -> None:
-        """A copy has landed or failed."""
-        if level == PRIMARY:
-            for slot in slots:
-                if self.incoming.get(slot) == transfer:
-                    del self.incoming[slot]
-
-    def await_copies(self, tail: Run, slots: array[int]) -> None:
-        """Blocks that end at `tail` were cached while a copy into them is outstanding: they land, or fail, with it."""
-        if self.incoming.keys().isdisjoint(slots):
-            return
-        for slot in slots:
-            if slot in self.incoming:
-                self._cut_out(slot).transfer = self.incoming[slot]
-        self.settle(tail)
-
-    def _cut_out(self, slot: int) -> Run:
-        """Make a cached primary block a run of its own."""
-        run = self.owner(PRIMARY, slot)
-        at = run.slots.index(slot)
-        if at + 1 < len(run.slots):
-            run = self.split(run, at + 1)
-        if at:
-            self.split(run, at)
-        return run
-
     def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
         """Change the priority of consecutive cached blocks, shallowest first."""
         above: Run | None = None
@@ -190,26 +153,21 @@ class GroupState:
             self.split(run, at)
         return self.split(run, take) if take < len(run.slots) else run
 
-    def remove(self, level: int, slots: array[int]) -> list[tuple[Run, Node]]:
-        """Forget cached blocks, deepest first; returns the runs that sequences still hold, with their parents."""
-        held: list[tuple[Run, Node]] = []
+    def remove(self, level: int, slots: array[int]) -> None:
+        """Forget cached blocks that no sequence holds, deepest first."""
         done, count = 0, len(slots)
         if count and self._shorten(level, slots, count):
-            return held
+            return
         while done < count:
             run = self.owner(level, slots[done])
             take = min(len(run.slots), count - done)
             gone = slots if take == count else slots[done : done + take]
-            if run.children:
-                raise InvariantViolated("a block with cached descendants cannot be removed")
+            if run.refs or run.children:
+                raise InvariantViolated("a block that is held or has cached descendants cannot be removed")
             if last_reversed(run.slots, take) != gone:
                 raise InvariantViolated("removed blocks are not the end of a run")
-            if run.refs:
-                held.append(self._unname(run, take))
-            else:
-                self._drop(run, take, gone)
+            self._drop(run, take, gone)
             done += take
-        return held
 
     def _shorten(self, level: int, slots: array[int], count: int) -> bool:
         """The usual case of `remove`, in one go: the end of one unreferenced leaf. False if it is not that."""
@@ -244,14 +202,6 @@ class GroupState:
         run.end -= take
         run.partial = 0
         level.add_leaf(run)
-
-    def _unname(self, run: Run, take: int) -> tuple[Run, Node]:
-        """Take the last `take` blocks of a held leaf out of the tree; the sequences keep their slots."""
-        if take < len(run.slots):
-            self.split(run, len(run.slots) - take)
-        self._share(run.refs, run.slots)
-        self._cut_off(run)
-        return run, run.parent
 
     def _cut_off(self, run: Run) -> None:
         parent = run.parent

@@ -336,7 +336,7 @@ class TestConditions:
             for handle, name in ((7, "other"), (8, "mine"))
         )
         transfers = tuple(
-            TransferExported(number, 0, 0, pack_i32([number]), handle, 0)
+            TransferExported(number, 0, 0, pack_i32([number]), handle)
             for number, handle in ((4, 7), (5, 8), (6, None))
         )
         exported = StateExported((), sequences, transfers, 9, 7, 0, 0)

@@ -1,16 +1,21 @@
-"""Failed copies: what they should have brought is gone, with all that was computed from it."""
+"""Failed copies: nothing cached is kept, every running sequence begins again, and is told so."""
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
 from cuda_ops.simulated import FailingCopier, LateCopier
-from events.types import BlocksRemoved, RemoveReason, TransferFailed
+from events.feed import Change, Cleared, Feed
+from events.types import CacheCleared, Event, EventBatch, TransferFailed
+from kvcache.decide.block_manager import GIVEN_UP
 from kvcache.errors import ComputationLost, TransfersPending
 from kvcache.fold.check import check
+from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.manager import KVCacheManager
 from kvcache.results import Request
 from tests import strategies
 from tests.fake_engine import FakeEngine
@@ -28,10 +33,11 @@ class Switch:
         return self.on
 
 
-def engine_with(**settings: Any) -> tuple[FakeEngine, Switch]:
+def engine_with(late: int = 0, **settings: Any) -> tuple[FakeEngine, Switch]:
+    """An engine whose copies fail while the switch is on, and of which the host hears `late` ticks later."""
     switch = Switch()
     sizes: dict[str, Any] = {"primary_blocks": 6, "secondary_blocks": 6, **settings}
-    return FakeEngine(wrap=lambda copier: FailingCopier(copier, switch), **sizes), switch
+    return FakeEngine(wrap=lambda copier: LateCopier(FailingCopier(copier, switch), late), **sizes), switch
 
 
 def fill(engine: FakeEngine, prompt: list[int]) -> None:
@@ -40,56 +46,67 @@ def fill(engine: FakeEngine, prompt: list[int]) -> None:
     engine.end("filler")
 
 
-def why(engine: FakeEngine, events: list[object]) -> list[RemoveReason]:
-    engine.verify()
-    return [
-        event.why
-        for event in events
-        if isinstance(event, BlocksRemoved)
-        for _ in range(len(event.slots) // 4)
-    ]
-
-
-def test_failed_offload_removes_the_blocks() -> None:
-    """Blocks whose way to secondary failed are dropped, deepest first, and not matched any more."""
-    engine, switch = engine_with()
+def in_secondary(engine: FakeEngine) -> None:
+    """The prompt's two blocks lie in secondary, and all copies have landed."""
     fill(engine, PROMPT)
-    events: list[object] = []
+    fill(engine, [1] * (2 * engine.manager.num_free_blocks))
+    engine.settle()
+    assert [block.level for block in engine.manager.match(PROMPT).blocks] == [1, 1]
+
+
+def heard(engine: FakeEngine) -> list[Event]:
+    """All events from now on."""
+    events: list[Event] = []
     engine.manager.bus.subscribe(events.append)
+    return events
+
+
+def test_failed_offload_clears_the_cache() -> None:
+    """When a copy fails nothing stays cached, in either level, though only one block was on its way."""
+    engine, switch = engine_with(primary_blocks=8)
+    fill(engine, PROMPT)
+    engine.admit(Request("a", [2, 2]))
+    engine.forward("a")
+    events = heard(engine)
     switch.on = True
-    engine.admit(Request("a", [1] * 12))
+    engine.admit(Request("b", [1] * 10))
     assert engine.manager.count_reusable(PROMPT) == 2
     engine.start_transfers()
     polled = engine.poll()
-    assert len(polled.failed) == 1
-    assert "chosen to fail" in polled.failed[0][1]
-    assert polled.cut == ()
-    assert engine.manager.count_reusable(PROMPT) == 0
-    assert why(engine, events) == [RemoveReason.TRANSFER_FAILED] * 3
-    assert any(isinstance(event, TransferFailed) for event in events)
+    assert [reason for _, reason in polled.failed] == ["batch 0 was chosen to fail"]
+    assert polled.landed == ()
+    assert dict(polled.cut) == {"a": 0, "b": 0}
+    assert engine.manager.count_reusable(PROMPT) == engine.manager.count_reusable([2, 2, 1]) == 0
+    assert strategies.cached_blocks(engine.manager.state) == {}
+    (failed, cleared) = [e for e in events if isinstance(e, TransferFailed | CacheCleared)]
+    assert isinstance(failed, TransferFailed)
+    assert isinstance(cleared, CacheCleared)
+    assert cleared.unnamed == 1
+    engine.verify()
 
 
-def test_failed_onboard_cuts_all_who_hold_the_blocks() -> None:
-    """All sequences that reused the blocks are told from where to compute again, and end up with the right K/V."""
-    engine, switch = engine_with()
-    fill(engine, PROMPT)
-    fill(engine, [1] * 12)
-    engine.settle()
+def test_all_running_sequences_begin_again() -> None:
+    """Who reused the blocks, and who never had to do with them, is told to compute all; K/V is right afterwards."""
+    engine, switch = engine_with(primary_blocks=8)
+    in_secondary(engine)
+    engine.admit(Request("other", [2, 2, 2]))
+    engine.forward("other")
     switch.on = True
     engine.admit(Request("a", [0, 1, 0, 1, 0, 0]), Request("b", [0, 1, 1]))
     engine.start_transfers()
     polled = engine.poll()
     switch.on = False
-    assert dict(polled.cut) == {"a": 0, "b": 0}
-    assert engine.manager.count_reusable(PROMPT) == 0
+    assert dict(polled.cut) == {"other": 0, "a": 0, "b": 0}
     engine.verify_running()
-    for request_id in ("a", "b"):
+    for request_id in ("a", "b", "other"):
+        assert engine.manager._sequence(request_id).computed == 0
         engine.forward(request_id)
     engine.settle()
     engine.verify()
     engine.verify_running()
-    # Both hold the nameless slot of the first block, so it stays nameless until one of them ends.
+    # Two hold the nameless slot of the first block, so it stays nameless until one of them ends.
     assert engine.manager.count_reusable(PROMPT) == 0
+    assert engine.manager.count_reusable([2, 2, 2]) == 1
     engine.end("b")
     assert engine.manager.store_context_blocks("a", 6).stored_blocks == 3
     assert engine.manager.count_reusable(PROMPT) == 2
@@ -97,69 +114,22 @@ def test_failed_onboard_cuts_all_who_hold_the_blocks() -> None:
 
 
 def test_what_was_computed_from_a_failed_block_goes_with_it() -> None:
-    """Blocks stored behind a block whose copy then fails are removed too, and the sequence computes them again."""
+    """Blocks stored behind a block whose copy then fails are not kept, and the sequence computes them again."""
     engine, switch = engine_with()
-    fill(engine, PROMPT)
-    fill(engine, [1] * 12)
-    engine.settle()
+    in_secondary(engine)
     switch.on = True
     engine.admit(Request("a", [*PROMPT[:4], 0, 0, 0]))
     engine.forward("a")
     assert engine.manager._sequence("a").stored == (3,)
-    events: list[object] = []
-    engine.manager.bus.subscribe(events.append)
     assert dict(engine.poll().cut) == {"a": 0}
-    assert RemoveReason.UNREACHABLE in why(engine, events)
     assert engine.manager._sequence("a").stored == (0,)
     engine.forward("a")
     engine.verify_running()
     engine.verify()
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_block_that_begins_with_a_failed_copy_is_removed(level: int) -> None:
-    """A block that was stored before the copy of its first tokens failed is removed, not served."""
-    engine, switch = engine_with(tokens_per_block=4)
-    fill(engine, [0, 1, 0, 1, 1])
-    if level:
-        fill(engine, [1] * 24)
-    engine.settle()
-    switch.on = True
-    (admitted,) = engine.admit(Request("a", [0, 1, 1, 1, 1, 1]))
-    assert admitted.reused_partial == 2
-    engine.forward("a")
-    engine.manager.add_tokens(["a"], [0])
-    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
-    assert not engine.manager.match([0, 1, 1, 1, 1]).blocks[0].landed
-    assert dict(engine.poll().cut) == {"a": 0}
-    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
-    engine.verify()
-    engine.forward("a")
-    engine.verify()
-    engine.verify_running()
-    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
-
-
-def test_block_that_begins_with_a_copy_lands_with_it() -> None:
-    """A block stored while the copy of its first tokens is on its way has landed when that has, and joins its run."""
-    engine, _ = engine_with(tokens_per_block=4)
-    fill(engine, [0, 1, 0, 1, 1])
-    engine.admit(Request("a", [0, 1, 1, 1, 1, 1, 1, 1, 1]))
-    engine.forward("a")
-    assert [block.landed for block in engine.manager.match([0, 1, 1, 1, 1, 1, 1, 1, 1]).blocks] == [
-        False,
-        True,
-    ]
-    engine.poll()
-    assert [block.landed for block in engine.manager.match([0, 1, 1, 1, 1, 1, 1, 1, 1]).blocks] == [
-        True,
-        True,
-    ]
-    engine.verify()
-
-
-def test_recomputed_block_that_begins_with_a_failed_copy_is_removed() -> None:
-    """A slot that takes over a block of secondary is not trusted before the copy into it has landed."""
+def test_what_was_taken_over_from_secondary_goes_too() -> None:
+    """A sequence's own slot that took over a block of secondary is not kept when the copy into that slot fails."""
     engine, switch = engine_with(tokens_per_block=4)
     fill(engine, [0, 1, 0, 1, 1])
     engine.settle()
@@ -171,13 +141,35 @@ def test_recomputed_block_that_begins_with_a_failed_copy_is_removed() -> None:
     engine.admit(Request("b", [1] * 16))
     assert [block.level for block in engine.manager.match([0, 1, 1, 1, 1]).blocks] == [1]
     engine.forward("a")
-    (block,) = engine.manager.match([0, 1, 1, 1, 1]).blocks
-    assert (block.level, block.landed) == (0, False)
-    assert dict(engine.poll().cut) == {"a": 0}
+    assert [block.level for block in engine.manager.match([0, 1, 1, 1, 1]).blocks] == [0]
+    assert dict(engine.poll().cut) == {"a": 0, "b": 0}
     assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
     engine.settle()
     engine.verify()
     engine.verify_running()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_block_that_begins_with_a_failed_copy_is_not_served(level: int) -> None:
+    """A block that was stored before the copy of its first tokens failed is gone, and can be stored again."""
+    engine, switch = engine_with(tokens_per_block=4)
+    fill(engine, [0, 1, 0, 1, 1])
+    if level:
+        fill(engine, [1] * 24)
+    engine.settle()
+    switch.on = True
+    (admitted,) = engine.admit(Request("a", [0, 1, 1, 1, 1, 1]))
+    assert admitted.reused_partial == 2
+    engine.forward("a")
+    engine.manager.add_tokens(["a"], [0])
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
+    assert dict(engine.poll().cut) == {"a": 0}
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 0
+    engine.verify()
+    engine.forward("a")
+    engine.verify()
+    engine.verify_running()
+    assert engine.manager.count_reusable([0, 1, 1, 1, 1]) == 1
 
 
 def test_decoding_goes_on_after_a_cut() -> None:
@@ -201,8 +193,63 @@ def test_decoding_goes_on_after_a_cut() -> None:
     engine.verify_running()
 
 
+def test_outstanding_copies_are_given_up_with_the_one_that_failed() -> None:
+    """What is still running or was never started ends with the failure, each once; it is not listed as failed."""
+    engine, switch = engine_with(late=3)
+    late = engine.copier
+    assert isinstance(late, LateCopier)
+    in_secondary(engine)
+    events = heard(engine)
+    switch.on = True
+    engine.admit(Request("a", PROMPT))
+    engine.start_transfers()
+    switch.on = False
+    late.tick()
+    engine.end("a")
+    engine.admit(Request("b", [2] * 12))
+    engine.start_transfers()
+    late.tick()
+    late.tick()
+    engine.end("b", store=False)
+    engine.admit(Request("c", PROMPT))
+    outstanding = set(engine.manager.state.transfers)
+    assert late.waiting
+    assert engine.manager.transfers is not None
+    assert engine.manager.transfers.pending
+    polled = engine.poll()
+    failed = [event for event in events if isinstance(event, TransferFailed)]
+    assert [event.reason for event in failed][-1] == GIVEN_UP
+    assert {transfer for transfer, _ in polled.failed} < outstanding
+    assert {transfer for event in failed for transfer in array("q", event.transfers)} == outstanding
+    assert not engine.manager.state.transfers
+    assert engine.manager.start_transfers() is None  # nobody needs what was not started
+    assert dict(polled.cut) == {"c": 0}
+    engine.forward("c")
+    for _ in range(9):
+        late.tick()
+        assert engine.poll().failed == ()
+    engine.verify()
+    engine.verify_running()
+
+
+def test_a_second_failure_is_told_as_well() -> None:
+    """After everything began again, a later failure clears and cuts once more."""
+    engine, switch = engine_with()
+    for _ in range(2):
+        in_secondary(engine)
+        switch.on = True
+        engine.admit(Request("a", PROMPT))
+        engine.start_transfers()
+        switch.on = False
+        assert dict(engine.poll().cut) == {"a": 0}
+        engine.forward("a")
+        engine.verify_running()
+        engine.end("a", store=False)
+        engine.verify()
+
+
 def test_state_after_failures_is_a_fold_of_the_events() -> None:
-    """Failures are events: a second state that folds them is equal, and holds nothing that failed."""
+    """Failures are events: a second state that folds them is equal, and holds nothing that was cached."""
     engine, switch = engine_with()
     mirror = strategies.mirror_of(engine.manager)
     fill(engine, PROMPT)
@@ -213,11 +260,12 @@ def test_state_after_failures_is_a_fold_of_the_events() -> None:
     engine.poll()
     assert fingerprint(mirror) == engine.manager.fingerprint()
     assert not mirror.transfers
+    assert strategies.cached_blocks(mirror) == {}
     check(mirror)
 
 
 def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
-    """A block that lost its name on the way is still waited for by every sequence that holds it."""
+    """A block that lost its name on the way may be held by several: all of them begin again."""
     engine, switch = engine_with(primary_blocks=12)
     fill(engine, PROMPT)
     switch.on = True
@@ -235,62 +283,33 @@ def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
     engine.verify_running()
 
 
-def test_nothing_is_stored_behind_a_swapped_block_before_its_copy_landed() -> None:
-    """Where another one's block takes the place of a copy, blocks computed from that copy wait for its fate."""
-    for fails in (True, False):
-        engine, switch = engine_with(primary_blocks=12)
-        fill(engine, PROMPT)
-        engine.admit(Request("first", [0, 0]))
-        engine.start_transfers()
-        switch.on = fails
-        engine.admit(Request("a", [0, 0, 1, 1, 1]))
-        engine.start_transfers()
-        switch.on = False
-        engine.forward("first")
-        engine.write("a", 5)
-        swapped = engine.manager.store_context_blocks("a", 5).swapped
-        assert [index for index, _, _ in swapped] == [0]
-        assert engine.manager.count_reusable([0, 0, 1, 1, 1]) == 1
-        engine.poll()
-        engine.verify()
-        engine.verify_running()
-        engine.forward("a", 5)
-        engine.poll()
-        assert engine.manager.count_reusable([0, 0, 1, 1, 1]) == 2
-        engine.verify()
-        engine.verify_running()
-
-
 def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
     """An engine that flushes before it polls is held back until it has heard what to compute again."""
-    engine, switch = engine_with()
-    fill(engine, PROMPT)
-    fill(engine, [1] * 12)
-    engine.settle()
+    engine, switch = engine_with(primary_blocks=7)
+    in_secondary(engine)
     switch.on = True
     engine.admit(Request("a", [0, 1, 0, 1, 0, 0]), Request("b", [1]))
     engine.start_transfers()
     manager = engine.manager
     manager.flush()
     manager.flush()
+    engine.admit(Request("later", [1]))
     before = manager.fingerprint()
     for call in (
         lambda: manager.block_table("a"),
-        lambda: manager.block_tables(["b", "a"]),
+        lambda: manager.block_tables(["later", "a"]),
         lambda: manager.store_context_blocks("a", 6),
-        lambda: manager.add_tokens(["b", "a"], [1, 1]),
+        lambda: manager.add_tokens(["later", "a"], [1, 1]),
         lambda: manager.add_tokens(["a"], [1, 1], [2]),
     ):
-        with pytest.raises(
-            ComputationLost, match="request 'a' failed, and 0 of its tokens are still computed"
-        ):
+        with pytest.raises(ComputationLost, match="0 tokens of request 'a' are still computed"):
             call()
     assert manager.fingerprint() == before
-    manager.block_table("b")
+    manager.block_table("later")
     polled = manager.poll()
     assert polled.failed
     assert all("chosen to fail" in reason for _, reason in polled.failed)
-    assert polled.cut == (("a", 0),)
+    assert polled.cut == (("a", 0), ("b", 0))
     assert manager.poll().cut == ()
     switch.on = False
     engine.forward("a")
@@ -300,9 +319,7 @@ def test_flush_keeps_what_was_lost_until_it_is_told() -> None:
 def test_what_a_request_lost_goes_with_it() -> None:
     """A later request of the same id has lost nothing."""
     engine, switch = engine_with()
-    fill(engine, PROMPT)
-    fill(engine, [1] * 12)
-    engine.settle()
+    in_secondary(engine)
     switch.on = True
     engine.admit(Request("a", [0, 1, 0, 1, 0, 0]))
     engine.start_transfers()
@@ -314,43 +331,10 @@ def test_what_a_request_lost_goes_with_it() -> None:
     assert engine.manager.poll().cut == ()
 
 
-def test_unnamed_block_is_not_swapped_while_another_ones_copy_is_outstanding() -> None:
-    """Who holds a block that a sequence which is gone had brought is still told when that copy fails."""
-    engine, switch = engine_with(primary_blocks=10, secondary_blocks=10)
-    late = LateCopier(engine.manager.transfers._copier, 50)  # type: ignore[union-attr]
-    engine.manager.transfers._copier = engine.copier = late  # type: ignore[union-attr]
-    prompt = [5, 6, 7, 8]
-    fill(engine, [*prompt, 1])
-    fill(engine, [1] * 20)
-    engine.settle()
-    assert [block.level for block in engine.manager.match([*prompt, 1]).blocks] == [1, 1]
-    switch.on = True
-    engine.admit(Request("a", [*prompt, 1]))
-    engine.start_transfers()
-    switch.on = False
-    engine.admit(Request("b", [*prompt, 2, 3, 4]))
-    engine.start_transfers()
-    engine.manager._blocks.clear()
-    engine.end("a", store=False)
-    engine.admit(Request("c", [*prompt, 9]))
-    engine.forward("c")
-    engine.forward("b")
-    engine.settle()
-    engine.verify()
-    engine.verify_running()
-    assert engine.manager.count_reusable([*prompt, 2, 3, 4]) == 2
-    engine.forward("b")
-    assert engine.manager.count_reusable([*prompt, 2, 3, 4]) == 3
-    engine.verify()
-    engine.verify_running()
-
-
 def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:
     """After a clear, too, nothing can have been computed from copies that nobody has started."""
     engine, _ = engine_with()
-    fill(engine, PROMPT)
-    fill(engine, [1] * 12)
-    engine.settle()
+    in_secondary(engine)
     engine.admit(Request("a", [0, 1, 0, 1, 0]))
     engine.admit(Request("b", [0, 1, 0, 1, 1]))
     engine.manager._blocks.clear()
@@ -358,3 +342,63 @@ def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:
         engine.manager.store_context_blocks("b", 5)
     with pytest.raises(TransfersPending):
         engine.manager.add_tokens(["b"], [1])
+
+
+def test_closing_waits_for_what_was_given_up() -> None:
+    """Copies of which nobody wants to know any more still write: the pools are given back after the last one."""
+    engine, switch = engine_with(late=3)
+    late = engine.copier
+    assert isinstance(late, LateCopier)
+    in_secondary(engine)
+    switch.on = True
+    engine.admit(Request("a", PROMPT))
+    engine.start_transfers()
+    switch.on = False
+    late.tick()
+    engine.admit(Request("b", [2] * 6))
+    engine.start_transfers()
+    late.tick()
+    late.tick()
+    assert engine.poll().failed
+    assert late.waiting
+    engine.manager.close()
+    assert not late.waiting
+
+
+def test_routers_are_told_of_a_block_that_begins_with_a_copy_and_cleared_if_that_fails() -> None:
+    """Stored is stored: the engine computed behind the copy. Should it fail, everything is cleared for routers too."""
+    engine, switch = engine_with(late=2, tokens_per_block=4, block_hash="v2_sha256_64")
+    feed, manager = Feed(), engine.manager
+    seen = seen_by(feed, manager)
+    fill(engine, [0, 1, 0, 1, 1])
+    engine.settle()
+    switch.on = True
+    engine.admit(Request("a", [0, 1, 1, 1, 1, 1]))
+    engine.forward("a")
+    engine.manager.add_tokens(["a"], [0])
+    manager.flush()
+    assert manager.state.transfers
+    assert len(feed.resident(0, 0)) == 2
+    assert [block.landed for block in manager.match([0, 1, 1, 1, 1]).blocks] == [True]
+    seen.clear()
+    engine.settle()
+    manager.flush()
+    assert feed.resident(0, 0) == set()
+    assert seen == [Cleared()]
+
+
+def seen_by(feed: Feed, manager: KVCacheManager) -> list[Change]:
+    """What a router hears from the next flush on; it begins with what there is."""
+    changes: list[Change] = []
+    assert manager.state.created is not None
+    feed.fold(EventBatch(0, 0, (manager.state.created, export(manager.state))))
+    flush = manager.flush
+
+    def folded() -> EventBatch | None:
+        batch = flush()
+        if batch is not None:
+            changes.extend(feed.fold(batch))
+        return batch
+
+    manager.flush = folded  # type: ignore[method-assign]
+    return changes

@@ -70,7 +70,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
     StateExported(
         (GroupExported((SPACE,), bytes(72), TOKENS, TWO, KEYS, (TWO, b""), b""),),
         (SequenceExported(7, "chat-1", SPACE, 3, TOKENS, 3, 3, (0,), (TWO,)),),
-        (TransferExported(1, 0, 1, TWO, None, 0),),
+        (TransferExported(1, 0, 1, TWO, None),),
         8,
         2,
         5,
