@@ -67,13 +67,23 @@ class LogLocked(LogError):
 
 
 class NotALog(LogError):
-    """No log is there: the directory is missing, empty, or holds other things."""
+    """No log is there: the directory is missing, empty, or holds other things.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    `to_write` says whether a log was to be written there: then an empty or a missing directory would do.
+    """
+
+    def __init__(self, path: Path, to_write: bool = False) -> None:
+        super().__init__(path, to_write)
+        self.to_write = to_write
 
     def __str__(self) -> str:
-        return f"{self.path} is not a log directory: give one that kvcache wrote, or an empty one to write to"
+        if self.to_write:
+            return (
+                f"{self.path} holds other things than a log: give an empty directory, or a name that is new"
+            )
+        return (
+            f"{self.path} is not a log directory: give the one that was written to, with *.kvlog files in it"
+        )
 
 
 class LogTooNew(LogError):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from kvcache.errors import UsageError
+from kvcache.errors import Unsupported, UsageError
 from kvcache.journal import Journal
 from kvcache.stats import Stats
 from sinks import SinkStats
@@ -45,10 +45,16 @@ class Observed:
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
         """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.
 
-        Waits up to `timeout_ms` (None: for ever) for some. Empty if `event_buffer_max_size` is 0.
+        Waits up to `timeout_ms` (None: for ever) for some. Raises Unsupported if no events are kept, since
+        `event_buffer_max_size` is 0.
         """
         timeout = _seconds(timeout_ms)
-        return self._journal.latest.get(timeout) if self._journal.latest is not None else []
+        if self._journal.latest is None:
+            raise Unsupported(
+                "get_latest_events() without a buffer",
+                "set event_buffer_max_size to the number of events that are to be kept for it",
+            )
+        return self._journal.latest.get(timeout)
 
 
 def _seconds(timeout_ms: Any) -> float | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
@@ -30,6 +30,8 @@ from events.types import EventBatch
 from sinks.salts import PlainSalts
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+_PORT_SHOWN = 6
+"""A port that is too large is repeated if it has no more digits."""
 
 LOGIN_IGNORED = (
     "it asks nobody who he is, so a user and a password would be ignored and protect nothing: leave them out"
@@ -136,12 +138,14 @@ class SinkURL:
             parsed = cls(
                 scheme=parts.scheme,
                 host=parts.hostname,
-                port=parts.port,
+                port=_port(parts),
                 path=unquote(parts.path),
                 options=MappingProxyType(dict(pairs)),
                 user=unquote(parts.username) if parts.username else None,
                 password=unquote(parts.password) if parts.password else None,
             )
+        except SinkURLError:
+            raise
         except ValueError:
             # urllib's message may quote the URL, and the URL may hold a password.
             raise SinkURLError(url.partition(":")[0], "not a valid URL") from None
@@ -192,3 +196,17 @@ class SinkURL:
             return msgspec.convert(dict(self.options), declared, strict=False)
         except msgspec.ValidationError as error:
             raise SinkURLError(str(self), f"bad option: {error}; known options: {known}") from None
+
+
+def _port(parts: SplitResult) -> int | None:
+    """The port; raises SinkURLError, which names the rest of the URL without user, password, path and options."""
+    try:
+        return parts.port
+    except ValueError:
+        given = parts.netloc.rpartition(":")[2]
+        # SECURITY: where an @ is missing, what stands here is a password.
+        shown = f":{given}" if given.isascii() and given.isdigit() and len(given) <= _PORT_SHOWN else ""
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+        raise SinkURLError(
+            f"{parts.scheme}://{host}{shown}", "its port is no number from 0 to 65535"
+        ) from None

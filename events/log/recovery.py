@@ -34,7 +34,7 @@ def claim(directory: Path, resume: bool) -> int:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     is_new = not segment_paths(directory)
     if is_new and holds_foreign_files(directory):
-        raise NotALog(directory)
+        raise NotALog(directory, to_write=True)
     lock = _lock(directory)
     try:
         if segment_paths(directory) and not resume:
@@ -51,7 +51,7 @@ def _lock(directory: Path) -> int:
     try:
         return take_lock(directory / LOCK_NAME)
     except NoRegularFile:
-        raise NotALog(directory) from None
+        raise NotALog(directory, to_write=True) from None
     except LockHeld as held:
         raise LogLocked(directory, held.holder) from None
 

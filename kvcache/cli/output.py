@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Row = Sequence[str]
+_GAP = "  "
+"""Before each column."""
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 
 
@@ -57,10 +59,14 @@ class Output:
             print(f"  {paint(label.ljust(width), 'cyan')}  {text}".rstrip())
 
     def table(self, columns: Sequence[str], rows: Sequence[Row], *, right: Sequence[str] = ()) -> None:
-        """Rows under a heading; the columns named in `right` are aligned to the right."""
+        """Rows under a heading; the columns named in `right` are aligned to the right.
+
+        Where a drawn table has not enough room it would leave columns out: the terminal then wraps plain lines.
+        """
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
         console = _rich_console(sys.stdout)
-        if console is None:
-            _print_plain(columns, rows, right)
+        if console is None or console.width < sum(widths) + len(_GAP) * len(widths):
+            _print_plain(columns, rows, right, widths)
         else:
             _print_rich(console, columns, rows, right)
 
@@ -72,14 +78,15 @@ def paint(text: str, color: str | None) -> str:
     return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
 
 
-def _print_plain(columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+def _print_plain(
+    columns: Sequence[str], rows: Sequence[Row], right: Sequence[str], widths: Sequence[int]
+) -> None:
     for row in (columns, *rows):
         cells = [
             cell.rjust(width) if name in right else cell.ljust(width)
             for name, cell, width in zip(columns, row, widths, strict=True)
         ]
-        print("  " + "  ".join(cells).rstrip())
+        print(_GAP + _GAP.join(cells).rstrip())
 
 
 def _print_rich(console: Console, columns: Sequence[str], rows: Sequence[Row], right: Sequence[str]) -> None:

@@ -59,6 +59,15 @@ class TestTerminal:
         assert "─" not in shown
         assert "  level      blocks  held  cached, free to evict  blank\r\n" in shown
 
+    @pytest.mark.parametrize("command", [("replay",), ("match", "--request", 12)])
+    def test_narrow(self, log: Path, command: tuple[object, ...]) -> None:
+        """Where a table does not fit it is not drawn, and keeps all of its columns and rows whole."""
+        name, *options = command
+        code = calling(name, log, "-q", *options)
+        narrow = on_terminal(code, COLUMNS="40")
+        assert narrow == on_terminal(NO_RICH + code, COLUMNS="200")
+        assert "  primary  " in narrow
+
     def test_colors_can_be_turned_off(self, log: Path) -> None:
         """Events are colored on a terminal, unless NO_COLOR is set."""
         code = calling("events", log, "--type", "BlocksMoved")

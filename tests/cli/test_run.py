@@ -348,7 +348,7 @@ class TestLog:
         (tmp_path / "thesis.tex").write_text("")
         done = kvcache("run", *SMALL, "--log", tmp_path, *more)
         assert done.code == 2
-        assert "is not a log directory" in done.err
+        assert "holds other things than a log: give an empty directory" in done.err
 
     def test_file_instead_of_a_directory(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """A file cannot be a log; the error says what is needed."""

@@ -25,7 +25,12 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (EventDecodeError("no batch"), {"reason": "no batch"}, "no batch"),
     (LogExists(PATH), {"path": PATH}, "resume=True"),
     (LogLocked(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "by process 7"),
-    (NotALog(PATH), {"path": PATH}, "not a log directory"),
+    (
+        NotALog(PATH),
+        {"path": PATH, "to_write": False},
+        "not a log directory: give the one that was written to",
+    ),
+    (NotALog(PATH, to_write=True), {"path": PATH, "to_write": True}, "give an empty directory"),
     (LogTooNew(PATH, 9), {"path": PATH, "version": 9}, "upgrade"),
     (
         LogDamaged(PATH, 64, 3, "torn apart"),

@@ -14,7 +14,7 @@ import pytest
 
 from events.log import LogReader
 from kvcache import bookkeeping, errors
-from kvcache.errors import NotEnoughMemory, UsageError, WrongThread
+from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
 from sinks import SinkOpenError, SinkRunner
@@ -156,6 +156,15 @@ def test_any_long_wait_is_a_wait(timeout_ms: float) -> None:
     manager.store_context_blocks("c", 3)
     manager.flush()
     assert [event["data"]["type"] for event in manager.get_latest_events(timeout_ms)] == ["stored"]
+
+
+def test_polling_without_a_buffer_is_refused() -> None:
+    """Who polls for events that nobody keeps is told which setting keeps them, and does not wait for ever."""
+    with (
+        KVCacheManager(strategies.config(event_buffer_max_size=0)) as manager,
+        pytest.raises(Unsupported, match="set event_buffer_max_size to"),
+    ):
+        manager.get_latest_events(None)
 
 
 def test_numbers_are_converted_before_anything_is_looked_up() -> None:

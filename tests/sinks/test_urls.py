@@ -77,6 +77,22 @@ class TestParse:
             SinkURL.parse("nats://me:hidden@host:port")
         assert "hidden" not in str(caught.value)
 
+    @pytest.mark.parametrize(
+        ("url", "named"),
+        [
+            ("zmq+pub://127.0.0.1:99999", "zmq+pub://127.0.0.1:99999"),
+            ("x://me:hidden@host:65536/hidden?a=hidden", "x://host:65536"),
+            ("x://[::1]:-1", "x://[::1]"),
+            ("x://me:hidden", "x://me"),
+            ("x://me:12345678", "x://me"),
+        ],
+    )
+    def test_a_bad_port_is_named(self, url: str, named: str) -> None:
+        """A port that there is not is said to be that, with the URL as far as it can hold no secret."""
+        with pytest.raises(SinkURLError) as caught:
+            SinkURL.parse(url)
+        assert str(caught.value) == f"sink {named!r}: its port is no number from 0 to 65535"
+
     def test_a_trailing_separator_is_no_option(self) -> None:
         """Options may end with a separator, as programs write them; an empty one between others is refused."""
         assert dict(SinkURL.parse("x:?a=1&").options) == {"a": "1"}
