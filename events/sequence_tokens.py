@@ -6,7 +6,6 @@ decoded last are kept in a row of lists, and a step is one call of `list.append`
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections.abc import Mapping
 
@@ -34,13 +33,13 @@ class SequenceTokens:
         """Prompt and output as symbols; zeros where a log records no tokens."""
         sampled = self.sampled
         if sampled:
-            self._tokens.frombytes(struct.pack(f"={len(sampled)}i", *sampled))
+            self._tokens.fromlist(sampled)
             sampled.clear()
         return self._tokens
 
     def packed(self, first: int, stop: int) -> bytes:
         """The symbols from one token up to another, int32 LE."""
-        return memoryview(self.tokens)[first:stop].tobytes()
+        return self.tokens[first:stop].tobytes()
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""
