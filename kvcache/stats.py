@@ -13,6 +13,7 @@ from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
 from kvcache.fold.state import CacheState
+from kvcache.own_tokens import OwnTokens
 
 _Gauges = tuple[int, int, int, int, int]
 """Blank slots, primary and secondary; unreferenced ones; sequences."""
@@ -27,6 +28,8 @@ class Stats:
     reused_tokens_primary: int = 0
     reused_tokens_secondary: int = 0
     reused_tokens_partial: int = 0
+    reused_tokens_own: int = 0
+    """Of the reused ones, those that a request which was removed and added again had computed itself before."""
     blocks_allocated: int = 0
     blocks_allocated_decode: int = 0
     blocks_stored: int = 0
@@ -56,13 +59,14 @@ class Stats:
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that needed no computing."""
+        """Prompt tokens that needed no computing, own ones included."""
         return self.reused_tokens_primary + self.reused_tokens_secondary + self.reused_tokens_partial
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were reused."""
-        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """Share of the prompt tokens that were reused, own ones left out of both."""
+        others = self.prompt_tokens - self.reused_tokens_own
+        return (self.reused_tokens - self.reused_tokens_own) / others if others else 0.0
 
 
 _MOVED = {
@@ -80,8 +84,10 @@ class StatsCounter:
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), (0, 0, 0, 0, 0))
         self._total = (0, 0)
+        self._own = OwnTokens()
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
+        bus.subscribe(self._own.remove, ev.SequenceRemoved)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_reused, ev.BlocksReused)
         bus.subscribe(self._on_copied, ev.BlocksCopied)
@@ -118,6 +124,7 @@ class StatsCounter:
 
     def _on_created(self, event: ev.CacheCreated) -> None:
         self._total = event.groups[0].num_blocks
+        self._own.clear()
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts
@@ -126,6 +133,7 @@ class StatsCounter:
         counts["reused_tokens_primary"] += min(event.reused_primary)
         counts["reused_tokens_secondary"] += min(event.reused_secondary)
         counts["reused_tokens_partial"] += event.reused_partial
+        counts["reused_tokens_own"] += self._own.admit(event)
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
         blocks = len(event.slots) // SLOT_BYTES

@@ -66,8 +66,9 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "reused_tokens_primary": result.reused_tokens_primary,
         "reused_tokens_secondary": result.reused_tokens_secondary,
         "reused_tokens_partial": result.reused_tokens_partial,
+        "reused_tokens_own": stats.reused_tokens_own,
         "recomputed_tokens": result.recomputed_tokens,
-        "hit_rate": result.hit_rate,
+        "hit_rate": stats.hit_rate,
         "blocks_allocated": stats.blocks_allocated,
         "blocks_stored": stats.blocks_stored,
         "blocks_removed": stats.blocks_removed,
@@ -144,17 +145,22 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
 
 
 def _requests(outcome: Outcome) -> list[tuple[str, str]]:
-    result = outcome.result
+    result, stats = outcome.result, outcome.stats
     by_level = (
         f"{result.reused_tokens_primary:,} from primary, {result.reused_tokens_secondary:,} from secondary, "
         f"{result.reused_tokens_partial:,} in partial blocks"
     )
+    own = stats.reused_tokens_own
+    if own:
+        by_level += (
+            f"; {own:,} that a request had computed itself before it was added again, not in the share"
+        )
     refused = f", {result.refused:,} refused" if result.refused else ""
     return [
         ("requests", f"{result.requests:,} served in {count(result.steps, 'step')}{refused}"),
         (
             "prompt tokens",
-            f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(result.hit_rate)}",
+            f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(stats.hit_rate)}",
         ),
         ("", by_level),
     ]

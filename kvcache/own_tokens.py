@@ -1,0 +1,70 @@
+"""What a request that comes back has computed itself: an engine that preempts one removes it and adds it again.
+
+Its blocks are still cached, so it finds them, which says nothing about how much requests share. The counters therefore
+keep such tokens apart. A request has come back if its id was removed before, its namespace is the same, and its prompt
+is no shorter than its earlier one and no longer than what it had with its sampled tokens: a later turn of a
+conversation, which is longer, is another request that happens to have its id.
+
+Only `SequenceAdded` and `SequenceRemoved` are looked at, so whoever reads a log from its start finds the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.types import Namespace, RequestId, SequenceAdded, SequenceRemoved
+
+REMEMBERED = 4096
+"""Removed requests that are remembered; the one that was removed first is forgotten first."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request, and the tokens from `first` to `stop` that it has computed itself."""
+
+    request_id: RequestId
+    namespace: Namespace
+    num_prompt_tokens: int
+    first: int
+    num_tokens: int = 0
+    stop: int = 0
+
+    def returns_as(self, event: SequenceAdded) -> bool:
+        """Whether this removed request is admitted again, rather than another one that has its id."""
+        same_length = self.num_prompt_tokens <= event.num_tokens <= self.num_tokens
+        return same_length and self.namespace == event.namespace
+
+
+class OwnTokens:
+    """A fold over admissions and removals."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, _Request] = {}
+        self._removed: dict[RequestId, _Request] = {}
+
+    def admit(self, event: SequenceAdded) -> int:
+        """Note an admitted request; returns how many of its reused tokens it had computed itself before."""
+        first = min(event.reused_primary) + min(event.reused_secondary) + event.reused_partial
+        request = _Request(event.request_id, event.namespace, event.num_tokens, first)
+        self._running[event.handle] = request
+        before = self._removed.pop(event.request_id, None)
+        if before is None or not before.returns_as(event):
+            return 0
+        request.num_prompt_tokens = before.num_prompt_tokens
+        request.first = min(first, before.first)
+        return max(0, min(first, before.stop) - before.first)
+
+    def remove(self, event: SequenceRemoved) -> None:
+        """Note a request that has ended, or was preempted."""
+        request = self._running.pop(event.handle, None)
+        if request is None or event.computed <= request.first:
+            return
+        request.num_tokens, request.stop = event.num_tokens, event.computed
+        self._removed[request.request_id] = request
+        if len(self._removed) > REMEMBERED:
+            del self._removed[next(iter(self._removed))]
+
+    def clear(self) -> None:
+        """Another cache begins."""
+        self._running.clear()
+        self._removed.clear()

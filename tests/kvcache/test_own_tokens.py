@@ -1,0 +1,129 @@
+"""What a preempted request finds of its own is counted apart from what requests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from events.bus import EventBus
+from events.log import LogReader
+from kvcache import own_tokens
+from kvcache.cli.summary import _requests
+from kvcache.manager import KVCacheManager
+from kvcache.stats import Stats, StatsCounter
+from kvcache.workload.summary import RunCounts, StepTimes
+from tests import strategies
+
+
+def cache(**options: Any) -> KVCacheManager:
+    return KVCacheManager(strategies.config(primary_blocks=12), **options)
+
+
+def compute(manager: KVCacheManager, request_id: str, tokens: list[int], **options: Any) -> int:
+    """Admit and compute a prompt; how many of its tokens were reused."""
+    admission = manager.add_sequence(request_id, tokens, **options)
+    manager.store_context_blocks(request_id, len(tokens))
+    return admission.reused_tokens
+
+
+def counted(manager: KVCacheManager) -> tuple[int, int, float]:
+    """Reused tokens, own ones among them, and the hit rate."""
+    manager.flush()
+    stats = manager.stats()
+    return stats.reused_tokens, stats.reused_tokens_own, stats.hit_rate
+
+
+def test_request_that_returns_alone_hits_nothing() -> None:
+    """A request that is preempted again and again beside nobody finds its own blocks: no hit."""
+    manager = cache()
+    tokens = [1, 2, 3, 4, 5]
+    compute(manager, "a", tokens)
+    for sampled in (6, 7, 8, 9):
+        manager.add_tokens(["a"], [sampled])
+        tokens.append(sampled)
+        manager.remove_sequence("a")
+        compute(manager, "a", tokens)
+    # Each time all but the last token; the partial block at the end is copied.
+    assert counted(manager) == (5 + 6 + 7 + 8, 5 + 6 + 7 + 8, 0.0)
+
+
+def test_what_others_had_computed_stays_a_hit() -> None:
+    """Only the tokens behind those that were reused at the first admission are the request's own."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 9])
+    assert compute(manager, "a", [1, 2, 3, 4, 5, 6, 7]) == 4
+    manager.remove_sequence("a")
+    assert compute(manager, "a", [1, 2, 3, 4, 5, 6, 7]) == 6
+    assert counted(manager) == (10, 2, 8 / 17)
+
+
+def test_what_was_evicted_meanwhile_and_computed_again_is_own() -> None:
+    """A request that returns and has to compute again what it once shared owns that as well."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 9])
+    manager.remove_sequence("other")
+    compute(manager, "a", [1, 2, 3, 4, 5])
+    manager.remove_sequence("a")
+    manager.clear()
+    assert compute(manager, "a", [1, 2, 3, 4, 5]) == 0
+    manager.remove_sequence("a")
+    assert compute(manager, "a", [1, 2, 3, 4, 5]) == 4
+    assert counted(manager)[:2] == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [([1, 2, 3, 4, 5, 6, 7], {}), ([1, 2, 3, 4], {}), ([1, 2, 3, 4, 5], {"lora_id": 1})],
+    ids=["a longer prompt", "a shorter prompt", "another namespace"],
+)
+def test_other_request_of_the_same_id_does_not_return(tokens: list[int], options: dict[str, Any]) -> None:
+    """A later turn of a conversation, or whatever else gets an old id, counts as any request."""
+    manager = cache()
+    compute(manager, "a", [1, 2, 3, 4, 5])
+    manager.add_tokens(["a"], [6])
+    manager.remove_sequence("a")
+    reused = compute(manager, "a", tokens, **options)
+    assert counted(manager) == (reused, 0, reused / (5 + len(tokens)))
+
+
+def test_removed_requests_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many removed requests are remembered, and no more."""
+    monkeypatch.setattr(own_tokens, "REMEMBERED", 2)
+    manager = cache()
+    for name in ("a", "b", "c"):
+        compute(manager, name, [ord(name)] * 3)
+        manager.remove_sequence(name)
+    for name in ("a", "b"):
+        assert compute(manager, name, [ord(name)] * 3) == 2
+    assert counted(manager)[:2] == (4, 2)
+
+
+def test_reader_of_a_log_counts_alike(tmp_path: Path) -> None:
+    """The same counters, fed with what a log recorded, come to the same."""
+    with cache(log=tmp_path / "log") as manager:
+        for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 3, 4]):
+            compute(manager, "a", tokens)
+            manager.add_tokens(["a"], [4])
+            manager.remove_sequence("a")
+    bus = EventBus()
+    counter = StatsCounter(bus)
+    for batch in LogReader(tmp_path / "log"):
+        for event in batch.events:
+            bus.publish(event)
+    counter.publish(manager.state, 0)
+    told, read = manager.stats(), counter.read()
+    assert (
+        (read.reused_tokens, read.reused_tokens_own) == (told.reused_tokens, told.reused_tokens_own) == (5, 5)
+    )
+
+
+@pytest.mark.parametrize("own", [0, 1234])
+def test_summary_tells_of_own_tokens_if_there_are_any(own: int) -> None:
+    """The summary of a run has no word of them where no request came back."""
+    result = RunCounts().result(StepTimes(), interrupted=False)
+    outcome = SimpleNamespace(result=result, stats=Stats(prompt_tokens=2000, reused_tokens_own=own))
+    text = str(_requests(outcome))  # type: ignore[arg-type]
+    assert ("1,234 that a request had computed itself" in text) == bool(own)
