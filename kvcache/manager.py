@@ -22,7 +22,7 @@ from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import OutOfBlocks, Unsupported, UsageError
+from kvcache.errors import OutOfBlocks, UnknownRequest, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
@@ -35,7 +35,7 @@ from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.reading import Reading
 from kvcache.refusals import RefusalNotes
-from kvcache.results import Admission, PollResult, Request, StoreResult
+from kvcache.results import Admission, BlockTable, PollResult, Request, StoreResult
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import engine_for
 from sinks import Sink, SinkContext, SinkRunner
@@ -175,14 +175,21 @@ class KVCacheManager(Reading, Observed):
         return [self._admission(sequence, plan) for sequence, plan in admitted]
 
     def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
-        request_id = sequence.request_id
+        request_id, handle = sequence.request_id, sequence.handle
         return Admission(
             request_id,
-            sequence.handle,
+            handle,
             sequence.num_tokens,
             *plan.reused,
-            lambda: (self.block_table(request_id),),
+            lambda: (self._block_table_of(request_id, handle),),
         )
+
+    def _block_table_of(self, request_id: RequestId, handle: int) -> BlockTable:
+        """The block table of one admission: a later one of the same id is another sequence."""
+        self._guard.enter()
+        if self.state.handles.get(request_id) != handle:
+            raise UnknownRequest(request_id)
+        return self.block_table(request_id)
 
     # -- bytes
 

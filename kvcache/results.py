@@ -82,7 +82,11 @@ class Admission:
 
     @property
     def block_tables(self) -> tuple[BlockTable, ...]:
-        """The block table per window, as it is now. Raises `TransfersPending` before `start_transfers`."""
+        """The block table per window, as it is now.
+
+        Raises `TransfersPending` before `start_transfers`, and `UnknownRequest` once this sequence was removed, also
+        if another one has its id by then.
+        """
         return self._tables()
 
 

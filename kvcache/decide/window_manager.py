@@ -32,7 +32,7 @@ from events.types import (
 from kvcache.decide.eviction import Evictor
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import PartialMatch, PathMatch, covered, covered_child, match
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, common_bytes
+from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 
@@ -189,12 +189,8 @@ class WindowBlockManager:
         if self.group.shared:
             own = self._own_blocks(sequence.tables[self.index], first)
             full, stop = min(full, own), min(stop, own * size)
-        while first < full and tail.children:
-            done = self._adopt(sequence, first, full, swaps)
-            if not done:
-                break
-            first += done
-            tail = sequence.tails[self.index]
+        if first < full and tail.children:
+            first += self._adopt(sequence, first, full, swaps)
         if first * size < stop:
             self._store_new(sequence, first, stop)
         return swaps
@@ -245,35 +241,36 @@ class WindowBlockManager:
         return len(table)
 
     def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Swap]) -> int:
-        """If another sequence has stored the next blocks meanwhile, hold its copy instead; returns how many."""
-        size, block_bytes = self.tokens_per_block, self.tokens_per_block * SYMBOL_BYTES
-        child = sequence.tails[self.index].children.get(sequence.packed(first * size, (first + 1) * size))
-        if child is None:
+        """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
+        index, size = self.index, self.tokens_per_block
+        tail, table = sequence.tails[index], sequence.tables[index]
+        if sequence.packed(first * size, (first + 1) * size) not in tail.children:
             return 0
-        symbols = sequence.packed(first * size, min(full, first + len(child.slots)) * size)
-        take = common_bytes(child, symbols, 0, len(symbols)) // block_bytes
-        theirs, own = child.slots[:take], sequence.tables[self.index][first : first + take]
-        names = self._names(bytes(child.keys[: take * self._key_bytes]))
-        if child.level == PRIMARY:
-            swaps += zip(range(first, first + take), own, theirs, strict=True)
-            event: Event = BlocksReused(
-                sequence.handle, self.index, PRIMARY, first, theirs.tobytes(), names, own[::-1].tobytes()
+        symbols = sequence.packed(first * size, full * size)
+        found = match(self.group.tree, tail, symbols, len(symbols), partial=False)
+        primary, secondary = self.blocks_of(found, PRIMARY), self.blocks_of(found, SECONDARY)
+        middle, last = first + len(primary.slots), first + found.blocks
+        own, recomputed = table[first:middle], table[middle:last]
+        if own:
+            swaps += zip(range(first, middle), own, primary.slots, strict=True)
+            slots, replaced = primary.slots.tobytes(), own[::-1].tobytes()
+            self._emit(BlocksReused(sequence.handle, index, PRIMARY, first, slots, primary.names, replaced))
+        if recomputed:
+            self._emit(
+                BlocksMoved(
+                    index,
+                    secondary.names,
+                    SECONDARY,
+                    secondary.slots.tobytes(),
+                    PRIMARY,
+                    recomputed.tobytes(),
+                    MoveReason.RECOMPUTED,
+                    0,
+                    sequence.handle,
+                    middle,
+                )
             )
-        else:
-            event = BlocksMoved(
-                self.index,
-                names,
-                SECONDARY,
-                theirs.tobytes(),
-                PRIMARY,
-                own.tobytes(),
-                MoveReason.RECOMPUTED,
-                0,
-                sequence.handle,
-                first,
-            )
-        self._emit(event)
-        return take
+        return found.blocks
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`."""

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from events.types import PRIMARY
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Root, Run, common_bytes, common_prefix
+from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Run, common_bytes, common_prefix
 
 
 @dataclass(slots=True)
@@ -54,16 +54,16 @@ class PathMatch:
         return sum(take for run, take in self.runs if run.level == PRIMARY and not run.refs)
 
 
-def match(tree: PrefixTree, root: Root | None, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
-    """The longest cached prefix of ``symbols[:stop]`` (bytes) in one namespace.
+def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
+    """The longest prefix of ``symbols[:stop]`` (bytes) that is cached behind `top`, a namespace's root or a run.
 
     `partial` asks for the leading tokens of one more block as well.
     """
     found = PathMatch()
-    if root is None:
+    if top is None:
         return found
     size = tree.block_bytes
-    node: Node = root
+    node = top
     position = 0
     while position + size <= stop:
         child = node.children.get(symbols[position : position + size])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from events.types import BlocksMoved, BlocksRemoved
-from kvcache.errors import OutOfBlocks
+from kvcache.errors import OutOfBlocks, UnknownRequest
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
 from tests import strategies
@@ -33,6 +33,19 @@ def test_prompt_takes_the_blocks_it_needs() -> None:
     assert (admitted.num_tokens, admitted.reused_tokens) == (3, 0)
     assert admitted.block_tables[0].tolist() == [0, 1]
     assert manager.num_free_blocks == 6
+
+
+def test_block_tables_belong_to_their_admission() -> None:
+    """What an admission shows ends with its sequence, also if the same id runs again."""
+    manager = cache()
+    old = manager.add_sequence("a", [1, 2, 3])
+    manager.remove_sequence("a")
+    with pytest.raises(UnknownRequest):
+        _ = old.block_tables
+    new = manager.add_sequence("a", [7] * 5)
+    with pytest.raises(UnknownRequest):
+        _ = old.block_tables
+    assert new.block_tables[0].tolist() == manager.block_table("a").tolist()
 
 
 def test_reused_tokens_are_told_by_where_they_were() -> None:

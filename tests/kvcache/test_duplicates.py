@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from events.types import BlocksMoved, BlocksReused, MoveReason
+from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request
 from tests import strategies
@@ -77,6 +77,36 @@ def test_block_that_lies_in_secondary_moves_to_the_one_who_computed_it() -> None
     assert (event.why, event.transfer) == (MoveReason.RECOMPUTED, 0)
     assert len(manager.state.groups[0].levels[1].free) == 4
     manager.check()
+
+
+def duplicates_of(prompt: list[int], *, split: bool) -> tuple[list[Event], bytes]:
+    """A sequence stores what another one had stored before: half of that in primary, half in secondary.
+
+    Returns what this made happen, and the fingerprint. With `split`, each run of the tree was cut into blocks before.
+    """
+    manager = KVCacheManager(strategies.config(primary_blocks=12, secondary_blocks=8))
+    manager.add_sequences([Request("b", prompt), Request("a", prompt)])
+    manager.store_context_blocks("a", 8)
+    manager.remove_sequence("a")
+    manager.add_sequence("filler", [9] * 10)
+    assert [block.level for block in manager.match(prompt).blocks] == [0, 0, 1, 1]
+    manager.flush()
+    group = manager.state.groups[0]
+    for run in list(group.tree.runs.values()) if split else ():
+        while len(run.slots) > 1:
+            group.split(run, 1)
+    assert len(group.tree.runs) == (4 if split else 2)
+    assert manager.store_context_blocks("b", 8).stored_blocks == 4
+    return list(manager.bus.pending), manager.fingerprint()
+
+
+def test_where_runs_begin_does_not_matter() -> None:
+    """The same blocks are found at once, and told by the same events, be they in one run per level or in many."""
+    prompt = list(range(9))
+    events, end = duplicates_of(prompt, split=False)
+    kinds = [ContextComputed, BlocksReused, BlocksMoved]
+    assert [type(event) for event in events] == kinds
+    assert duplicates_of(prompt, split=True) == (events, end)
 
 
 def test_namespaces_are_never_merged() -> None:
