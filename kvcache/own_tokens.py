@@ -5,14 +5,14 @@ keep such tokens apart. A request has come back if its id was removed before, it
 is no shorter than its earlier one and no longer than what it had with its sampled tokens: a later turn of a
 conversation, which is longer, is another request that happens to have its id.
 
-Only `SequenceAdded` and `SequenceRemoved` are looked at, so whoever reads a log from its start finds the same.
+Only events are looked at, so whoever reads a log from its start finds the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from events.types import Namespace, RequestId, SequenceAdded, SequenceRemoved
+from events.types import Namespace, RequestId, SequenceAdded, SequenceRemoved, TransferFailed
 
 REMEMBERED = 4096
 """Removed requests that are remembered; the one that was removed first is forgotten first."""
@@ -63,6 +63,11 @@ class OwnTokens:
         self._removed[request.request_id] = request
         if len(self._removed) > REMEMBERED:
             del self._removed[next(iter(self._removed))]
+
+    def begin_again(self, event: TransferFailed) -> None:
+        """A copy has failed, so that what runs computes all of its tokens itself."""
+        for request in self._running.values():
+            request.first = 0
 
     def clear(self) -> None:
         """Another cache begins."""

@@ -88,6 +88,7 @@ class StatsCounter:
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
         bus.subscribe(self._own.remove, ev.SequenceRemoved)
+        bus.subscribe(self._own.begin_again, ev.TransferFailed)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_reused, ev.BlocksReused)
         bus.subscribe(self._on_copied, ev.BlocksCopied)

@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from events.bus import EventBus
 from events.log import LogReader
+from events.types import Namespace, SequenceAdded, SequenceRemoved, TransferFailed
 from kvcache import own_tokens
 from kvcache.cli.summary import _requests
 from kvcache.manager import KVCacheManager
@@ -72,6 +74,22 @@ def test_what_was_evicted_meanwhile_and_computed_again_is_own() -> None:
     manager.remove_sequence("a")
     assert compute(manager, "a", [1, 2, 3, 4, 5]) == 4
     assert counted(manager)[:2] == (8, 4)
+
+
+def test_after_a_failed_copy_all_is_own() -> None:
+    """A failed copy makes each sequence compute all of its tokens, also those that it had reused."""
+    bus = EventBus()
+    counter = StatsCounter(bus)
+    added = SequenceAdded(1, "a", Namespace(), 5, bytes(20), (4,), (0,), 0)
+    for event in (
+        added,
+        TransferFailed(bytes(8), "lost"),
+        SequenceRemoved(1, (2,), (b"",), 5, 5),
+        msgspec.structs.replace(added, handle=2),
+    ):
+        bus.publish(event)
+    counter.publish(cache().state, 0)
+    assert (counter.read().reused_tokens, counter.read().reused_tokens_own) == (8, 4)
 
 
 @pytest.mark.parametrize(
