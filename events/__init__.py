@@ -12,6 +12,7 @@ from events.errors import (
     LogExists,
     LogLocked,
     LogTooNew,
+    LogUnavailable,
     LogWriteFailed,
     NotALog,
 )
@@ -94,6 +95,7 @@ __all__ = [
     "LogExists",
     "LogLocked",
     "LogTooNew",
+    "LogUnavailable",
     "LogWriteFailed",
     "MoveReason",
     "Namespace",

@@ -10,7 +10,8 @@
         ├── NotALog           a directory with something else in it, or nothing at all
         ├── LogTooNew         written by a newer version of this software
         ├── LogDamaged        bytes that were once whole are not what was written
-        └── LogWriteFailed    the disk refused; nothing more is recorded
+        ├── LogUnavailable    the system does not let us have a log there
+        └── LogWriteFailed    the disk refuses to be written, or the log is closed
 
 Messages are built from our own fields only: bytes that failed to decode may hold somebody's prompt, and
 are never repeated. All errors survive pickling, because engines carry them between processes.
@@ -115,8 +116,23 @@ class LogDamaged(LogError):
         return f"{self.path} is damaged at {where}: {self.reason}; restore the file from a copy"
 
 
+class LogUnavailable(LogError):
+    """The system does not let us make, open or lock a log there: no permission, a read-only disk, too long a path."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path} cannot be used for a log: {self.reason}; choose a directory that this user may write to"
+
+
 class LogWriteFailed(LogError):
-    """The log stopped recording. `errno` is the system's error number, if it was the system that failed."""
+    """Nothing is recorded at present, because the disk refuses, or any more, because the log is closed.
+
+    `errno` is the system's error number, if it was the system that failed. An open log tries again by itself, and then
+    records what has waited in its queue, a `Gap` for what had no room there, and the whole state.
+    """
 
     def __init__(self, path: Path, reason: str, errno: int | None = None) -> None:
         super().__init__(path, reason, errno)
@@ -124,7 +140,12 @@ class LogWriteFailed(LogError):
         self.errno = errno
 
     def __str__(self) -> str:
-        return f"{self.path} is not recorded any more: {self.reason}; make room or open a new log"
+        if self.errno is None:
+            return f"{self.path} is not recorded: {self.reason}; open a new log"
+        return (
+            f"{self.path} cannot be written: {self.reason}; make room or mend the disk, which is tried again until the "
+            "log is closed"
+        )
 
 
 def type_and_place(error: BaseException) -> str:

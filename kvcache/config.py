@@ -150,7 +150,8 @@ class LogConfig(_Settings, frozen=True):
     can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
     finds full blocks only, by their names. Sinks that do not say whether they need token ids get none either."""
     overflow: Annotated[Literal["block", "drop"], Accepts("block or drop")] = "drop"
-    """When the disk is too slow: let the engine wait, or lose batches and record the loss."""
+    """When the disk is too slow: let the engine wait, or lose batches and record the loss. While it refuses to be
+    written (it is full, or fails), both lose what the queue has no room for, and with `block` each flush raises."""
     segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), Accepts("bytes, from 4096 to 2**62")] = (
         64 * 1024 * 1024
     )

@@ -23,6 +23,9 @@
         ├── InvariantViolated
         └── Poisoned
 
+Beside these, opening a log raises what `events.errors` lists, and `flush`, `clear` and `close` raise its
+`LogWriteFailed`, which says nothing against the manager.
+
 Each error keeps what a program can act on as attributes and passes exactly these to ``Exception``, so that
 it survives pickling; its text is made from them and says what to do. No text contains token ids: they are
 the prompt, and error texts end up in logs that more people read.

@@ -329,14 +329,20 @@ class KVCacheManager(Reading, Observed):
     # -- end of a step
 
     def flush(self) -> EventBatch | None:
-        """End an engine step: publish what happened as one batch. An empty step makes no batch."""
+        """End an engine step: publish what happened as one batch. An empty step makes no batch.
+
+        With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
+        and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
+        """
         self._guard.enter()
         if self.state.transfers:
             self._poll()
         if self._blocks.upkeep_due:
             with self._guard:
                 self._blocks.upkeep()
-        return self._flush()
+        batch = self._flush()
+        self._journal.outlets.check_log()
+        return batch
 
     def _flush(self) -> EventBatch | None:
         if not self._journal.due():
@@ -375,4 +381,5 @@ class KVCacheManager(Reading, Observed):
         self._poll()
         with self._guard:
             self._blocks.checkpoint()
+        self._journal.outlets.make_room()
         self._flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from events.codec import batch_without_tokens
+from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
@@ -18,6 +20,7 @@ from kvcache.errors import UsageError
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.router_feed import RouterFeed
 
+_ROOM_SECONDS = 2.0
 LogTarget = LogWriter | str | PathLike[str] | None
 
 
@@ -77,15 +80,27 @@ class Outlets:
         return self.log.next_seq if self.log is not None else 0
 
     def publish(self, batch: EventBatch) -> None:
-        """Hand a batch over."""
+        """Hand a batch over. Never raises: `check_log` tells of a log that takes none."""
         if self.log is not None:
-            self.log.append(batch)
+            with contextlib.suppress(LogWriteFailed):
+                self.log.append(batch)
         for runner in self._whole:
             runner.put(batch)
         if self._without_tokens:
             stripped = batch_without_tokens(batch)
             for runner in self._without_tokens:
                 runner.put(stripped)
+
+    def check_log(self) -> None:
+        """Raise `events.LogWriteFailed` if the log takes nothing, unless it is to lose batches instead."""
+        if self.log is not None:
+            self.log.check()
+
+    def make_room(self) -> None:
+        """Wait a moment for a log that has lost batches, so that it can still be told of that before it is closed."""
+        if self.log is not None and self.log.has_lost:
+            with contextlib.suppress(LogWriteFailed):
+                self.log.flush(_ROOM_SECONDS)
 
     def take_gap(self) -> Gap | None:
         """What the log has lost, once there is room again."""

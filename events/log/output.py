@@ -1,14 +1,23 @@
-"""Batches become frames in segment files. The writer thread's half of the log: it alone calls this.
+"""Batches become frames in segment files. The log's thread alone calls this.
 
 A segment is created with its first frame, so that every segment has one, and gets its name when its header
 is on disk, so that every name has a whole header. Segments end by size only: equal batches give equal files.
+
+What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
+back to the last durable frame, and what is written next begins there, in the file opened anew and cut off at that
+place: after a failed sync nobody knows what of the rest the system still has, so it is written once more. Before a
+segment ends, all of it is durable, so going back never leaves a segment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
@@ -33,62 +42,87 @@ _PARTS_MAX = 1000
 """Systems take 1024 buffers in one write."""
 
 
+class Record(NamedTuple):
+    """A batch as the log has it."""
+
+    seq: int
+    events: int
+    payload: bytes
+
+
 class LogOutput:
     """Writes one epoch of a log, from `chain` on."""
 
     def __init__(
         self, directory: Path, chain: Chain, *, record_tokens: bool, segment_bytes: int, sync: bool
     ) -> None:
-        assert chain.log_id is not None
         self._directory = directory
+        self._reached = chain
+        """Up to the last durable frame."""
         self._chain = chain
+        """Up to the last frame that waits."""
         self.set_epoch(chain.epoch)
         self._record_tokens = record_tokens
         self._segment_bytes = segment_bytes
         self._sync = sync
+        self._path: Path | None = None
+        """The segment that is being written; None: none."""
+        self._unfinished: Path | None = None
+        """A segment that could not be begun, of which something may be there."""
         self._descriptor: int | None = None
         self._offset = 0
-        """End of the last frame that was written as a whole."""
+        """End of the last durable frame."""
         self._ahead = 0
-        """End of the last frame of `_parts`."""
-        self._parts: list[bytes] = []
+        """End of the last frame that waits."""
+        self._waiting: list[tuple[FrameHeader, bytes, bytes]] = []
+        """The frames behind the last durable one, with the bytes of header and payload."""
         self.bytes_written = 0
         self.batches_written = 0
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch to write, before anything is written."""
-        assert self._chain.log_id is not None
-        self._chain.epoch = epoch
-        self._seed = seed_of(self._chain.log_id, epoch)
+        assert self._reached.log_id is not None
+        self._reached.epoch = epoch
+        self._chain = replace(self._reached)
+        self._seed = seed_of(self._reached.log_id, epoch)
 
-    def write(self, batches: Sequence[EventBatch]) -> None:
-        """Write the batches; with `sync`, they are durable afterwards. OSError if the system refuses."""
-        for batch in batches:
-            recorded = batch if self._record_tokens else batch_without_tokens(batch)
-            self._add(encode_batch(recorded), batch.seq, len(batch.events), 0)
-        self._flush()
-        if self._sync and self._descriptor is not None:
-            sync_file(self._descriptor)
+    def encode(self, batch: EventBatch) -> Record:
+        """The batch as it is written, without tokens if the log has none. Raises whatever encoding raises."""
+        recorded = batch if self._record_tokens else batch_without_tokens(batch)
+        payload = encode_batch(recorded)
+        if len(payload) > MAX_PAYLOAD:
+            raise OverflowError(f"batch {batch.seq} has {len(payload)} bytes, a frame holds {MAX_PAYLOAD}")
+        return Record(batch.seq, len(batch.events), payload)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the batches; with `sync`, they are durable afterwards.
+
+        Raises OSError if the system refuses; those that `batches_written` counts are durable nevertheless. Then
+        `roll_back` must be called before anything else.
+        """
+        for record in records:
+            self._add(record, 0)
+        self._commit()
 
     def close(self, next_seq: int) -> None:
         """Write the mark of an orderly end, if anything was written before it."""
-        if self._descriptor is None:
+        if self._path is None:
             return
-        self._add(b"", next_seq, 0, CLOSED)
+        if not self._reached.closed:
+            self._add(Record(next_seq, 0, b""), CLOSED)
         self._finish_segment()
 
-    def abandon(self) -> None:
-        """Stop after a failure: keep the whole frames that reached the file, take back one that was begun."""
+    def roll_back(self) -> None:
+        """Go back to the last durable frame, after something was refused."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
-            return
-        try:
-            self._count_frames(os.fstat(descriptor).st_size)
-            os.ftruncate(descriptor, self._offset)
-        except OSError:
-            pass  # Then it is a torn tail, which readers and recovery understand.
-        finally:
-            os.close(descriptor)
+        self._waiting.clear()
+        self._chain, self._ahead = replace(self._reached), self._offset
+        if descriptor is not None:
+            # If that is refused, too, it is a torn tail, which readers and recovery understand.
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, self._offset)
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     def disown(self) -> None:
         """Let go of the file without touching it: it belongs to the process we were forked from."""
@@ -96,78 +130,129 @@ class LogOutput:
         if descriptor is not None:
             os.close(descriptor)
 
-    def _add(self, payload: bytes, seq: int, events: int, flags: int) -> None:
+    def _add(self, record: Record, flags: int) -> None:
         """Put a frame behind those waiting; begin a segment where it does not fit any more."""
-        if len(payload) > MAX_PAYLOAD:
-            raise OverflowError(f"batch {seq} has {len(payload)} bytes, a frame holds {MAX_PAYLOAD}")
-        chain = self._chain
+        seq, events, payload = record
         size = FRAME_HEADER_BYTES + len(payload)
-        if self._descriptor is None or (self._ahead + size > self._segment_bytes and not flags & CLOSED):
+        is_full = self._ahead + size > self._segment_bytes and self._ahead > SEGMENT_HEADER_BYTES
+        if self._path is None or (is_full and not flags & CLOSED):
             self._finish_segment()
             self._begin_segment(seq)
+        chain = self._chain
         if seq != chain.seq:
             flags |= AFTER_LOSS
         header = FrameHeader(len(payload), seq, events, flags, chain.crc, crc32(payload))
         chain.follow(header)
-        self._parts.append(pack_frame_header(header, self._seed))
-        self._parts.append(payload)
+        self._waiting.append((header, pack_frame_header(header, self._seed), payload))
         self._ahead += size
-        if len(self._parts) >= _PARTS_MAX:
-            self._flush()
 
-    def _flush(self) -> None:
-        """Write the frames that wait."""
-        if self._descriptor is None or not self._parts:
+    def _commit(self) -> None:
+        """Write the frames that wait and make them durable."""
+        if not self._waiting:
             return
-        _write_all(self._descriptor, self._parts, self._ahead - self._offset)
-        self._count_frames(self._ahead)
-        self._parts.clear()
+        if self._descriptor is None:
+            self._descriptor = self._open_again()
+        try:
+            _write_all(self._descriptor, [part for _, *parts in self._waiting for part in parts])
+        except OSError:
+            self._keep_whole_frames(self._descriptor)
+            raise
+        if self._sync:
+            sync_file(self._descriptor)
+        self._reach(len(self._waiting))
 
-    def _count_frames(self, reached: int) -> None:
-        """Count the waiting frames that end at or before this offset as written."""
-        for header, payload in zip(self._parts[::2], self._parts[1::2], strict=True):
-            size = len(header) + len(payload)
-            if self._offset + size > reached:
-                return
+    def _keep_whole_frames(self, descriptor: int) -> None:
+        """After a write that was cut short, as on a full disk: what came before the cut may stay."""
+        with contextlib.suppress(OSError):
+            written, frames = os.fstat(descriptor).st_size - self._offset, 0
+            for header, _, _ in self._waiting:
+                written -= FRAME_HEADER_BYTES + header.payload_bytes
+                if written < 0:
+                    break
+                frames += 1
+            if frames and self._sync:
+                sync_file(descriptor)
+            self._reach(frames)
+
+    def _reach(self, frames: int) -> None:
+        """So many of the waiting frames are durable."""
+        for header, _, payload in self._waiting[:frames]:
+            size = FRAME_HEADER_BYTES + len(payload)
+            self._reached.follow(header)
             self._offset += size
             self.bytes_written += size
             self.batches_written += bool(payload)  # Only the closing mark has none.
+        del self._waiting[:frames]
+
+    def _open_again(self) -> int:
+        """The segment, cut off behind its last durable frame."""
+        assert self._path is not None
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size < self._offset:
+                raise OSError(errno.EIO, "a segment is shorter than it was")
+            os.ftruncate(descriptor, self._offset)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def _finish_segment(self) -> None:
-        self._flush()
-        if self._descriptor is None:
-            return
-        if self._sync:
-            sync_file(self._descriptor)
-        descriptor, self._descriptor = self._descriptor, None
-        os.close(descriptor)
+        self._commit()
+        descriptor, self._descriptor, self._path = self._descriptor, None, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _begin_segment(self, base_seq: int) -> None:
+        self._discard_unfinished()
         chain = self._chain
         assert chain.log_id is not None
         header = SegmentHeader(
             VERSION, FORMAT_VERSION, chain.log_id, chain.epoch, chain.number, base_seq, chain.crc
         )
         path = self._directory / segment_name(base_seq)
-        unfinished = path.with_name(path.name + UNFINISHED_SUFFIX)
-        self._offset = self._ahead = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(unfinished, flags, 0o600)
-        _write_all(self._descriptor, [header.pack()], SEGMENT_HEADER_BYTES)
-        # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
-        sync_file(self._descriptor)
-        unfinished.rename(path)
-        sync_directory(self._directory)
+        self._unfinished = path
+        self._descriptor = self._create(path, header.pack())
+        self._unfinished, self._path = None, path
+        self._reached.enter(header)
         chain.enter(header)
         self._offset = self._ahead = SEGMENT_HEADER_BYTES
         self.bytes_written += SEGMENT_HEADER_BYTES
 
+    def _create(self, path: Path, header: bytes) -> int:
+        """Make a segment file; it gets its name when its header is on disk."""
+        unfinished = _unfinished(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(unfinished, flags, 0o600)
+        try:
+            _write_all(descriptor, [header])
+            # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
+            sync_file(descriptor)
+            unfinished.rename(path)
+            sync_directory(self._directory)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
-def _write_all(descriptor: int, parts: list[bytes], size: int) -> None:
+    def _discard_unfinished(self) -> None:
+        """Remove what is left of a segment that could not be begun; it holds no frame."""
+        if self._unfinished is not None:
+            _unfinished(self._unfinished).unlink(missing_ok=True)
+            self._unfinished.unlink(missing_ok=True)
+            self._unfinished = None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + UNFINISHED_SUFFIX)
+
+
+def _write_all(descriptor: int, parts: list[bytes]) -> None:
     """Write all parts, however little the system takes at a time."""
-    written = os.writev(descriptor, parts)
-    if written == size:
-        return
-    rest = memoryview(b"".join(parts))[written:]
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    for start in range(0, len(parts), _PARTS_MAX):
+        some = parts[start : start + _PARTS_MAX]
+        written, size = os.writev(descriptor, some), sum(map(len, some))
+        if written < size:
+            rest = memoryview(b"".join(some))[written:]
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]

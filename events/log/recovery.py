@@ -28,10 +28,13 @@ from events.log.segments import (
 def claim(directory: Path, resume: bool) -> int:
     """Make `directory` a log directory of ours; returns the descriptor that holds its lock.
 
-    Raises NotALog, LogLocked, LogExists. A new log's directory is made private: its files name requests and
+    Raises NotALog, LogLocked, LogExists, OSError. A new log's directory is made private: its files name requests and
     may hold prompts.
     """
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise NotALog(directory, to_write=True) from None  # It, or what it should lie in, is something else.
     is_new = not segment_paths(directory)
     if is_new and holds_foreign_files(directory):
         raise NotALog(directory, to_write=True)

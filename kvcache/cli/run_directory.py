@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from shutil import rmtree
@@ -46,7 +47,7 @@ class RunDirectory:
     def open_log(self, config: LogConfig, log_id: bytes | None, *, resume: bool) -> LogWriter:
         """Open the log, a new one under this id (None: one of its own)."""
         directory = self.path
-        if directory.exists() and not directory.is_dir():
+        if os.path.isfile(directory):  # noqa: PTH113  Path.is_file raises for a path that is too long
             raise UsageError(f"{directory} is a file; --log takes a directory")
         try:
             writer = open_log(directory, config, log_id=log_id, resume=resume)

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from events import EventBatch
 from events.log import LogWriter
+from events.log.output import Record
 
 HoldDisk = Callable[[LogWriter], AbstractContextManager[None]]
 
@@ -21,13 +21,14 @@ def hold_disk(monkeypatch: pytest.MonkeyPatch) -> HoldDisk:
     @contextmanager
     def hold(log: LogWriter) -> Iterator[None]:
         released = threading.Event()
-        write = log._output.write
+        output = log._recorder.output
+        write = output.write
 
-        def write_when_released(content: Sequence[EventBatch]) -> None:
+        def write_when_released(content: Sequence[Record]) -> None:
             assert released.wait(60)
             write(content)
 
-        monkeypatch.setattr(log._output, "write", write_when_released)
+        monkeypatch.setattr(output, "write", write_when_released)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from events.errors import (
     LogExists,
     LogLocked,
     LogTooNew,
+    LogUnavailable,
     LogWriteFailed,
     NotALog,
 )
@@ -31,6 +32,11 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
         "not a log directory: give the one that was written to",
     ),
     (NotALog(PATH, to_write=True), {"path": PATH, "to_write": True}, "give an empty directory"),
+    (
+        LogUnavailable(PATH, "Read-only file system"),
+        {"path": PATH, "reason": "Read-only file system"},
+        "may write to",
+    ),
     (LogTooNew(PATH, 9), {"path": PATH, "version": 9}, "upgrade"),
     (
         LogDamaged(PATH, 64, 3, "torn apart"),
@@ -38,7 +44,12 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
         "byte 64, batch 3: torn apart",
     ),
     (LogDamaged(PATH, 0, None, "no header"), {"offset": 0, "seq": None}, "byte 0: no header"),
-    (LogWriteFailed(PATH, "disk full", 28), {"path": PATH, "reason": "disk full", "errno": 28}, "disk full"),
+    (
+        LogWriteFailed(PATH, "disk full", 28),
+        {"path": PATH, "reason": "disk full", "errno": 28},
+        "disk full; make room",
+    ),
+    (LogWriteFailed(PATH, "the log is closed"), {"path": PATH, "errno": None}, "closed; open a new log"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -11,10 +12,12 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import structlog
 
 from events import (
     BlocksFilled,
@@ -23,13 +26,14 @@ from events import (
     Gap,
     LogExists,
     LogLocked,
+    LogUnavailable,
     LogWriteFailed,
     NotALog,
     SymbolPage,
     SymbolsInterned,
 )
 from events.codec import encode_batch
-from events.log import LogReader, LogWriter
+from events.log import LogReader, LogWriter, output
 from events.log.weight import batch_weight
 from tests.conftest import ROOT, RunPython
 from tests.events.conftest import HoldDisk
@@ -153,6 +157,11 @@ class TestFiles:
         assert read_log(tmp_path)[0] == batches(3000)
 
 
+def read_only() -> None:
+    """What a read-only disk answers."""
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
 class TestOpening:
     """Which directories a log may be opened in."""
 
@@ -175,6 +184,46 @@ class TestOpening:
             LogWriter(tmp_path, resume=resume)
         assert [path.name for path in tmp_path.iterdir()] == ["cat.png"]
         assert tmp_path.stat().st_mode == mode
+
+    @pytest.mark.parametrize("parts", [["file"], ["file", "log"]])
+    def test_file_in_the_way_is_no_log(self, tmp_path: Path, parts: list[str]) -> None:
+        """A file where the directory should be, or above it, is refused as other files are."""
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(NotALog):
+            LogWriter(tmp_path.joinpath(*parts))
+        assert (tmp_path / "file").read_text() == "mine"
+
+    def test_place_that_cannot_be_used_is_told(self, tmp_path: Path) -> None:
+        """A path that is too long, or where nothing can be made, is a listed error with the system's reason."""
+        for place in (tmp_path / ("x" * 300), Path("/proc/self/log")):
+            with pytest.raises(LogUnavailable, match="choose a directory") as raised:
+                LogWriter(place)
+            assert raised.value.path == place
+            assert raised.value.reason in str(raised.value)
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    @pytest.mark.parametrize("resume", [False, True])
+    def test_directory_without_permission_is_told(self, tmp_path: Path, resume: bool) -> None:
+        """A directory that this user may not write to is left as it is."""
+        write_log(tmp_path / "log", batches(1) if resume else [])
+        (tmp_path / "log" / "LOCK").unlink()
+        (tmp_path / "log").chmod(0o500)
+        with pytest.raises(LogUnavailable, match=os.strerror(errno.EACCES)):
+            LogWriter(tmp_path / "log", resume=resume)
+
+    @pytest.mark.parametrize(("owner", "name"), [(os, "open"), (Path, "mkdir"), (os, "ftruncate")])
+    def test_read_only_disk_is_told(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+    ) -> None:
+        """Whichever call of opening the system refuses, the error is the listed one, and no lock is kept."""
+        write_log(tmp_path / "log", batches(1))
+        with segments(tmp_path / "log")[0].open("r+b") as file:
+            file.truncate(200)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *_, **__: read_only())
+            with pytest.raises(LogUnavailable, match=os.strerror(errno.EROFS)):
+                LogWriter(tmp_path / "log", resume=True)
+        LogWriter(tmp_path / "log", resume=True).close()
 
     def test_second_writer_is_refused(self, tmp_path: Path) -> None:
         """One log has one writer, also within one process; closing lets the next one in."""
@@ -355,56 +404,91 @@ class TestFullQueue:
 
 FULL_DISK = """
 import json, resource, signal, sys
-from pathlib import Path
 from events import LogWriteFailed
 from events.log import LogWriter
 from tests.events.logs import LOG_ID, batches
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit, segment_bytes = int(sys.argv[2]), int(sys.argv[3])
-log = LogWriter(sys.argv[1], log_id=LOG_ID, segment_bytes=segment_bytes)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-appended, failures = 0, []
-try:
-    for item in batches(50):
-        log.append(item)
-        appended += 1
-    log.flush()
-except LogWriteFailed as error:
-    failures.append(error.errno)
-for call in (lambda: log.append(batches(1, appended)[0]), log.flush, log.close):
+limit, heals = int(sys.argv[2]), sys.argv[3] == "heals"
+log = LogWriter(sys.argv[1], log_id=LOG_ID)
+unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+failures = []
+def attempt(call):
     try:
         call()
     except LogWriteFailed as error:
         failures.append(error.errno)
+for item in batches(50):
+    log.append(item)
+attempt(log.flush)
+attempt(log.flush)
+if heals:
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    attempt(log.flush)
+attempt(log.check)
+attempt(log.close)
 log.close()
-print(json.dumps([appended, log.batches_written, log.dropped_batches, failures]))
+print(json.dumps([log.batches_written, log.dropped_batches, failures]))
 """
+
+
+class Refusal:
+    """A disk that refuses: a call fails with EIO as long as `on` is set, but for the first `spared` times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.on = True
+        self.spared = 0
+        self.refused: list[object] = []
+        self._call = getattr(owner, name)
+        # A function, so that a class makes a method of it.
+        monkeypatch.setattr(owner, name, lambda *arguments, **named: self(*arguments, **named))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.on and self.spared <= 0:
+            self.refused.append(arguments[0])
+            raise OSError(errno.EIO, "secret text")
+        self.spared -= self.on
+        return self._call(*arguments, **named)
+
+
+REFUSED_CALLS = [
+    (output, "sync_file"),
+    (output, "sync_directory"),
+    (os, "writev"),
+    (os, "open"),
+    (os, "ftruncate"),
+    (Path, "rename"),
+]
+"""What the log asks of the system while it writes."""
 
 
 class TestFailingDisk:
     """What happens when the system refuses to write."""
 
+    @pytest.mark.parametrize("heals", ["heals", "stays full"])
     @pytest.mark.parametrize("limit", [30, 64, 100, 1000, 1500, 4000])
-    @pytest.mark.parametrize("segment_bytes", [100_000])
-    def test_full_disk_ends_the_log_after_a_whole_frame(
-        self, tmp_path: Path, limit: int, segment_bytes: int
-    ) -> None:
-        """Every later call raises with the system's error; what fitted is readable, all else counted as dropped."""
+    def test_full_disk(self, tmp_path: Path, limit: int, heals: str) -> None:
+        """What fits is readable; the rest is written when there is room, or counted as dropped when there is none."""
         run = subprocess.run(
-            [sys.executable, "-c", FULL_DISK, str(tmp_path / "log"), str(limit), str(segment_bytes)],
+            [sys.executable, "-c", FULL_DISK, str(tmp_path / "log"), str(limit), heals],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
-            check=True,
             timeout=60,
         )
-        appended, written, dropped, failures = json.loads(run.stdout)
-        assert failures == [errno.EFBIG] * 4
-        assert written + dropped == appended
+        assert run.returncode == 0, run.stderr
+        written, dropped, failures = json.loads(run.stdout)
+        assert failures == [errno.EFBIG] * (2 if heals == "heals" else 4)
+        assert written + dropped == 50
         content, end = read_log(tmp_path / "log")
         assert content == batches(written)
+        if heals == "heals":
+            assert (written, end.kind) == (50, "clean")
+            assert write_log(tmp_path / "whole", batches(50)).exists()
+            assert segments(tmp_path / "log")[0].read_bytes() == segments(tmp_path / "whole")[0].read_bytes()
+            return
         assert end.kind == "open"
         if limit > 64:
             size = segments(tmp_path / "log")[0].stat().st_size
@@ -412,37 +496,209 @@ class TestFailingDisk:
         with LogWriter(tmp_path / "log", resume=True) as log:
             assert log.next_seq == written
 
-    def test_failed_sync_is_final(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A sync that failed is not tried again: the system may have forgotten what it did not write."""
-        calls = []
+    @pytest.mark.parametrize("call", REFUSED_CALLS, ids=lambda call: call[1])
+    @pytest.mark.parametrize("segment_bytes", [300, 1000, 1 << 20])
+    @pytest.mark.parametrize("spared", [0, 1, 2, 5])
+    def test_refused_call_is_made_good(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, segment_bytes: int, spared: int
+    ) -> None:
+        """Whichever call fails, at the first or a later time, in the end the files are those of a sound disk."""
+        with LogWriter(tmp_path / "log", log_id=LOG_ID, segment_bytes=segment_bytes) as log:
+            with monkeypatch.context() as patch:
+                refusal = Refusal(patch, *call)
+                refusal.spared = spared
+                for item in batches(12):
+                    log.append(item)
+                    with contextlib.suppress(LogWriteFailed):
+                        log.flush()
+                refusal.on = False
+                for item in batches(6, 12):
+                    log.append(item)
+                assert log.flush()
+            log.check()
+            assert log.dropped_batches == 0
+            assert log.batches_written == 18
+            assert log.bytes_written == sum(path.stat().st_size for path in segments(tmp_path / "log"))
+        write_log(tmp_path / "sound", batches(18), segment_bytes=segment_bytes)
+        contents = [
+            {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.kvlog*")}
+            for name in ("log", "sound")
+        ]
+        assert contents[0] == contents[1]
 
-        def fail(descriptor: int) -> None:
-            if os.fstat(descriptor).st_size > 64:  # more than the header
-                calls.append(descriptor)
+    def test_what_a_failed_sync_left_is_written_anew(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A system that forgets what it failed to sync, and says nothing about it later, loses nothing of the log."""
+        with LogWriter(tmp_path) as log:
+            log.append(batch(0))
+            log.flush()
+            durable = log.bytes_written
+
+            def forget(descriptor: int) -> None:
+                with segments(tmp_path)[0].open("r+b") as file:
+                    file.seek(durable)
+                    file.write(bytes(os.fstat(descriptor).st_size - durable))
                 raise OSError(errno.EIO, "secret text")
 
-        monkeypatch.setattr("events.log.output.sync_file", fail)
-        log = LogWriter(tmp_path)
-        log.append(batch(0))
-        with pytest.raises(LogWriteFailed) as raised:
-            log.flush()
-        assert (raised.value.path, raised.value.errno) == (tmp_path, errno.EIO)
-        with pytest.raises(LogWriteFailed):
-            log.close()
-        assert len(calls) == 1
-        LogWriter(tmp_path, resume=True).close()
+            with monkeypatch.context() as patch:
+                patch.setattr(output, "sync_file", forget)
+                log.append(batch(1))
+                with pytest.raises(LogWriteFailed) as raised:
+                    log.flush()
+            assert (raised.value.path, raised.value.errno) == (tmp_path, errno.EIO)
+            assert "secret" not in str(raised.value)
+            assert log.flush()
+            log.append(batch(2))
+        assert read_log(tmp_path)[0] == batches(3)
 
-    def test_batch_that_cannot_be_encoded_stops_the_log_without_quoting_it(self, tmp_path: Path) -> None:
-        """A request id that is no text stops recording with an error that says so and nothing of the id."""
+    def test_disk_is_tried_again_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without being asked, with pauses that double up to a limit, until it works."""
+        pauses: list[float | None] = []
+        log = LogWriter(tmp_path)
+        refusal = Refusal(monkeypatch, output, "sync_file")
+        healed = threading.Event()
+
+        def pause(seconds: float | None) -> bool:
+            pauses.append(seconds)
+            if len(pauses) == 9:
+                refusal.on = False
+                healed.set()
+            return False
+
+        monkeypatch.setattr(log._recorder.retry, "wait", pause)
+        log.append(batch(0))
+        assert healed.wait(60)
+        assert log.flush(60)
+        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+        log.close()
+        assert read_log(tmp_path)[0] == batches(1)
+
+    @pytest.mark.parametrize("overflow", ["block", "drop"])
+    def test_full_queue_before_a_failing_disk_loses_a_range(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overflow: Any
+    ) -> None:
+        """Nobody waits for a disk that refuses: the queue is kept, the rest is a gap that tells why."""
+        with LogWriter(tmp_path, max_queued_batches=4, overflow=overflow) as log:
+            with monkeypatch.context() as patch:
+                Refusal(patch, os, "writev")
+                log.append(batch(0))
+                with pytest.raises(LogWriteFailed):
+                    log.flush()
+                assert [log.append(item) for item in batches(6, 1)] == [True] * 3 + [False] * 3
+                assert log.take_gap() is None
+            assert log.flush()
+            assert log.has_lost
+            gap = log.take_gap()
+            assert gap == Gap(4, 6, f"the log could not be written: {os.strerror(errno.EIO)}")
+            announcing = EventBatch(7, 0, (gap,))
+            assert log.append(announcing)
+            assert not log.has_lost
+        assert read_log(tmp_path)[0] == [*batches(4), announcing]
+        assert (log.batches_written, log.dropped_batches) == (5, 3)
+
+    def test_check_tells_those_who_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While the disk refuses, `check` raises with "block" and not with "drop"; it is said once aloud in both."""
+        choices: tuple[Literal["block", "drop"], ...] = ("block", "drop")
+        for overflow in choices:
+            with (
+                structlog.testing.capture_logs() as told,
+                LogWriter(tmp_path / overflow, overflow=overflow) as log,
+            ):
+                with monkeypatch.context() as patch:
+                    Refusal(patch, os, "writev")
+                    for item in batches(3):
+                        log.append(item)
+                        with pytest.raises(LogWriteFailed, match=os.strerror(errno.EIO)):
+                            log.flush()
+                        if overflow == "block":
+                            with pytest.raises(LogWriteFailed, match="tried again"):
+                                log.check()
+                        else:
+                            log.check()
+                assert log.flush()
+                log.check()
+            assert [entry["event"] for entry in told] == ["log_suspended", "log_continues"]
+            with pytest.raises(LogWriteFailed, match="closed"):
+                log.check()
+
+    def test_close_tries_once_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Closing on a disk that refuses raises soon, leaves what can be read, and lets the next writer in."""
         log = LogWriter(tmp_path)
         log.append(batch(0))
-        log.append(EventBatch(1, 0, (Gap(0, 0, "prompt \ud800"),)))
-        with pytest.raises(LogWriteFailed) as raised:
+        log.flush()
+        with monkeypatch.context() as patch:
+            refusal = Refusal(patch, output, "sync_file")
+            log.append(batch(1))
+            with pytest.raises(LogWriteFailed):
+                log.flush()
+            tries = len(refusal.refused)
+            with pytest.raises(LogWriteFailed, match=os.strerror(errno.EIO)):
+                log.close()
+            assert len(refusal.refused) == tries + 1
+        assert (log.batches_written, log.dropped_batches) == (1, 1)
+        content, end = read_log(tmp_path)
+        assert (content, end.kind) == (batches(1), "open")
+        with LogWriter(tmp_path, resume=True) as log:
+            assert log.next_seq == 1
+
+    def test_end_is_marked_in_spite_of_a_passing_failure(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A disk that refuses the mark of the end once gets it the second time."""
+        log = LogWriter(tmp_path)
+        log.append(batch(0))
+        log.flush()
+        calls: list[int] = []
+
+        def once(descriptor: int) -> None:
+            calls.append(descriptor)
+            if len(calls) == 1:
+                raise OSError(errno.EIO, "")
+
+        monkeypatch.setattr(output, "sync_file", once)
+        log.close()
+        content, end = read_log(tmp_path)
+        assert (content, end.kind, len(calls)) == (batches(1), "clean", 2)
+
+    def test_batch_that_cannot_be_encoded_is_lost_with_those_behind_it(self, tmp_path: Path) -> None:
+        """It stops nothing: a gap covers it, up to the batch that tells of it, and nothing is quoted anywhere."""
+        with structlog.testing.capture_logs() as told, LogWriter(tmp_path) as log:
+            log.append(batch(0))
+            for seq in (1, 2):
+                assert log.append(EventBatch(seq, 0, (Gap(0, 0, "prompt \ud800"),)))
+            assert log.append(batch(3))
+            assert log.flush()
+            gap = log.take_gap()
+            assert gap == Gap(1, 3, "a batch cannot be encoded (UnicodeEncodeError)")
+            assert log.append(EventBatch(4, 0, (gap, Gap(0, 0, "prompt \ud800"))))
             log.flush()
-        assert "UnicodeEncodeError" in str(raised.value)
-        assert "prompt" not in str(raised.value)
-        with pytest.raises(LogWriteFailed):
-            log.close()
+            gap = log.take_gap()
+            assert gap == Gap(4, 4, "a batch cannot be encoded (UnicodeEncodeError)")
+            announcing = EventBatch(5, 0, (gap,))
+            log.append(announcing)
+            log.append(batch(6))
+            log.check()
+        assert read_log(tmp_path)[0] == [batch(0), announcing, batch(6)]
+        assert (log.batches_written, log.dropped_batches) == (3, 4)
+        assert [entry["seq"] for entry in told] == [1, 4]
+        assert "prompt" not in str(told)
+
+    def test_loss_found_late_is_told_from_its_start(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
+        """If a gap was told before an earlier loss was known, that batch is no beginning, and another gap follows."""
+        with LogWriter(tmp_path, max_queued_batches=4, overflow="drop") as log:
+            with hold_disk(log):
+                log.append(batch(0))
+                time.sleep(0.1)  # The thread has taken it and hangs.
+                log.append(EventBatch(1, 0, (Gap(0, 0, "\ud800"),)))
+                log._lost, log._lost_by, log._easy_batches, log._expected_seq = (2, 3), "full", 0, 4
+                assert log.take_gap() == Gap(2, 3, "full")
+                assert log.append(EventBatch(4, 0, ()))
+            log.flush()
+            gap = log.take_gap()
+            assert gap == Gap(1, 4, "a batch cannot be encoded (UnicodeEncodeError)")
+            log.append(EventBatch(5, 0, (gap,)))
+        assert [item.seq for item in read_log(tmp_path)[0]] == [0, 5]
 
     def test_blocked_engine_hears_of_the_failure(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -455,12 +711,13 @@ class TestFailingDisk:
             assert started.wait(30)
             raise OSError(errno.ENOSPC, "full")
 
-        monkeypatch.setattr(log._output, "write", fail)
+        monkeypatch.setattr(log._recorder.output, "write", fail)
         log.append(batch(0))
         threading.Timer(0.05, started.set).start()
+        assert log.append(batch(1)) is False
         with pytest.raises(LogWriteFailed, match="No space"):
-            log.append(batch(1))
-        with pytest.raises(LogWriteFailed):
+            log.check()
+        with pytest.raises(LogWriteFailed, match="No space"):
             log.close()
 
 

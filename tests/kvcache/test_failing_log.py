@@ -1,0 +1,203 @@
+"""A disk that refuses the log is no trouble of the cache: sinks get everything, and the log goes on when it can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.errors import LogWriteFailed
+from events.log import LogReader, LogWriter
+from events.types import EventBatch, Gap
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.manager import KVCacheManager
+from kvcache.replay import fold, replay
+from tests.kvcache.test_replay import Traffic, config
+
+FullDisk = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture(params=["refused writes", "refused syncs", "limited file size"])
+def full_disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FullDisk:
+    """While it is entered, the log's disk takes no more."""
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        size = max(path.stat().st_size for path in tmp_path.glob("log/*.kvlog"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 700, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    @contextmanager
+    def refused(name: str) -> Iterator[None]:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(name, refuse)
+            yield
+
+    names = {"refused writes": "os.writev", "refused syncs": "events.log.output.sync_file"}
+    return limited if request.param == "limited file size" else lambda: refused(names[request.param])
+
+
+class Collector:
+    """A sink that keeps what it gets."""
+
+    overflow = "block"
+
+    def __init__(self) -> None:
+        self.batches: list[EventBatch] = []
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def write(self, batch: EventBatch) -> None:
+        """Keep it."""
+        self.batches.append(batch)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def step(traffic: Traffic, count: int = 1) -> None:
+    """Do something, so much that the next batch is not empty."""
+    for _ in range(count):
+        traffic.step()
+    while not traffic.manager.bus.pending:
+        traffic.step()
+
+
+def flushed(manager: KVCacheManager) -> bool:
+    """End a step; whether the log had no trouble."""
+    try:
+        manager.flush()
+    except LogWriteFailed:
+        return False
+    return True
+
+
+def settled(log: LogWriter) -> None:
+    """Wait until the disk was tried."""
+    with suppress(LogWriteFailed):
+        log.flush(60)
+
+
+@pytest.mark.parametrize("overflow", ["block", "drop"])
+@pytest.mark.parametrize("queue", [4, 4096])
+def test_trouble_passes(tmp_path: Path, full_disk: FullDisk, overflow: Any, queue: int) -> None:
+    """During it flush says so or not, as asked; afterwards the log holds all, or a gap and the whole state."""
+    log = LogWriter(tmp_path / "log", overflow=overflow, max_queued_batches=queue)
+    sink = Collector()
+    manager = KVCacheManager(config(), log=log, sinks=[sink])
+    traffic = Traffic(manager, 3)
+    for _ in range(10):
+        step(traffic)
+        assert flushed(manager)
+        settled(log)
+    with full_disk():
+        for _ in range(4):  # until it is noticed
+            step(traffic, 3)
+            flushed(manager)
+            settled(log)
+        for _ in range(12):
+            step(traffic)
+            assert flushed(manager) is (overflow == "drop")
+            settled(log)
+            manager.check()
+    settled(log)
+    for _ in range(10):
+        step(traffic)
+        assert flushed(manager)
+        settled(log)
+    manager.close()
+    batches = list(LogReader(tmp_path / "log"))
+    gaps = [event for batch in batches for event in batch.events if isinstance(event, Gap)]
+    assert log.dropped_batches == sum(gap.last_seq - gap.first_seq + 1 for gap in gaps)
+    assert len(gaps) == (queue == 4)
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.fingerprint == fingerprint(manager.state)
+    assert replayed.checkpoints_verified
+    assert not replayed.checkpoints_failed
+    assert [batch.seq for batch in sink.batches] == list(range(replayed.last_seq + 1))
+    assert [batch for batch in sink.batches if batch.seq in {each.seq for each in batches}] == batches
+    assert fold(sink.batches).fingerprint == replayed.fingerprint
+
+
+@pytest.mark.parametrize("overflow", ["block", "drop"])
+def test_close_during_trouble(tmp_path: Path, full_disk: FullDisk, overflow: Any) -> None:
+    """Closing says that the log is incomplete; sinks have all, and the log is readable as far as it goes."""
+    log, sink = LogWriter(tmp_path / "log", overflow=overflow), Collector()
+    manager = KVCacheManager(config(), log=log, sinks=[sink])
+    traffic = Traffic(manager, 4)
+    step(traffic, 10)
+    manager.flush()
+    settled(log)
+    with full_disk():
+        for _ in range(6):
+            step(traffic, 3)
+            flushed(manager)
+            settled(log)
+        with pytest.raises(LogWriteFailed):
+            manager.close()
+    manager.close()
+    batches = list(LogReader(tmp_path / "log"))
+    assert batches == sink.batches[: len(batches)]
+    assert 2 <= len(batches) < len(sink.batches)
+    assert log.dropped_batches == len(sink.batches) - len(batches)
+    assert fold(sink.batches).fingerprint == fingerprint(manager.state)
+    with KVCacheManager(config(), log=LogWriter(tmp_path / "log", resume=True)) as manager:
+        step(Traffic(manager, 5), 10)
+    assert replay(tmp_path / "log", verify=True).state.epoch == 1
+
+
+def test_loss_is_told_when_the_disk_heals_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing gives the log a moment to make room, so that even then it ends with a gap and the whole state."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = LogWriter(tmp_path / "log", overflow="drop", max_queued_batches=2)
+    manager = KVCacheManager(config(), log=log)
+    traffic = Traffic(manager, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.writev", refuse)
+        for _ in range(6):
+            step(traffic, 2)
+            manager.flush()
+            settled(log)
+        assert log.has_lost
+    manager.close()
+    replayed = replay(tmp_path / "log", verify=True)
+    assert len(replayed.gaps) == 1
+    assert replayed.fingerprint == fingerprint(manager.state)
+    assert replayed.end is not None
+    assert replayed.end.kind == "clean"
+
+
+def test_log_that_was_closed_is_told_at_each_flush(tmp_path: Path) -> None:
+    """Who closes the writer under a manager hears of it, and the cache goes on."""
+    log = LogWriter(tmp_path / "log", overflow="drop")
+    manager = KVCacheManager(config(), log=log)
+    log.close()
+    for number in range(3):
+        manager.add_sequence(number, [1, 2, 3])
+        with pytest.raises(LogWriteFailed, match="the log is closed"):
+            manager.flush()
+    assert manager.num_sequences == 3
+    manager.check()
+    manager.close()
