@@ -102,7 +102,9 @@ class Journal:
             gap = self.outlets.take_gap()
             if gap is not None:
                 self.bus.publish(gap)
-            if gap is not None or self.outlets.lost_seq > self._exported_seq:
+            lost = self.outlets.lost_seq
+            # The batch with the state may itself be the last that was lost.
+            if gap is not None or (lost >= 0 and lost >= self._exported_seq):
                 self._state_due = True
         return self._state_due or bool(self._pending)
 

@@ -31,6 +31,10 @@ class Observed:
         """Progress, lag and drops per sink; may be called from any thread."""
         return self._journal.outlets.sink_stats()
 
+    def reopen_sinks(self) -> None:
+        """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""
+        self._journal.outlets.reopen()
+
     def wait_subscribers(
         self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
     ) -> bool:

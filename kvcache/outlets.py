@@ -37,7 +37,9 @@ class Outlets:
         for runner in self._runners:
             gets = tokens_by_default if runner.needs_tokens is None else runner.needs_tokens
             (self._whole if gets else self._without_tokens).append(runner)
-        self.feeds = tuple(runner.sink for runner in self._runners if isinstance(runner.sink, RouterFeed))
+        feeds = [(runner, runner.sink) for runner in self._runners if isinstance(runner.sink, RouterFeed)]
+        self._feeds = tuple(feeds)
+        self.feeds = tuple(feed for _, feed in feeds)
         self.may_lose = log is not None or bool(self.feeds)
         """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
 
@@ -113,12 +115,20 @@ class Outlets:
 
     @property
     def lost_seq(self) -> int:
-        """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none."""
+        """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none.
+
+        A quarantined sink would not get it.
+        """
         lost = -1
-        for sink in self.feeds:
-            if sink.lost_seq is not None and sink.lost_seq > lost:
-                lost = sink.lost_seq
+        for runner, feed in self._feeds:
+            if feed.lost_seq is not None and feed.lost_seq > lost and runner.state == "running":
+                lost = feed.lost_seq
         return lost
+
+    def reopen(self) -> None:
+        """Let sinks that have files open them again."""
+        for runner in self._runners:
+            runner.reopen()
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink."""

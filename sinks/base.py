@@ -73,7 +73,10 @@ class Sink(Protocol):
     """Takes batches of events somewhere. All methods are called on one thread, in this order."""
 
     def open(self) -> None:
-        """Acquire what is needed. Called once, before anything else; raising means that it cannot work."""
+        """Acquire what is needed. Called before anything else; raising means that it cannot work.
+
+        Called again, after `close` or where it has raised, when the sink has failed too often and is tried again.
+        """
 
     def write(self, batch: EventBatch) -> None:
         """Take one batch.
@@ -83,11 +86,12 @@ class Sink(Protocol):
         """
 
     def close(self) -> None:
-        """Release everything. Called once if `open` succeeded, also after failures; nothing follows."""
+        """Release everything. Called once for each `open` that succeeded, also after failures."""
 
     # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
     # counted, retried and quarantined like `write` when it raises; `overflow`, what is to give way when its
-    # queue is full (`sinks.queue.Overflow`), where the runner is not told; and `needs_tokens`: True if token ids,
+    # queue is full (`sinks.queue.Overflow`), where the runner is not told; `reopen()`, called when the application
+    # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; and `needs_tokens`: True if token ids,
     # which are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
     # One that does not say, or says None, gets them unless `log.record_tokens` is false.
 

@@ -7,6 +7,14 @@ queued. A line that the disk takes only in part is cut off again.
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
 only. A file that holds something already is refused unless ``?append=1``: one that a person kept must not
 be mixed up with another run's by accident. One writer per file.
+
+With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
+one is begun; ``&keep=5`` such older files are kept, ``.1`` the newest. Lines are never cut: one that is longer than
+`max_bytes` has a file of its own.
+
+Whoever rotates files from outside, as logrotate does, moves or removes the file: within a second the sink notices
+that its path has another file or none, and opens that, or a new one. `FileSink.reopen` does it at once; `kvcache run`
+calls it at SIGHUP, other programs by `KVCacheManager.reopen_sinks`.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -21,9 +30,14 @@ import msgspec
 from events.codec import to_json
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.quantities import parse_bytes
+from sinks.rotation import older_file, rotate
 from sinks.writing import PartlyWritten, write_all
 
 FILE_MODE = 0o600
+LOOK_SECONDS = 1.0
+"""How often the sink looks whether its path still has the file that it writes to."""
+KEEP = 5
 
 
 class FileOptions(msgspec.Struct, frozen=True):
@@ -31,62 +45,122 @@ class FileOptions(msgspec.Struct, frozen=True):
 
     tokens: bool = False
     append: bool = False
+    max_bytes: str = "0"
+    keep: int = KEEP
 
 
 class FileSink:
-    """Appends batches to a file as JSON lines."""
+    """Appends batches to a file as JSON lines; one that would grow beyond `max_bytes` (0: any size) is rotated."""
 
-    def __init__(self, path: str, options: FileOptions, key_bytes: int) -> None:
-        self._path = path
-        self.needs_tokens = options.tokens
-        self._options = options
+    def __init__(self, path: str, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:
+        # Whatever the process does, it is the same file.
+        self._path = Path(path).absolute()
         self._key_bytes = key_bytes
+        self.needs_tokens = options.tokens
+        self._append = options.append
+        self._max_bytes, self._keep = max_bytes, options.keep
         self._fd = -1
+        self._regular = False
+        """Whether it is a file, which can be moved and cut, and not a pipe or a device."""
+        self._size = 0
+        self._looked_at = 0.0
 
     def open(self) -> None:
         """Create the file, or open it for appending.
 
         Raises SinkError if there is no such directory or two runs would be mixed, OSError if it cannot be opened.
         """
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
-        except FileNotFoundError:
-            raise SinkError(f"no such directory: {Path(self._path).parent}") from None
-        try:
-            self._prepare(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
+        self._take(self._opened())
+        # What is there from now on is this sink's own, also after a failure.
+        self._append = True
 
     def write(self, batch: EventBatch) -> None:
         """Append one line. Raises OSError after cutting off what was written of it."""
-        line = to_json(batch, self._key_bytes, tokens=self._options.tokens) + b"\n"
+        line = to_json(batch, self._key_bytes, tokens=self.needs_tokens) + b"\n"
+        self.tick()
+        if self._max_bytes and self._size and self._size + len(line) > self._max_bytes:
+            self._take(rotate(self._path, self._keep, FILE_MODE))
         try:
             write_all(self._fd, line)
         except PartlyWritten as error:
             if error.written:
                 self._cut(error.written)
             raise
+        self._size += len(line)
+
+    def tick(self) -> None:
+        """Look, once in a while, whether the path has another file by now, or none. Raises as `open` does."""
+        now = time.monotonic()
+        if self._regular and now - self._looked_at >= LOOK_SECONDS:
+            if not self._is_in_place():
+                self.reopen()
+            # It may have been cut, too.
+            self._looked_at, self._size = now, os.fstat(self._fd).st_size
+
+    def reopen(self) -> None:
+        """Go on in the file that is at the path now, or in a new one. Raises as `open` does."""
+        self._take(self._opened())
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._fd)
+        descriptor, self._fd = self._fd, -1
+        os.close(descriptor)
+
+    def _opened(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            fd = os.open(self._path, flags, FILE_MODE)
+        except FileNotFoundError:
+            raise SinkError(f"no such directory: {self._path.parent}") from None
+        try:
+            self._prepare(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _take(self, fd: int) -> None:
+        """Write to this descriptor from now on."""
+        before, self._fd = self._fd, fd
+        if before >= 0:
+            os.close(before)
+        status = os.fstat(fd)
+        self._regular, self._size = stat.S_ISREG(status.st_mode), status.st_size
+        self._looked_at = time.monotonic()
 
     def _prepare(self, fd: int) -> None:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+        if not stat.S_ISREG(status.st_mode):
+            if self._max_bytes:
+                raise SinkError(
+                    f"{self._path} is no regular file, and cannot be rotated: leave max_bytes= out"
+                )
             return
-        if not self._options.append:
-            raise SinkError(f"{self._path} is not empty: remove it, choose another, or add ?append=1")
-        if not self._ends_with_newline():
+        if not self._append:
+            self._refuse_what_was_kept(status.st_size)
+        if status.st_size and not self._ends_with_newline():
             # A writer was killed in the middle of a line. It stays a line of its own.
             write_all(fd, b"\n")
 
+    def _refuse_what_was_kept(self, size: int) -> None:
+        instead = "remove it, choose another, or add ?append=1"
+        if size:
+            raise SinkError(f"{self._path} is not empty: {instead}")
+        for number in range(1, self._keep + 1 if self._max_bytes else 1):
+            older = older_file(self._path, number)
+            if os.path.lexists(older):
+                raise SinkError(f"{older} would be taken for an older file of this run: {instead}")
+
     def _ends_with_newline(self) -> bool:
-        with Path(self._path).open("rb") as file:
+        with self._path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             return file.read(1) == b"\n"
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._fd))
+        except FileNotFoundError:
+            return False
 
     def _cut(self, length: int) -> None:
         # Only a file can be cut; a pipe's reader has seen the piece already.
@@ -107,4 +181,16 @@ def create(url: SinkURL, context: SinkContext) -> FileSink:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
-    return FileSink(url.path, options, context.key_bytes)
+    return FileSink(url.path, options, context.key_bytes, _max_bytes(url, options))
+
+
+def _max_bytes(url: SinkURL, options: FileOptions) -> int:
+    try:
+        max_bytes = parse_bytes(options.max_bytes)
+    except ValueError as error:
+        raise SinkURLError(str(url), f"bad option: max_bytes={error}") from None
+    if options.keep < 0:
+        raise SinkURLError(str(url), "bad option: keep must be at least 0")
+    if "keep" in url.options and not max_bytes:
+        raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
+    return max_bytes

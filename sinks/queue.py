@@ -40,6 +40,11 @@ class Loss:
         self.last_seq = batch.seq
         self.ts = batch.ts
 
+    def join(self, later: Loss) -> None:
+        """Extend the row by the one behind it."""
+        self.last_seq = later.last_seq
+        self.ts = later.ts
+
     def as_batch(self) -> EventBatch:
         """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
         return EventBatch(self.last_seq, self.ts, (Gap(self.first_seq, self.last_seq, self.reason),))
@@ -125,6 +130,21 @@ class BatchQueue:
         with self._lock:
             self._refusal = reason
             self._room.notify_all()
+
+    def accept(self, reason: str) -> None:
+        """Take batches again, unless they are refused for another reason than this one."""
+        with self._lock:
+            if self._refusal == reason:
+                self._refusal = None
+
+    def take_losses(self) -> list[Loss]:
+        """Remove the losses before the first batch."""
+        losses: list[Loss] = []
+        with self._lock:
+            while self._items and isinstance(head := self._items[0], Loss):
+                losses.append(head)
+                self._items.popleft()
+        return losses
 
     def drop_all(self, reason: str) -> None:
         """Turn what is in the queue into losses, where it is. For after `refuse`."""

@@ -149,6 +149,8 @@ class RouterFeed:
                 undo.callback(transport.close)
             undo.pop_all()
         self._opened = self.transports
+        # Where it was open before, nobody knows what has arrived.
+        self._restate, self._sent_at = True, float("-inf")
 
     def write(self, batch: EventBatch) -> None:
         """Fold a batch. What it changes goes out with one of the next ticks."""
@@ -178,6 +180,7 @@ class RouterFeed:
             last.callback(self._numbers.close)
             for transport in self._opened:
                 last.callback(transport.close)
+            self._opened = ()
             self._flush()
 
     # --- on the way out ---------------------------------------------------------------------------------
@@ -192,7 +195,7 @@ class RouterFeed:
         changes, self._pending = self._pending, []
         size, self._pending_bytes = self._pending_bytes + BATCH_BYTES, 0
         if self._restate:
-            changes, size = [Cleared(), *self._feed.snapshot()], self._max_bytes + 1
+            changes, size = [Cleared(), *self._visible()], self._max_bytes + 1
         if changes:
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
@@ -215,6 +218,10 @@ class RouterFeed:
                 self._subscribers = subscribers
                 self._subscribers_changed.notify_all()
 
+    def _visible(self) -> Iterable[Change]:
+        """The fold's whole state; nothing while batches are missing, since any of it may be gone."""
+        return () if self._feed.lost else self._feed.snapshot()
+
     def _take_state(self) -> FeedState:
         self._flush()
-        return FeedState(self._numbers.next - 1, tuple(self._feed.snapshot()), self._feed.groups)
+        return FeedState(self._numbers.next - 1, tuple(self._visible()), self._feed.groups)

@@ -6,6 +6,10 @@ dropped, and an `EventBatch` with a `Gap` over its seq takes its place in the si
 
     batches put = delivered + dropped + lag
 
+A sink that keeps failing is quarantined: closed, while batches go by it, and tried again with growing pauses. When it
+can be opened and takes the gap over what it has missed, it goes on. (A fold behind such a gap needs the whole state,
+which the manager publishes then.) So a disk that was full for a while costs what came in that while, and no more.
+
 Two threads meet here and share no lock: the queue between them has its own, every counter and the list of owed
 gaps belongs to the sink's thread, and the rest are flags that are set once.
 
@@ -50,7 +54,7 @@ class SinkStats:
     """Delivered: the sink's `write` returned. Gaps are not counted."""
     events: int
     dropped_batches: int
-    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined."""
+    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined at the time."""
     dropped_events: int
     errors: int
     """Times that the sink raised."""
@@ -67,10 +71,11 @@ class SinkRunner:
     oldest batches, the newest, or ("block", for offline use) the engine. None leaves that to the sink's own
     `overflow`, without which it is the oldest. A sink with a method `tick` has it called after each batch and
     about every 10 ms while none comes. After `max_errors` failures in a
-    row, with pauses that double from `backoff_seconds` to 5 s, the sink is quarantined: never written to
-    again, reported once. `close` waits at most `drain_seconds` and a quarter second for the last `Gap`.
+    row, with pauses that double from `backoff_seconds` to 5 s, the sink is quarantined and reported. It is opened
+    again after `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close`
+    waits at most `drain_seconds` and a quarter second for the last `Gap`, and for none of the pauses.
 
-    `put`, `start` and `close` belong to the engine's thread, `stats` to any.
+    `put`, `start` and `close` belong to the engine's thread, all else to any.
     """
 
     def __init__(
@@ -84,6 +89,8 @@ class SinkRunner:
         drain_seconds: float = 2.0,
         max_errors: int = 10,
         backoff_seconds: float = 0.1,
+        retry_seconds: float = 1.0,
+        retry_seconds_max: float = 60.0,
     ) -> None:
         if max_errors < 1:
             raise ValueError("max_errors must be at least 1")
@@ -94,11 +101,18 @@ class SinkRunner:
         """Whether the sink must have token ids, or must not; None: it does not say."""
         asked: Overflow = getattr(sink, "overflow", "drop_oldest")
         self._queue = BatchQueue(max_events, max_bytes, overflow or asked)
+        self._waits_for_room = (overflow or asked) == "block"
         # Not a method around it: the engine calls this once per step and sink.
         self.put: Callable[[EventBatch], None] = self._queue.put
         """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
         self._drain_seconds = drain_seconds
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
+        self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
+        self._pause = retry_seconds
+        """The next one before a quarantined sink is tried."""
+        self._recovered_at = float("-inf")
+        self._is_open = self._open_failed = False
+        self._reopen_asked = False
         self._owed: list[Loss] = []
         """Losses whose gaps are not written yet."""
         self._batches = self._events = 0
@@ -119,7 +133,7 @@ class SinkRunner:
         """Start the thread and open the sink. To be called once.
 
         Raises SinkOpenError if the sink cannot be opened. A sink that takes longer than `OPEN_SECONDS` to
-        open goes on doing so while batches wait in its queue.
+        open goes on doing so while batches wait in its queue; if it fails then, it is tried again as others are.
         """
         if self._thread is not None:
             raise RuntimeError(f"sink {self.name} was started already")
@@ -127,7 +141,8 @@ class SinkRunner:
         self._thread = threading.Thread(target=self._run, name=f"kvcache-sink-{self.name}", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_SECONDS)
-        if self._state == "quarantined":
+        if self._open_failed:
+            self.close()
             raise SinkOpenError(self.name, self._last_error or "it failed")
 
     def close(self) -> None:
@@ -148,6 +163,11 @@ class SinkRunner:
             lost = {"dropped": stats.dropped_batches, "unfinished": stats.lag_batches}
             _log.warning("sink_lost_batches", sink=self.name, **lost)
 
+    def reopen(self) -> None:
+        """Have the sink call its `reopen`, if it has one, on its own thread. May be called in a signal handler."""
+        # A flag that is looked at, since a lock may be held by what the signal has interrupted.
+        self._reopen_asked = True
+
     def stats(self) -> SinkStats:
         """The counters of this moment."""
         # What was put is read last: counters only grow, so the lag cannot come out negative.
@@ -165,21 +185,74 @@ class SinkRunner:
             last_error=self._last_error,
         )
 
+    @property
+    def state(self) -> State:
+        """Whether batches reach the sink at the moment."""
+        return self._state
+
     # --- the sink's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Looked up in the call: what has no such method is a sink that fails.
-        opened = self._call("open", lambda: self._sink.open())  # noqa: PLW0108
-        if not opened:
-            self._quarantine()
+        if not self._open():
+            self._open_failed = True
+            if self._waits_for_room:
+                self._quarantine()
+            else:
+                # What is put stays in the queue: the sink has missed nothing yet.
+                self._report_quarantine()
         self._opened.set()
+        while self._serve() and self._recover():
+            pass
+        if self._may_go_on():
+            self._settle()
+        self._close_sink()
+
+    def _serve(self) -> bool:
+        """Deliver until there is nothing more to come (False), or the sink fails too often."""
         while (item := self._next()) is not None:
             self._deliver(item)
             self._call_tick()
-        if opened and not self._forked:
-            if self._may_go_on():
-                self._settle()
+        return self._state == "quarantined" and not self._forked
+
+    def _open(self) -> bool:
+        # Looked up in the call: what has no such method is a sink that fails.
+        self._is_open = self._call("open", lambda: self._sink.open())  # noqa: PLW0108
+        return self._is_open and not self._forked
+
+    def _close_sink(self) -> None:
+        if self._is_open and not self._forked:
+            self._is_open = False
             self._call("close", lambda: self._sink.close())  # noqa: PLW0108
+
+    def _recover(self) -> bool:
+        """Try a quarantined sink until it works; False if the runner is closed before that."""
+        self._close_sink()
+        while not self._closing.wait(self._pause):
+            self._pause = min(self._pause * 2, self._retry_seconds_max)
+            if self._open() and self._takes_what_it_missed():
+                self._go_on()
+                return True
+            self._close_sink()
+            if self._forked:
+                break
+        return False
+
+    def _takes_what_it_missed(self) -> bool:
+        """Whether the sink works: that it could be opened proves little, as where a disk is full."""
+        for loss in self._queue.take_losses():
+            if self._owed and self._owed[-1].reason == loss.reason:
+                self._owed[-1].join(loss)
+            else:
+                self._owed.append(loss)
+        return self._settle() and (self._tick is None or self._call("tick", self._tick))
+
+    def _go_on(self) -> None:
+        self._errors_in_row = self._tick_errors_in_row = 0
+        self._recovered_at = time.monotonic()
+        self._queue.accept("quarantined")
+        self._state = "running"
+        dropped = self._queue.dropped_batches + self._failed_batches
+        _log.warning("sink_recovered", sink=self.name, dropped=dropped)
 
     def _may_go_on(self) -> bool:
         # A fork inside the sink returns twice, and the child must publish nothing of the parent's again.
@@ -232,10 +305,16 @@ class SinkRunner:
         return not self._forked
 
     def _call_tick(self) -> None:
-        if self._tick is None or not self._may_go_on():
+        if self._reopen_asked and self._may_go_on():
+            self._reopen_asked = False
+            self._run_tick("reopen", getattr(self._sink, "reopen", None))
+        self._run_tick("tick", self._tick)
+
+    def _run_tick(self, what: str, method: Callable[[], None] | None) -> None:
+        if method is None or not self._may_go_on():
             return
         # Counted apart: that batches are taken does not mean that ticks work.
-        if self._call("tick", self._tick):
+        if self._call(what, method):
             self._tick_errors_in_row = 0
         elif not self._forked:
             self._tick_errors_in_row += 1
@@ -264,6 +343,13 @@ class SinkRunner:
         self._state = "quarantined"
         self._queue.refuse("quarantined")
         self._queue.drop_all("quarantined")
+        if time.monotonic() - self._recovered_at > self._retry_seconds_max:
+            # One that fails soon again has not recovered, and is not to be tried more often for that.
+            self._pause = self._retry_seconds
+        self._report_quarantine()
+
+    def _report_quarantine(self) -> None:
+        self._state = "quarantined"
         _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)
 
     def _become_child(self) -> None:

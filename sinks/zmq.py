@@ -177,11 +177,15 @@ class ZMQTransport:
 
     def _open_sockets(self) -> None:
         settings = self._settings
-        self._socket = self._bound(zmq.XPUB, settings.port, settings.hwm)
+        self.subscribers = 0
+        # Opened again, it has the ports that readers know.
+        port = settings.port or _port(self.endpoint)
+        self._socket = self._bound(zmq.XPUB, port, settings.hwm)
         self.endpoint = _last_endpoint(self._socket)
         self._topic = _topic(settings, self.endpoint).encode()
         if settings.replay_port is not None:
-            router = self._bound(zmq.ROUTER, settings.replay_port, REPLAY_HWM)
+            port = settings.replay_port or _port(self.replay_endpoint)
+            router = self._bound(zmq.ROUTER, port, REPLAY_HWM)
             self.replay_endpoint = _last_endpoint(router)
             self.replay = ReplayServer(
                 router,
@@ -308,6 +312,11 @@ def _topic(settings: ZMQSettings, endpoint: str) -> str:
 
 def _address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def _port(endpoint: str | None) -> int:
+    """The port of an endpoint that was bound before; 0, any free one, where none was."""
+    return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
 def _last_endpoint(socket: zmq.Socket[bytes]) -> str:

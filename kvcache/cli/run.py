@@ -20,6 +20,7 @@ from events.log import LogWriter
 from kvcache.bookkeeping import served_layout
 from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
+from kvcache.cli.hangup import at_hangup
 from kvcache.cli.output import Output, count
 from kvcache.cli.progress import progress
 from kvcache.cli.run_directory import RunDirectory
@@ -47,6 +48,7 @@ Settings come from --config, then KVCACHE_* variables, then --set, then the opti
 
 Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a verified log, and the summary.
 A second one, a second later or more, ends a run that does not heed the first: at once, without a summary.
+SIGHUP opens the files of file: sinks again, where the process has no terminal.
 With -q and a sink stdout: nothing but events is on stdout.
 In a run the log makes the engine wait rather than lose events (unless log.overflow says otherwise).
 """
@@ -136,7 +138,7 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
-    if args.json and _prints_events(args):
+    if args.json and _has_sink(args, "stdout"):
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"
         )
@@ -149,14 +151,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
             out.json(to_json(outcome, kept))
-        elif not (out.quiet and _prints_events(args)):
+        elif not (out.quiet and _has_sink(args, "stdout")):
             # Whoever wants events and silence gives stdout to a program, for which every line is one of them.
             show(outcome, kept, out, events=args.trace is None)
         return _exit_code(outcome, stop, out)
 
 
-def _prints_events(args: argparse.Namespace) -> bool:
-    return any(SinkURL.parse(url).scheme == "stdout" for url in args.sinks)
+def _has_sink(args: argparse.Namespace, scheme: str) -> bool:
+    return any(SinkURL.parse(url).scheme == scheme for url in args.sinks)
 
 
 def _require_feed(args: argparse.Namespace) -> None:
@@ -225,15 +227,16 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
     manager, pools = _open_manager(sinks, config, sizes, writer, clock)
-    attached = own_feed.OwnFeed(manager) if router else None
-    if args.wait_subscribers:
-        readers = count(args.wait_subscribers, "reader")
-        out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
-        # Not for those of the run's own feed: nobody else knows its port.
-        for feed in manager.feeds[: -1 if router else None]:
-            feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
-    played = _drive(args, out, stop, manager, source, pools, clock)
-    return _finish(args, out, stop, manager, writer, played, attached)
+    with at_hangup(manager.reopen_sinks, wanted=_has_sink(args, "file")):
+        attached = own_feed.OwnFeed(manager) if router else None
+        if args.wait_subscribers:
+            readers = count(args.wait_subscribers, "reader")
+            out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
+            # Not for those of the run's own feed: nobody else knows its port.
+            for feed in manager.feeds[: -1 if router else None]:
+                feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
+        played = _drive(args, out, stop, manager, source, pools, clock)
+        return _finish(args, out, stop, manager, writer, played, attached)
 
 
 def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
@@ -316,7 +319,7 @@ def _drive(
 ) -> RunResult:
     options = DriveOptions(concurrency=args.concurrency, seed=args.seed)
     # Event lines on the same terminal would tear the bar apart.
-    visible = not out.quiet and not _prints_events(args)
+    visible = not out.quiet and not _has_sink(args, "stdout")
     with ExitStack() as on_error:
         on_error.callback(_close_after_failure, manager)
         with progress("playing", len(source.requests), shown=visible) as update:

@@ -264,16 +264,24 @@ class TestRaisingSink:
         assert runner.stats().state == "closed"
 
     def test_back_off_doubles_and_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Pauses grow from the first one to the longest."""
+        """Pauses grow from the first one to the longest, between failures and between tries after them."""
         pauses: list[float] = []
-        sink = RaisingSink(None)
-        runner = SinkRunner(sink, "raising", max_errors=9, backoff_seconds=0.1)
-        monkeypatch.setattr(runner._closing, "wait", lambda seconds: pauses.append(seconds))
+        enough = threading.Event()
+
+        def wait(seconds: float) -> bool:
+            pauses.append(seconds)
+            if len(pauses) == 17:
+                enough.set()
+            return len(pauses) >= 17
+
+        runner = SinkRunner(RaisingSink(None), "raising", max_errors=9, backoff_seconds=0.1)
+        monkeypatch.setattr(runner._closing, "wait", wait)
         runner.start()
         put_all(runner, 20)
-        assert sink.closed.wait(WAIT)
+        assert enough.wait(WAIT)
         runner.close()
-        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MAX]
+        assert pauses[:8] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MAX]
+        assert pauses[8:] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
     def test_close_does_not_wait_for_a_back_off(self) -> None:
         """A sink in its pause is tried for the rest of the queue at once."""

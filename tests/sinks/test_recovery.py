@@ -1,0 +1,399 @@
+"""Sinks that fail for a while: tried again, told what they missed, and whole again at the end."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from structlog.testing import capture_logs
+
+from events.codec import from_json
+from events.index import Index
+from events.subscriber import Subscriber
+from events.types import EventBatch, Gap, StateExported
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.fold.residency import resident_names
+from sinks import SinkContext, SinkRunner, SinkStats, feed_numbers, open_sink
+from sinks.router_feed import RouterFeed
+from sinks.runner import State
+from sinks.zmq import ZMQTransport
+from tests.conftest import RunPython
+from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
+from tests.sinks.test_router_feed import wait_for
+
+QUICK: dict[str, Any] = {
+    "max_errors": 2,
+    "backoff_seconds": 0.001,
+    "retry_seconds": 0.002,
+    "retry_seconds_max": 0.02,
+}
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+class Broken(RecordingSink):
+    """Raises from the methods in `fails`, and knows how often it was to be opened and whether it is open."""
+
+    def __init__(self, *fails: str) -> None:
+        super().__init__()
+        self.fails = set(fails)
+        self.opened = self.closings = self.holds = 0
+
+    def open(self) -> None:
+        assert self.holds == 0
+        self.opened += 1
+        self._fail("open")
+        self.holds = 1
+
+    def write(self, batch: EventBatch) -> None:
+        self._fail("write")
+        super().write(batch)
+
+    def tick(self) -> None:
+        self._fail("tick")
+
+    def close(self) -> None:
+        assert self.holds == 1
+        self.closings += 1
+        self.holds = 0
+        self._fail("close")
+
+    def _fail(self, method: str) -> None:
+        if method in self.fails:
+            raise FULL
+
+
+def wait_for_state(runner: SinkRunner, state: State) -> None:
+    wait_for(lambda: runner.stats().state == state)
+
+
+class Feeder:
+    """Puts a batch a moment, on a thread of its own, and looks at the accounts after each."""
+
+    def __init__(self, runner: SinkRunner) -> None:
+        self._runner = runner
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.put = 0
+        self.wrong: list[SinkStats] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(0.0003):
+            self._runner.put(make_batch(self.put))
+            self.put += 1
+            stats = self._runner.stats()
+            if stats.batches + stats.dropped_batches + stats.lag_batches != self.put or stats.lag_batches < 0:
+                self.wrong.append(stats)
+
+    def more(self, batches: int = 20) -> None:
+        """Wait until so many more were put."""
+        enough = self.put + batches
+        wait_for(lambda: self.put >= enough)
+
+
+class TestRunner:
+    """Any sink."""
+
+    @pytest.mark.parametrize("fails", [("write",), ("tick",), ("write", "open"), ("write", "tick", "close")])
+    @pytest.mark.parametrize("overflow", ["drop_oldest", "drop_newest", "block"])
+    def test_goes_on_when_it_works_again(self, fails: tuple[str, ...], overflow: str) -> None:
+        """What is put meanwhile is lost to gaps, all else arrives, accounts hold at any time, each turn is reported."""
+        sink = Broken()
+        runner = SinkRunner(sink, "broken", overflow=overflow, **QUICK)  # type: ignore[arg-type]
+        with capture_logs() as logs:
+            runner.start()
+            with Feeder(runner) as feeder:
+                feeder.more()
+                for _ in range(2):
+                    sink.fails = set(fails)
+                    wait_for_state(runner, "quarantined")
+                    feeder.more()
+                    assert runner.stats().lag_batches <= 1
+                    sink.fails = set()
+                    wait_for_state(runner, "running")
+                    feeder.more()
+            runner.close()
+        assert feeder.wrong == []
+        check_stream(sink.stream, feeder.put)
+        lost = sum(gap.last_seq - gap.first_seq + 1 for gap in gaps(sink.stream))
+        stats = runner.stats()
+        assert (stats.state, stats.lag_batches) == ("closed", 0)
+        assert (stats.dropped_batches, stats.batches) == (lost, feeder.put - lost)
+        told = [log["event"] for log in logs]
+        assert told == ["sink_quarantined", "sink_recovered"] * 2 + ["sink_lost_batches"]
+        assert sink.holds == 0
+
+    def test_one_that_was_slow_to_open_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where `start` did not wait for the failure, batches stay in the queue until the sink can be opened."""
+        monkeypatch.setattr("sinks.runner.OPEN_SECONDS", 0.01)
+        may_fail = threading.Event()
+
+        class Slow(Broken):
+            def open(self) -> None:
+                may_fail.wait(WAIT)
+                super().open()
+
+        sink = Slow("open")
+        runner = SinkRunner(sink, "slow", **QUICK)
+        runner.start()
+        runner.put(make_batch(0))
+        may_fail.set()
+        wait_for_state(runner, "quarantined")
+        runner.put(make_batch(1))
+        assert runner.stats().lag_batches == 2
+        wait_for(lambda: sink.opened > 3)
+        sink.fails = set()
+        sink.wait_for(1)
+        runner.close()
+        assert sink.seqs() == [0, 1]
+        assert gaps(sink.stream) == []
+
+    def test_one_that_start_has_refused_is_not_tried_again(self) -> None:
+        """After SinkOpenError nothing goes on in the background."""
+        sink = Broken("open")
+        runner = SinkRunner(sink, "refused", **QUICK)
+        with pytest.raises(Exception, match="could not be opened"):
+            runner.start()
+        assert runner._thread is not None
+        runner._thread.join(WAIT)
+        assert not runner._thread.is_alive()
+        assert (sink.opened, sink.closings, runner.stats().state) == (1, 0, "quarantined")
+
+    @pytest.mark.parametrize("fails", ["write", "open"])
+    def test_close_waits_for_no_pause(self, fails: str) -> None:
+        """A runner in a pause of a minute ends at once, its sink closed as often as it was opened."""
+        sink = Broken("write")
+        runner = SinkRunner(sink, "broken", max_errors=1, retry_seconds=60)
+        runner.start()
+        sink.fails.add(fails)
+        runner.put(make_batch(0))
+        wait_for_state(runner, "quarantined")
+        wait_for(lambda: sink.closings == 1)
+        runner.put(make_batch(1))
+        started = time.monotonic()
+        runner.close()
+        assert time.monotonic() - started < 1
+        assert (sink.opened, sink.closings) == (1, 1)
+        assert runner.stats().dropped_batches == 2
+
+    def test_it_is_not_taken_for_well_before_it_has_taken_the_gap(self) -> None:
+        """A sink that can be opened but not written to, as on a full disk, is neither reported nor fed again."""
+        sink = Broken("write")
+        runner = SinkRunner(sink, "full", **QUICK)
+        with capture_logs() as logs:
+            runner.start()
+            for seq in range(5):
+                runner.put(make_batch(seq))
+            wait_for(lambda: sink.opened > 5)
+            assert runner.stats().state == "quarantined"
+            runner.close()
+        assert [log["event"] for log in logs] == ["sink_quarantined", "sink_lost_batches"]
+        assert sink.opened == sink.closings
+
+    def test_pauses_go_on_growing_where_it_fails_soon_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sink that takes gaps but no batch is not tried every second for ever."""
+        pauses: list[float] = []
+        enough = threading.Event()
+
+        class OnlyGaps(RecordingSink):
+            def write(self, batch: EventBatch) -> None:
+                if not gaps([batch]):
+                    raise FULL
+
+        runner = SinkRunner(OnlyGaps(), "shaky", max_errors=1)
+        monkeypatch.setattr(runner._closing, "wait", lambda seconds: pauses.append(seconds))
+        runner.start()
+        for seq in itertools.count():
+            runner.put(make_batch(seq))
+            if len(pauses) > 7:
+                break
+            enough.wait(0.001)
+        runner.close()
+        assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+    def test_a_gap_grows_over_many_tries(self) -> None:
+        """However often a sink was tried, what it missed is one gap for each reason."""
+        sink = Broken("write")
+        runner = SinkRunner(sink, "full", **QUICK)
+        runner.start()
+        with Feeder(runner) as feeder:
+            wait_for(lambda: sink.opened > 5)
+            sink.fails = set()
+            wait_for_state(runner, "running")
+        runner.close()
+        check_stream(sink.stream, feeder.put)
+        assert len([gap for gap in gaps(sink.stream) if gap.reason == "quarantined"]) <= 2
+
+
+def test_a_file_on_a_full_disk_goes_on_when_there_is_room(run_python: RunPython, tmp_path: Path) -> None:
+    """With the system's own limit on the size of files: lines are whole, and a gap stands for what did not fit."""
+    done = run_python(
+        "import resource, time\n"
+        "from sinks import SinkContext, SinkRunner, open_sink\n"
+        "from tests.sinks.helpers import make_batch\n"
+        "sink = open_sink('file:events.jsonl', SinkContext(32, 4))\n"
+        "runner = SinkRunner(sink, 'file', max_errors=2, backoff_seconds=0.001, retry_seconds=0.01)\n"
+        "runner.start()\n"
+        "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))\n"
+        "seq = 0\n"
+        "def put_until(state):\n"
+        "    global seq\n"
+        "    deadline = time.monotonic() + 20\n"
+        "    while runner.stats().state != state:\n"
+        "        assert time.monotonic() < deadline, runner.stats()\n"
+        "        runner.put(make_batch(seq))\n"
+        "        seq += 1\n"
+        "        time.sleep(0.001)\n"
+        "put_until('quarantined')\n"
+        "time.sleep(0.1)\n"
+        "assert runner.stats().state == 'quarantined'\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))\n"
+        "put_until('running')\n"
+        "for _ in range(9): runner.put(make_batch(seq)); seq += 1\n"
+        "runner.close()\n"
+        "print(seq, runner.stats().batches)"
+    )
+    assert done.returncode == 0, done.stderr
+    put, delivered = map(int, done.stdout.split())
+    stream = [from_json(line) for line in (tmp_path / "events.jsonl").read_bytes().splitlines()]
+    check_stream(stream, put)
+    assert [gap.reason for gap in gaps(stream)][-1] == "quarantined"
+    assert len(stream) - sum(1 for batch in stream if gaps([batch])) == delivered
+
+
+# --- the feed for routers
+
+
+class Site:
+    """A manager at random work, its feed on real sockets, and a reader that has followed it from the start."""
+
+    def __init__(self, tmp_path: Path, seed: int) -> None:
+        url = f"zmq+pub://127.0.0.1:0?replay=0&heartbeat=20ms&coalesce=1ms&state={tmp_path / 'numbers'}"
+        feed = open_sink(url, SinkContext(32, 4))
+        assert isinstance(feed, RouterFeed)
+        feed._numbers._step = 1  # so that each batch needs the disk
+        (transport,) = feed.transports
+        assert isinstance(transport, ZMQTransport)
+        self.feed, self.transport = feed, transport
+        self.runner = SinkRunner(feed, "feed", **QUICK)
+        self.batches: list[EventBatch] = []
+        spy = RecordingSink()
+        spy.stream = self.batches
+        config = KVCacheConfig(
+            max_sequence_length=64, tokens_per_block=4, primary_blocks=40, secondary_blocks=20
+        )
+        self.manager = KVCacheManager(config, sinks=[self.runner, spy])
+        self.index = Index()
+        self.subscriber = Subscriber(transport.endpoint, replay=transport.replay_endpoint, start=0)
+        self._rng = random.Random(seed)
+        self._requests = itertools.count()
+
+    def work(self, steps: int = 30) -> None:
+        """Requests that share prefixes, evict and offload; a flush after each."""
+        for _ in range(steps):
+            request = str(next(self._requests))
+            prompt = [self._rng.randrange(2) for _ in range(self._rng.randrange(5, 40))]
+            self.manager.add_sequence(request, prompt)
+            self.manager.store_context_blocks(request, len(prompt))
+            self.manager.remove_sequence(request)
+            self.manager.flush()
+            self.read(0)
+
+    def work_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline, self.runner.stats()
+            self.work(1)
+
+    def read(self, timeout_ms: int = 5) -> None:
+        for report in self.subscriber.poll(timeout_ms):
+            self.index.fold(report)
+
+    def check(self) -> None:
+        """Wait until the reader holds what the cache holds, with no fault on the way."""
+        state = self.manager.state
+        expected = [resident_names(state, level) for level in (0, 1)]
+        deadline = time.monotonic() + WAIT
+        while [self.index.resident(0, level) for level in (0, 1)] != expected:
+            assert time.monotonic() < deadline, (self.runner.stats(), self.feed.lost_seq, self.index)
+            self.manager.flush()
+            self.read()
+        assert (self.index.orphans, self.index.unknown_removals, self.index.repeated_stores) == (0, 0, 0)
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.manager.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("what", ["numbers", "transport", "fold"])
+def test_a_feed_that_failed_ends_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, seed: int
+) -> None:
+    """Whatever failed, after it works again a reader that has stayed holds exactly what the cache holds."""
+    site = Site(tmp_path, seed)
+    site.work()
+    site.check()
+    for _ in range(2):
+        with monkeypatch.context() as broken:
+
+            def fail(*_: object) -> None:
+                raise FULL
+
+            if what == "numbers":
+                broken.setattr(feed_numbers, "_write", fail)
+            elif what == "transport":
+                broken.setattr(site.transport, "send", fail)
+            else:
+                broken.setattr(site.feed._feed, "fold", fail)
+            site.work_until(lambda: site.runner.stats().state == "quarantined")
+            site.work()
+        before = len(site.batches)
+        site.work_until(lambda: site.runner.stats().state == "running")
+        site.work()
+        site.check()
+        stated = [
+            batch
+            for batch in site.batches[before:]
+            if any(isinstance(event, StateExported) for event in batch.events)
+        ]
+        assert 1 <= len(stated) <= 3
+    site.close()
+    assert site.runner.stats().lag_batches == 0
+
+
+def test_a_state_that_was_itself_lost_is_told_again(tmp_path: Path) -> None:
+    """Where the last batch that a feed lost is the one with the whole state, the manager publishes another."""
+    site = Site(tmp_path, 1)
+    site.work()
+    site.check()
+    held = threading.Event()
+    fold = site.feed._feed.fold
+
+    def lose(batch: EventBatch) -> list[Any]:
+        if any(isinstance(event, StateExported) for event in batch.events):
+            del site.feed._feed.fold
+            held.set()
+            raise FULL
+        return fold(batch)
+
+    site.feed._feed.fold = lose  # type: ignore[method-assign]
+    site.runner.put(EventBatch(site.batches[-1].seq, 0, (Gap(0, 2**40, "made up"),)))
+    site.work_until(held.is_set)
+    site.check()
+    site.close()
