@@ -16,6 +16,7 @@ from events.bus import EventBus
 from events.formats import trtllm
 from events.packed import NAME_BYTES, names_of_keys, unpack_names
 from events.types import PRIMARY
+from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.state import CacheState
 
 
@@ -30,7 +31,10 @@ class LatestEvents:
         self._next_id = 0
         self._resident: list[set[int]] = []
         """Per group: the names that readers take for cached. Needed because their format has no "cleared"."""
+        self._beginning = False
+        """A cache was created in this step: the state that it begins with may follow."""
         bus.subscribe(self._on_created, ev.CacheCreated)
+        bus.subscribe(self._on_exported, ev.StateExported)
         bus.subscribe(self._on_stored, ev.BlocksStored)
         bus.subscribe(self._on_filled, ev.BlocksFilled)
         bus.subscribe(self._on_updated, ev.BlocksMoved, ev.BlocksUpdated)
@@ -47,6 +51,7 @@ class LatestEvents:
 
     def publish(self) -> None:
         """Make the events of the step visible."""
+        self._beginning = False
         if not self._step:
             return
         created = self._state.created
@@ -60,19 +65,62 @@ class LatestEvents:
         self._step.clear()
 
     def _on_created(self, event: ev.CacheCreated) -> None:
+        self._beginning = True
         self._resident = [set() for _ in event.groups]
         self._step += [(index, trtllm.created(group)) for index, group in enumerate(event.groups)]
+
+    def _on_exported(self, _: ev.StateExported) -> None:
+        """What a cache begins with is told as if it were stored now; a later state repeats what is known."""
+        if not self._beginning or not self._state.hashing.key_bytes:
+            return
+        self._beginning = False
+        told = [
+            (index, root.namespace, run)
+            for index, group in enumerate(self._state.groups)
+            for root in group.tree.roots.values()
+            for run in runs_below(root)
+        ]
+        # Of what nobody could see any more, no dicts are made: with its tokens, a block takes kilobytes.
+        unseen = max(0, len(told) - (self._visible.maxlen or 0))
+        self._next_id += unseen
+        for number, (index, namespace, run) in enumerate(told):
+            self._resident[index].update(self._names_in(bytes(run.keys)))
+            if number >= unseen:
+                self._step.append((index, self._run_as_stored(index, namespace, run)))
+
+    def _run_as_stored(self, group: int, namespace: ev.Namespace, run: Run) -> trtllm.Data:
+        state = self._state
+        size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
+        parent = run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b""
+        last_tokens = run.partial or size
+        stored = ev.BlocksStored(
+            0,
+            group,
+            run.start,
+            parent,
+            bytes(run.keys),
+            run.slots.tobytes(),
+            run.level,
+            run.priority,
+            last_tokens,
+        )
+        return trtllm.stored(stored, state.symbols.spell(bytes(run.symbols)), namespace, size, key_bytes)
+
+    def _names_in(self, keys: bytes) -> list[int]:
+        names: list[int] = unpack_names(names_of_keys(keys, self._state.hashing.key_bytes)).tolist()
+        return names
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         state, size = self._state, self._state.tokens_per_block
         sequence = state.sequences[event.handle]
-        count = len(unpack_names(names_of_keys(event.keys, state.hashing.key_bytes)))
+        names = self._names_in(event.keys)
+        count = len(names)
         first = event.first_block * size
         tokens = sequence.packed(first, first + (count - 1) * size + event.last_tokens)
         key_bytes = state.hashing.key_bytes
         rich = state.symbols.spell(tokens)
         self._step.append((event.group, trtllm.stored(event, rich, sequence.namespace, size, key_bytes)))
-        self._resident[event.group].update(unpack_names(names_of_keys(event.keys, key_bytes)).tolist())
+        self._resident[event.group].update(names)
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:
         key_bytes, size = self._state.hashing.key_bytes, self._state.tokens_per_block
