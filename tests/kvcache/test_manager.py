@@ -243,7 +243,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("num_sequences", None),
 ]
 """All that reads or changes the state, with arguments that are right; None: a property."""
-ANY_THREAD = {"stats", "sink_stats", "get_latest_events", "feeds", "wait_subscribers"}
+ANY_THREAD = {"stats", "sink_stats", "reopen_sinks", "get_latest_events", "feeds", "wait_subscribers"}
 FIXED = {"max_tokens"}
 
 
