@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from events.errors import EventsError
 from events.log import LogWriter
@@ -33,7 +33,7 @@ from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
-from kvcache.workload import DriveOptions, RunResult, StepClock, drive, parse_speed
+from kvcache.workload import DriveOptions, RunResult, StepClock, TimedCopier, drive, parse_speed
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, SinkURL, open_sink
 from sinks.router_feed import RouterFeed
@@ -226,7 +226,7 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
         describe_start(out, source, config, sizes, directory.path, temporary=removed)
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
-    manager, pools = _open_manager(sinks, config, sizes, writer, clock)
+    manager, tensors = _open_manager(sinks, config, sizes, writer, clock)
     with at_hangup(manager.reopen_sinks, wanted=_has_sink(args, "file")):
         attached = own_feed.OwnFeed(manager) if router else None
         if args.wait_subscribers:
@@ -235,8 +235,8 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
             # Not for those of the run's own feed: nobody else knows its port.
             for feed in manager.feeds[: -1 if router else None]:
                 feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
-        played = _drive(args, out, stop, manager, source, pools, clock)
-        return _finish(args, out, stop, manager, writer, played, attached)
+        played = _drive(args, out, stop, manager, source, tensors, clock)
+        return _finish(args, out, stop, manager, tensors, writer, played, attached)
 
 
 def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
@@ -289,23 +289,35 @@ def _log_id(args: argparse.Namespace, source: Source, config: KVCacheConfig) -> 
     return sha256(repr(inputs).encode()).digest()[:16]
 
 
+class _Tensors(NamedTuple):
+    """What holds the blocks' bytes, and what moves them."""
+
+    pools: Pools
+    copier: TimedCopier
+
+
 def _open_manager(
     sinks: list[str], config: KVCacheConfig, sizes: PoolSizes | None, log: LogWriter, clock: StepClock
-) -> tuple[KVCacheManager, Pools | None]:
+) -> tuple[KVCacheManager, _Tensors | None]:
     # A sink on stdout writes past the buffer, and must not come before what was said already.
     sys.stdout.flush()
     try:
-        pools = None if sizes is None else _pools(sizes)
-        return KVCacheManager(config, pools=pools, log=log, sinks=sinks, wall_ns=clock.wall_ns), pools
+        tensors = None if sizes is None else _tensors(sizes)
+        pools, copier = tensors or (None, None)
+        manager = KVCacheManager(
+            config, pools=pools, copier=copier, log=log, sinks=sinks, wall_ns=clock.wall_ns
+        )
     except BaseException:
         log.close()
         raise
+    return manager, tensors
 
 
-def _pools(sizes: PoolSizes) -> Pools:
+def _tensors(sizes: PoolSizes) -> _Tensors:
     from kvcache.pools import Pools
 
-    return Pools(sizes.layout, sizes.device)
+    pools = Pools(sizes.layout, sizes.device)
+    return _Tensors(pools, TimedCopier(pools.copier(), sizes.layout))
 
 
 def _drive(
@@ -314,9 +326,10 @@ def _drive(
     stop: StopSignals,
     manager: KVCacheManager,
     source: Source,
-    pools: Pools | None,
+    tensors: _Tensors | None,
     clock: StepClock,
 ) -> RunResult:
+    pools, copier = tensors or (None, None)
     options = DriveOptions(concurrency=args.concurrency, seed=args.seed)
     # Event lines on the same terminal would tear the bar apart.
     visible = not out.quiet and not _has_sink(args, "stdout")
@@ -328,6 +341,7 @@ def _drive(
                 source.requests,
                 options,
                 pools=pools,
+                copies=copier,
                 clock=clock,
                 stop=stop,
                 progress=lambda step, done, total: update(done),
@@ -347,6 +361,7 @@ def _finish(
     out: Output,
     stop: StopSignals,
     manager: KVCacheManager,
+    tensors: _Tensors | None,
     writer: LogWriter,
     result: RunResult,
     router: own_feed.OwnFeed | None,
@@ -371,6 +386,6 @@ def _finish(
         fingerprint=live,
         verification=verification,
         signal=None if stop.first is None else stop.first.name,
-        with_pools=not args.no_pools,
+        copies=None if tensors is None else tensors.copier.totals(),
         feed=feed,
     )

@@ -17,7 +17,7 @@ from kvcache.cli.verification import Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.stats import Stats
-from kvcache.workload import RunResult
+from kvcache.workload import CopyTotals, RunResult
 from sinks import SinkStats
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ class Outcome:
     stats: Stats
     sinks: tuple[SinkStats, ...]
     seconds: float
-    """In the manager's calls and waiting for the log."""
+    """In the manager's calls, but for the copies, and waiting for the log."""
     log_bytes: int
     dropped_batches: int
     fingerprint: bytes
     verification: Verification
     signal: str | None
-    with_pools: bool
+    copies: CopyTotals | None
+    """None: there were no tensors."""
     feed: FeedCheck | None
     """What the attached router held; None: there was none."""
 
@@ -84,6 +85,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "log_bytes": outcome.log_bytes,
         "feed": None if outcome.feed is None else _feed_json(outcome.feed),
         "sinks": [_sink_json(sink) for sink in outcome.sinks],
+        "copies": None if outcome.copies is None else _copies_json(outcome.copies),
         "steps": result.steps,
         "seconds": outcome.seconds,
         "requests_per_second": outcome.requests_per_second,
@@ -94,6 +96,10 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "replay_seconds": verification.seconds,
         "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
     }
+
+
+def _copies_json(copies: CopyTotals) -> dict[str, Any]:
+    return asdict(copies) | {"bytes": copies.bytes, "bytes_per_second": copies.bytes_per_second}
 
 
 def _feed_json(feed: FeedCheck) -> dict[str, Any]:
@@ -172,7 +178,7 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
     checked = f"{result.checked_blocks:,} reused blocks compared byte by byte: all right"
     if not result.checked_blocks:
         checked = "no block was reused: nothing to compare"
-    if not outcome.with_pools:
+    if outcome.copies is None:
         checked = "nothing to compare without pools"
     return [
         (
@@ -190,7 +196,19 @@ def _times(outcome: Outcome) -> list[tuple[str, str]]:
     return [
         ("manager and log", f"{duration(outcome.seconds)}, {outcome.requests_per_second:,.0f} requests/s"),
         ("", f"per step {p50} (median), {p99} (99th percentile)"),
+        *([] if outcome.copies is None else _copies(outcome.copies)),
     ]
+
+
+def _copies(copies: CopyTotals) -> list[tuple[str, str]]:
+    if not copies.bytes:
+        return [("copies", "none")]
+    ways = (
+        f"{size(copies.bytes_offloaded)} offloaded, {size(copies.bytes_onboarded)} onboarded, "
+        f"{size(copies.bytes_within_primary)} within primary"
+    )
+    speed = f"{size(copies.bytes)} at {copies.bytes_per_second / 1e9:.2f} GB/s"
+    return [("copies", f"{duration(copies.seconds)}, {speed}"), ("", ways)]
 
 
 def _sinks(outcome: Outcome) -> list[tuple[str, str]]:

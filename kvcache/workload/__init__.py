@@ -2,6 +2,7 @@
 
 from kvcache.workload.chats import ChatOptions, generate_chats
 from kvcache.workload.clock import StepClock, parse_speed
+from kvcache.workload.copies import CopyTotals, TimedCopier
 from kvcache.workload.driver import DriveOptions, Progress, drive
 from kvcache.workload.mooncake import TraceError, TraceRequest, read_trace, write_trace
 from kvcache.workload.pattern import PatternMismatch
@@ -9,12 +10,14 @@ from kvcache.workload.summary import Refusal, RunResult
 
 __all__ = [
     "ChatOptions",
+    "CopyTotals",
     "DriveOptions",
     "PatternMismatch",
     "Progress",
     "Refusal",
     "RunResult",
     "StepClock",
+    "TimedCopier",
     "TraceError",
     "TraceRequest",
     "drive",

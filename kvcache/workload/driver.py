@@ -26,6 +26,7 @@ from kvcache.errors import UsageError, invariant
 from kvcache.manager import KVCacheManager
 from kvcache.results import Admission
 from kvcache.workload.clock import StepClock
+from kvcache.workload.copies import TimedCopier
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
 from kvcache.workload.summary import RunCounts, RunResult, StepTimes
@@ -61,22 +62,23 @@ def drive(
     options: DriveOptions | None = None,
     *,
     pools: Pools | None = None,
+    copies: TimedCopier | None = None,
     clock: StepClock | None = None,
     stop: threading.Event | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
     """Play a trace to its end, or until `stop` is set; then no request of it is running any more.
 
-    `pools` are those of the manager; without them no bytes are written or compared. For equal logs the manager
+    `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
+    measures its time, which then does not count as the manager's. For equal logs the manager
     must have been given the `wall_ns` of `clock`. Raises UsageError if the manager is serving requests already,
     PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
     """
     if manager.num_sequences:
         raise UsageError("the manager is serving requests: a trace needs one of its own")
     total = len(trace) if isinstance(trace, Collection) else None
-    return _Engine(manager, trace, options or DriveOptions(), pools, clock or StepClock()).run(
-        stop or threading.Event(), progress, total
-    )
+    engine = _Engine(manager, trace, options or DriveOptions(), pools, copies, clock or StepClock())
+    return engine.run(stop or threading.Event(), progress, total)
 
 
 @dataclass(slots=True)
@@ -129,6 +131,7 @@ class _Engine:
         trace: Iterable[TraceRequest],
         options: DriveOptions,
         pools: Pools | None,
+        copies: TimedCopier | None,
         clock: StepClock,
     ) -> None:
         self._manager = manager
@@ -144,7 +147,7 @@ class _Engine:
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
         self._counts = RunCounts()
-        self._times = StepTimes()
+        self._times = StepTimes(copies)
 
     def run(self, stop: threading.Event, progress: Progress | None, total: int | None) -> RunResult:
         """Step until all requests are done."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.results import Admission
+from kvcache.workload.copies import TimedCopier
 
 MAX_NAMED_REFUSALS = 100
 """All refusals are counted, so many are named."""
@@ -46,7 +47,7 @@ class RunResult:
     """Reused tokens whose copy failed, so that they were computed after all."""
     steps: int
     manager_seconds: float
-    """Time inside the manager's calls."""
+    """Time inside the manager's calls, without that of the copies, if these are measured."""
     step_us_p50: float
     """Median over the steps of the time inside the manager, in microseconds."""
     step_us_p99: float
@@ -123,20 +124,27 @@ class RunCounts:
 
 
 class StepTimes:
-    """Adds up the time inside the manager, per step; what happens between two timed calls does not count."""
+    """Adds up the time inside the manager, per step; what happens between two timed calls does not count.
 
-    def __init__(self) -> None:
+    Nor does the time of `copies` inside them.
+    """
+
+    def __init__(self, copies: TimedCopier | None = None) -> None:
+        self._copies = copies
         self._steps = array("q")
         self._current = 0
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count the time of the body to the current step."""
-        started = time.perf_counter_ns()
+        copying, started = self._copying(), time.perf_counter_ns()
         try:
             yield
         finally:
-            self._current += time.perf_counter_ns() - started
+            self._current += time.perf_counter_ns() - started - (self._copying() - copying)
+
+    def _copying(self) -> int:
+        return 0 if self._copies is None else self._copies.nanoseconds
 
     def end_step(self) -> None:
         """Close the current step."""

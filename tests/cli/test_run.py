@@ -31,7 +31,7 @@ KEYS = {
     "requests", "prompt_tokens", "reused_tokens", "reused_tokens_primary", "reused_tokens_secondary", "hit_rate",
     "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded", "blocks_onboarded", "events",
     "batches", "log_bytes", "seconds", "requests_per_second", "fingerprint", "replay_fingerprint", "refused",
-    "checked_blocks", "step_us_p50", "step_us_p99", "sinks", "interrupted", "log",
+    "checked_blocks", "copies", "step_us_p50", "step_us_p99", "sinks", "interrupted", "log",
 }  # fmt: skip
 
 
@@ -207,6 +207,19 @@ class TestOutput:
         with_pools, without = (json.loads(kvcache(*args, *more).out) for more in ([], ["--no-pools"]))
         assert with_pools["fingerprint"] == without["fingerprint"]
         assert with_pools["checked_blocks"] > 0 == without["checked_blocks"]
+
+    def test_copies_have_a_line_of_their_own(self, kvcache: Kvcache) -> None:
+        """What the tensors' copies took is told apart from manager and log, with bytes and speed."""
+        args = ("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 120, "--concurrency", 3)
+        copies = json.loads(kvcache(*args, "--json").out)["copies"]
+        ways = ("bytes_offloaded", "bytes_onboarded", "bytes_within_primary")
+        assert copies["bytes"] == sum(copies[way] for way in ways) > copies["bytes_onboarded"] > 0
+        assert copies["bytes_per_second"] == pytest.approx(copies["bytes"] / copies["seconds"])
+        shown = kvcache(*args).out
+        assert re.search(r"copies  +[0-9.]+ m?s, [0-9.]+ MiB at [0-9.]+ GB/s\n", shown)
+        assert re.search(r" offloaded, .* onboarded, .* within primary\n", shown)
+        assert json.loads(kvcache(*args, "--json", "--no-pools").out)["copies"] is None
+        assert "  copies  " not in kvcache(*args, "--no-pools").out
 
 
 class TestShape:

@@ -1,0 +1,102 @@
+"""How long the copies of a run take, and how many bytes they move: measured around its copier.
+
+A copier on the host copies inside `submit`, that is, inside a call of the manager, and one on a GPU while somebody
+waits for its ticket. Measured here, both are the same, and the manager's own time can be told apart (`StepTimes`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from events.types import SECONDARY
+from kvcache.layout import Layout
+
+if TYPE_CHECKING:
+    from cuda_ops.copier import Copier, Copy, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTotals:
+    """The copies of a run. Bytes are those that were asked for, whether they arrived or not."""
+
+    seconds: float
+    """Starting them and waiting for them."""
+    bytes_offloaded: int
+    bytes_onboarded: int
+    """Partly matching blocks that come from secondary included."""
+    bytes_within_primary: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all directions."""
+        return self.bytes_offloaded + self.bytes_onboarded + self.bytes_within_primary
+
+    @property
+    def bytes_per_second(self) -> float:
+        """0 if nothing was copied."""
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+
+class TimedCopier:
+    """A copier that is watched. For one thread, which submits and waits."""
+
+    def __init__(self, inner: Copier, layout: Layout) -> None:
+        self._inner = inner
+        self._bytes_per_token = [group.bytes_per_block // layout.tokens_per_block for group in layout.groups]
+        self._tokens_per_block = layout.tokens_per_block
+        self._offloaded = self._onboarded = self._within = 0
+        self.nanoseconds = 0
+        """Spent so far."""
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        """Start a batch; see `cuda_ops.copier.Copier`."""
+        with self.timed():
+            ticket = self._inner.submit(copies)
+        for copy in copies:
+            self._count(copy)
+        return _TimedTicket(ticket, self)
+
+    def totals(self) -> CopyTotals:
+        """All until now."""
+        return CopyTotals(self.nanoseconds / 1e9, self._offloaded, self._onboarded, self._within)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time of the body."""
+        started = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.nanoseconds += time.perf_counter_ns() - started
+
+    def _count(self, copy: Copy) -> None:
+        tokens = len(copy.source) * (copy.num_tokens or self._tokens_per_block)
+        num_bytes = tokens * self._bytes_per_token[copy.group]
+        if copy.target_level == SECONDARY:
+            self._offloaded += num_bytes
+        elif copy.source_level == SECONDARY:
+            self._onboarded += num_bytes
+        else:
+            self._within += num_bytes
+
+
+class _TimedTicket:
+    """A ticket whose waits are counted."""
+
+    def __init__(self, inner: Ticket, copier: TimedCopier) -> None:
+        self._inner = inner
+        self._copier = copier
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self) -> None:
+        with self._copier.timed():
+            self._inner.wait()
+
+    def wait_on(self, stream: Any = None) -> None:
+        self._inner.wait_on(stream)
