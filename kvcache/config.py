@@ -233,6 +233,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     at the end."""
     event_buffer_max_size: _Natural = 0
     """Events kept for polling consumers; 0: none."""
+    debug_fill_blank: _Flag = False
+    """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
+    reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
+    batches, and `start_transfers` is needed after each call that allocates."""
     log: LogConfig = LogConfig()
     """How the event log is written."""
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Items
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from events.types import BlocksCopied, BlocksMoved, EventBatch, RequestId
+from events.types import EventBatch, RequestId
 from kvcache.arguments import checked_flag, checked_integer, checked_range, listed, time_from
 from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
@@ -73,7 +73,7 @@ class KVCacheManager(Reading, Observed):
         self._guard, self._wall_ns = Guard(), wall_ns
         pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
         self._max_tokens = min(config.max_sequence_length, pool)
-        self.transfers = engine_for(pools, copier, self.layout)
+        self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
         self._pools = pools
         self._failed: list[tuple[int, str]] = []
         self._cut: dict[RequestId, int] = {}
@@ -89,7 +89,7 @@ class KVCacheManager(Reading, Observed):
             self._journal = Journal(created, outlets, config.event_buffer_max_size, first)
             self.state, self.bus = self._journal.state, self._journal.bus
             if self.transfers is not None:
-                self.bus.subscribe(self.transfers.on_event, BlocksMoved, BlocksCopied)
+                self.bus.subscribe(self.transfers.on_event, *self.transfers.events)
             self._blocks = BlockManager(
                 config, self.state, self._journal.emit, recorded=outlets.log is not None
             )
@@ -268,8 +268,10 @@ class KVCacheManager(Reading, Observed):
 
         `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
         its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
-        `store_context_blocks` said so; where another block is needed, the full ones become reusable. Returns the
-        sequences whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the
+        `store_context_blocks` said so; where another block is needed, the full ones become reusable. So append draft
+        tokens when they are accepted, with their K/V written: they cannot be taken back, and other requests would read
+        what was never written (`debug_fill_blank` shows that). Returns the sequences whose tables point at other blocks
+        than before. Raises `OutOfBlocks` (and appends nothing) if the
         blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
         `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """

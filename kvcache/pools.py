@@ -157,6 +157,14 @@ class Pools:
         """Wrap a block table in a tensor on the host that shares its memory."""
         return torch.from_numpy(slots)
 
+    def fill_blank(self, group: int, slots: npt.NDArray[np.int32]) -> None:
+        """Overwrite primary blocks with NaN (integers: the largest value) on the current stream, for debugging."""
+        index = torch.from_numpy(slots.astype(np.int64)).to(self.device)
+        for pool in self.groups[group]:
+            # With all bits set a float of any size is NaN, and there are types that torch does not fill.
+            byte = 0x7F if pool.primary.dtype == torch.int8 else 0xFF
+            pool.primary.view(torch.uint8).index_fill_(0, index, byte)
+
     def copier(self) -> TorchCopier:
         """Create what moves blocks between the levels of these pools. Needed once."""
         return TorchCopier(self.groups)

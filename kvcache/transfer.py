@@ -21,7 +21,7 @@ import numpy as np
 from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTicket, Ticket
 from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
-from events.types import PRIMARY, BlocksCopied, BlocksMoved
+from events.types import PRIMARY, BlocksCopied, BlocksMoved, Event
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
 
@@ -70,6 +70,9 @@ class _Batch:
 class TransferEngine:
     """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before."""
 
+    events: tuple[type[Event], ...] = (BlocksMoved, BlocksCopied)
+    """What `on_event` is to be subscribed to."""
+
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._pending: list[_Transfer] = []
@@ -91,7 +94,7 @@ class TransferEngine:
         }
 
     def on_event(self, event: Any) -> None:
-        """Note the copy that an event asks for. Subscribe it to BlocksMoved and BlocksCopied."""
+        """Note the copy that an event asks for."""
         if isinstance(event, BlocksMoved):
             if event.transfer:
                 source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
@@ -154,10 +157,13 @@ class TransferEngine:
             batch.wait()
 
 
-def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEngine | None:
+def engine_for(
+    pools: Any, copier: Copier | None, layout: Layout, *, fill_blank: bool = False
+) -> TransferEngine | None:
     """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
 
-    Raises `UsageError`, also for pools that another manager has.
+    With `fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
+    pools that another manager has.
     """
     if pools is not None:
         methods = ("copier", "refuse_taken", "take", "give_back")
@@ -174,6 +180,10 @@ def engine_for(pools: Any, copier: Copier | None, layout: Layout) -> TransferEng
         return None
     if not callable(getattr(copier, "submit", None)):
         raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+    if pools is not None and fill_blank:
+        from kvcache.blank_fill import FillingEngine  # which extends what is above
+
+        return FillingEngine(copier, pools)
     return TransferEngine(copier)
 
 

@@ -26,6 +26,7 @@ ALLOWED = {
 
 ALLOWED_BESIDES = {
     "kvcache/transfer.py": {"cuda_ops"},
+    "kvcache/blank_fill.py": {"cuda_ops"},
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
     "kvcache/observed.py": {"sinks"},

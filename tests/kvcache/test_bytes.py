@@ -58,7 +58,7 @@ ACTIONS = (
 class Driver:
     """Random commands for an engine; `trusted`: no copy fails, so everything must be right at any time."""
 
-    def __init__(self, seed: int, wrap: Wrap, *, trusted: bool) -> None:
+    def __init__(self, seed: int, wrap: Wrap, *, trusted: bool, fill_blank: bool = False) -> None:
         self.random = r = random.Random(seed)
         self.trusted = trusted
         self.engine = FakeEngine(
@@ -68,6 +68,7 @@ class Driver:
             secondary_blocks=r.choice([1, 2, 4, 8]),
             enable_partial_reuse=r.random() < 0.8,
             kv_layout=r.choice(["NHD", "HND"]),
+            debug_fill_blank=fill_blank,
         )
         self.next_id = 0
         length = r.choice([6, 8, 10, 13])
@@ -134,6 +135,13 @@ class Driver:
 def test_bytes_follow_events(seed: int) -> None:
     """After any commands, with copies at once or late, each cached block and each sequence has its own K/V."""
     Driver(seed, (at_once, late)[seed % 2], trusted=True).run(60)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_reads_what_was_written_reads_no_blank_fill(seed: int) -> None:
+    """The same with new blocks overwritten: no copy and no sequence sees anything of that."""
+    Driver(seed, (at_once, late)[seed % 2], trusted=True, fill_blank=True).run(60)
+    Driver(seed, late_and_failing(seed), trusted=False, fill_blank=True).run(60)
 
 
 def run_failing(seeds: range) -> None:

@@ -100,7 +100,13 @@ class TestWholeRuns:
     """A trace from start to end."""
 
     @pytest.mark.parametrize(
-        "config", [SMALL, TIERED, {**TIERED, "kv_layout": "HND", "tokens_per_block": 64}]
+        "config",
+        [
+            SMALL,
+            TIERED,
+            {**TIERED, "kv_layout": "HND", "tokens_per_block": 64},
+            {**TIERED, "debug_fill_blank": True},
+        ],
     )
     def test_every_request_is_served_and_every_reused_byte_is_right(self, config: dict[str, Any]) -> None:
         """All requests run to their end, tokens are counted, reuse happens, and its bytes were compared."""
