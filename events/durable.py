@@ -13,6 +13,9 @@ from pathlib import Path
 
 _NOT_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
 """How file systems say that they have no `F_FULLFSYNC`, as those of other machines do. Other errors are failures."""
+_NO_DIRECTORY_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""How file systems of other machines say that they lock files only, and for writing."""
+_UNKNOWN_HOLDER = "another process"
 
 
 class LockHeld(Exception):
@@ -27,39 +30,105 @@ class NoRegularFile(Exception):
     """What has the lock file's name is something else."""
 
 
-def take_lock(path: Path) -> int:
-    """Lock a file, which is made if it is missing, and write this process into it; returns its descriptor.
+class Lock:
+    """A lock that this process holds, until it gives it back or ends."""
 
-    The lock is held until `give_back`, or until the process dies. Raises LockHeld, NoRegularFile, OSError.
+    def __init__(self, path: Path, file: int, directory: int | None) -> None:
+        self._path = path
+        self._file = file
+        self._directory = directory
+
+    def in_place(self) -> bool:
+        """Whether what is locked still has its name; if not, somebody else may have locked what has it now."""
+        try:
+            if self._directory is not None:
+                return os.path.samestat(self._path.parent.stat(), os.fstat(self._directory))
+            return os.path.samestat(self._path.lstat(), os.fstat(self._file))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def give_back(self) -> None:
+        """Unlock it."""
+        for descriptor in self._descriptors():
+            # Said aloud, because a child that was forked may still hold the descriptor.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+    def disown(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+        for descriptor in self._descriptors():
+            os.close(descriptor)
+
+    def _descriptors(self) -> list[int]:
+        return [each for each in (self._file, self._directory) if each is not None]
+
+
+def take_lock(path: Path, *, with_directory: bool = False) -> Lock:
+    """Lock a file, which is made if it is missing, and write this process into it.
+
+    Whoever removes the file lets others in; not so if the file's directory is locked with it (`with_directory`), which
+    is then for this lock alone. Raises LockHeld, NoRegularFile, OSError.
     """
-    # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    directory = _lock_directory(path) if with_directory else None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise NoRegularFile
-        _lock(descriptor)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+        return Lock(path, _lock_file(path), directory)
     except BaseException:
+        if directory is not None:
+            os.close(directory)
+        raise
+
+
+def _lock_directory(path: Path) -> int | None:
+    """Lock the directory of a lock file; None where directories cannot be locked, as on other machines' disks."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
         os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise LockHeld(_holder_in(path)) from None
+        if error.errno in _NO_DIRECTORY_LOCKS:
+            return None
         raise
     return descriptor
 
 
-def _lock(descriptor: int) -> None:
+def _lock_file(path: Path) -> int:
+    # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise NoRegularFile
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LockHeld(_holder(descriptor)) from None
+            if Lock(path, descriptor, None).in_place():
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # It was removed while we locked it.
+
+
+def _holder_in(path: Path) -> str:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(descriptor, 64, 0).decode("ascii", "replace").strip()
-        raise LockHeld(holder or "another process") from None
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return _UNKNOWN_HOLDER
+    try:
+        return _holder(descriptor) if stat.S_ISREG(os.fstat(descriptor).st_mode) else _UNKNOWN_HOLDER
+    finally:
+        os.close(descriptor)
 
 
-def give_back(lock: int) -> None:
-    """Unlock what `take_lock` returned."""
-    # Said aloud, because a child that was forked may still hold the descriptor.
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
+def _holder(descriptor: int) -> str:
+    """Who holds a lock, as its file says."""
+    return os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or _UNKNOWN_HOLDER
 
 
 def sync_file(descriptor: int) -> None:

@@ -20,7 +20,7 @@ import re
 import zlib
 from pathlib import Path
 
-from events.durable import LockHeld, NoRegularFile, give_back, sync_directory, sync_file, take_lock
+from events.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from sinks.base import SinkError
 
 STEP = 4096
@@ -40,7 +40,7 @@ class FeedNumbers:
     def __init__(self, path: Path | None, step: int = STEP) -> None:
         self._path = path
         self._step = step
-        self._lock = -1
+        self._lock: Lock | None = None
         self._reserved = 0
         self.next = 0
         """The number that `take` returns next."""
@@ -58,8 +58,9 @@ class FeedNumbers:
             raise
 
     def take(self) -> int:
-        """The next number. Raises OSError, with nothing used, if it cannot be reserved."""
+        """The next number. Raises OSError or SinkError, with nothing used, if it cannot be reserved."""
         if self._path is not None and self.next >= self._reserved:
+            self._keep_lock(self._path)
             _write(self._path, self.next + self._step)
             self._reserved = self.next + self._step
         number = self.next
@@ -68,21 +69,31 @@ class FeedNumbers:
 
     def close(self) -> None:
         """Give back what is reserved and not used. To be called when no number will be taken any more."""
-        if self._path is None or self._lock < 0:
+        if self._path is None or self._lock is None:
             return
         try:
-            if self.next < self._reserved:
+            # Who has removed the lock file has let others in, and then the file says what they have reserved.
+            if self.next < self._reserved and self._lock.in_place():
                 _write(self._path, self.next)
                 self._reserved = self.next
         finally:
             self._unlock()
 
+    def _keep_lock(self, path: Path) -> None:
+        """A lock file that was removed is made anew, unless another feed has done so before."""
+        if self._lock is not None and self._lock.in_place():
+            return
+        self._unlock()
+        self._lock = _lock(path)
+        self.next = max(self.next, _read(path))
+
     def _unlock(self) -> None:
-        give_back(self._lock)
-        self._lock = -1
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.give_back()
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path) -> Lock:
     # A file of its own: the state file is another one after each reservation.
     lock = path.with_name(path.name + ".lock")
     try:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
-from events.durable import sync_directory, sync_file
+from events.durable import Lock, sync_directory, sync_file
 from events.log.frames import (
     AFTER_LOSS,
     CLOSED,
@@ -54,9 +54,17 @@ class LogOutput:
     """Writes one epoch of a log, from `chain` on."""
 
     def __init__(
-        self, directory: Path, chain: Chain, *, record_tokens: bool, segment_bytes: int, sync: bool
+        self,
+        directory: Path,
+        lock: Lock,
+        chain: Chain,
+        *,
+        record_tokens: bool,
+        segment_bytes: int,
+        sync: bool,
     ) -> None:
         self._directory = directory
+        self._lock = lock
         self._reached = chain
         """Up to the last durable frame."""
         self._chain = chain
@@ -186,6 +194,7 @@ class LogOutput:
 
     def _open_again(self) -> int:
         """The segment, cut off behind its last durable frame."""
+        self._check_place()
         assert self._path is not None
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -203,7 +212,13 @@ class LogOutput:
         if descriptor is not None:
             os.close(descriptor)
 
+    def _check_place(self) -> None:
+        """Open nothing in a directory that has taken the place of ours: it may be somebody else's log."""
+        if not self._lock.in_place():
+            raise OSError(errno.ESTALE, "the log's directory was moved")
+
     def _begin_segment(self, base_seq: int) -> None:
+        self._check_place()
         self._discard_unfinished()
         chain = self._chain
         assert chain.log_id is not None

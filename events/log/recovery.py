@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from events.durable import LockHeld, NoRegularFile, give_back, sync_directory, sync_file, take_lock
+from events.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import (
@@ -25,8 +25,8 @@ from events.log.segments import (
 )
 
 
-def claim(directory: Path, resume: bool) -> int:
-    """Make `directory` a log directory of ours; returns the descriptor that holds its lock.
+def claim(directory: Path, resume: bool) -> Lock:
+    """Make `directory` a log directory of ours; returns its lock.
 
     Raises NotALog, LogLocked, LogExists, OSError. A new log's directory is made private: its files name requests and
     may hold prompts.
@@ -45,14 +45,14 @@ def claim(directory: Path, resume: bool) -> int:
         if is_new:
             directory.chmod(0o700)
     except BaseException:
-        give_back(lock)
+        lock.give_back()
         raise
     return lock
 
 
-def _lock(directory: Path) -> int:
+def _lock(directory: Path) -> Lock:
     try:
-        return take_lock(directory / LOCK_NAME)
+        return take_lock(directory / LOCK_NAME, with_directory=True)
     except NoRegularFile:
         raise NotALog(directory, to_write=True) from None
     except LockHeld as held:

@@ -29,7 +29,6 @@ from typing import Literal, Self
 
 import msgspec
 
-from events.durable import give_back
 from events.errors import LogUnavailable, LogWriteFailed
 from events.log.output import LogOutput
 from events.log.recorder import Recorder
@@ -82,7 +81,7 @@ class LogWriter:
             try:
                 self._open(record_tokens, segment_bytes, fsync == "group", software, log_id)
             except BaseException:
-                give_back(self._lock)
+                self._lock.give_back()
                 raise
         except OSError as error:
             raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
@@ -109,7 +108,7 @@ class LogWriter:
         )
         self.next_seq = chain.seq
         output = LogOutput(
-            self.directory, chain, record_tokens=tokens, segment_bytes=segment_bytes, sync=sync
+            self.directory, self._lock, chain, record_tokens=tokens, segment_bytes=segment_bytes, sync=sync
         )
         self._recorder = Recorder(self.directory, output)
 
@@ -318,7 +317,7 @@ class LogWriter:
         for event in (recorder.hurry, recorder.work, recorder.retry):
             event.set()
         self._thread.join()
-        give_back(self._lock)
+        self._lock.give_back()
         atexit.unregister(self._drain_at_exit)
         _open_writers.discard(self)
         if recorder.failure is not None:
@@ -336,7 +335,7 @@ class LogWriter:
         self._recorder.failure = LogWriteFailed(
             self.directory, "the process that writes it is the parent of this one"
         )
-        os.close(self._lock)
+        self._lock.disown()
         self._recorder.output.disown()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from events.durable import LockHeld, NoRegularFile, give_back, sync_directory, sync_file, take_lock
+from events.durable import LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from tests.conftest import ROOT
 
 FULL = 51
@@ -131,8 +131,8 @@ class TestLock:
         with pytest.raises(LockHeld) as raised:
             take_lock(path)
         assert raised.value.holder == f"process {os.getpid()}"
-        give_back(lock)
-        give_back(take_lock(path))
+        lock.give_back()
+        take_lock(path).give_back()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
     def test_a_holder_that_has_not_said_who_it_is(self, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ class TestLock:
         os.truncate(path, 0)
         with pytest.raises(LockHeld, match=r"^another process$"):
             take_lock(path)
-        give_back(lock)
+        lock.give_back()
 
     def test_the_last_holder_is_written_over(self, tmp_path: Path) -> None:
         """However long the name of the last one was, the file names this one only."""
@@ -150,7 +150,7 @@ class TestLock:
         path.write_text("process 99999999999999999999\n")
         lock = take_lock(path)
         assert path.read_text() == f"process {os.getpid()}\n"
-        give_back(lock)
+        lock.give_back()
 
     def test_death_gives_it_back(self, tmp_path: Path) -> None:
         """A killed process holds nothing."""
@@ -167,7 +167,7 @@ class TestLock:
             with pytest.raises(LockHeld, match=f"process {child.pid}"):
                 take_lock(path)
             child.kill()
-        give_back(take_lock(path))
+        take_lock(path).give_back()
 
     @pytest.mark.parametrize("kind", ["pipe", "link"])
     def test_what_is_no_file_is_not_locked(self, tmp_path: Path, kind: str) -> None:
@@ -183,3 +183,85 @@ class TestLock:
             take_lock(path)
         assert open_descriptors() == before
         assert other.read_text() == "precious"
+
+    def test_removed_file_lets_nobody_in_if_the_directory_is_locked(self, tmp_path: Path) -> None:
+        """With the directory, one lock is what there is until it is given back, whatever becomes of the file."""
+        path = tmp_path / "LOCK"
+        lock = take_lock(path, with_directory=True)
+        with pytest.raises(LockHeld, match=f"process {os.getpid()}"):
+            take_lock(path, with_directory=True)
+        path.unlink()
+        for _ in range(2):
+            with pytest.raises(LockHeld, match="another process"):
+                take_lock(path, with_directory=True)
+        path.mkdir()
+        with pytest.raises(LockHeld, match="another process"):
+            take_lock(path, with_directory=True)
+        path.rmdir()
+        assert lock.in_place()
+        lock.give_back()
+        take_lock(path, with_directory=True).give_back()
+
+    def test_files_in_one_directory_are_locked_one_by_one(self, tmp_path: Path) -> None:
+        """Without the directory, neighbours do not concern each other, and one with it is beside them."""
+        paths = [tmp_path / name for name in ("a", "b", "c")]
+        locks = [take_lock(path, with_directory=path.name == "c") for path in paths]
+        for lock in locks:
+            assert lock.in_place()
+            lock.give_back()
+
+    @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK])
+    def test_where_directories_cannot_be_locked_the_file_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    ) -> None:
+        """Disks of other machines may lock files only; that is better than nothing."""
+        flock = fcntl.flock
+
+        def files_only(descriptor: int, operation: int) -> None:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(number, os.strerror(number))
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", files_only)
+        before = open_descriptors()
+        lock = take_lock(tmp_path / "LOCK", with_directory=True)
+        with pytest.raises(LockHeld, match=f"process {os.getpid()}"):
+            take_lock(tmp_path / "LOCK", with_directory=True)
+        assert lock.in_place()
+        (tmp_path / "LOCK").unlink()
+        assert not lock.in_place()
+        lock.give_back()
+        assert open_descriptors() == before
+
+    def test_file_that_is_removed_while_it_is_locked_is_not_the_lock(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between opening and locking, the name may come to mean another file: then that one is locked."""
+        path = tmp_path / "LOCK"
+        flock, calls = fcntl.flock, []
+
+        def late(descriptor: int, operation: int) -> None:
+            calls.append(descriptor)
+            if len(calls) == 1:
+                path.unlink()
+            flock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", late)
+        lock = take_lock(path)
+        assert len(calls) == 2
+        assert lock.in_place()
+        with pytest.raises(LockHeld):
+            take_lock(path)
+        lock.give_back()
+
+    def test_moved_directory_is_noticed(self, tmp_path: Path) -> None:
+        """A lock is out of place when its directory has another name, or none."""
+        directory = tmp_path / "log"
+        directory.mkdir()
+        lock = take_lock(directory / "LOCK", with_directory=True)
+        directory.rename(tmp_path / "old")
+        assert not lock.in_place()
+        directory.mkdir()
+        assert not lock.in_place()
+        take_lock(directory / "LOCK", with_directory=True).give_back()
+        lock.give_back()

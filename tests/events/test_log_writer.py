@@ -233,6 +233,44 @@ class TestOpening:
             assert raised.value.holder == f"process {os.getpid()}"
         LogWriter(tmp_path, resume=True).close()
 
+    def test_second_writer_is_refused_though_the_lock_was_deleted(self, tmp_path: Path) -> None:
+        """Who tidies up a directory does not let a second writer in; who holds it is not known any more."""
+        with LogWriter(tmp_path) as log:
+            log.append(batch(0))
+            (tmp_path / "LOCK").unlink()
+            with pytest.raises(LogLocked) as raised:
+                LogWriter(tmp_path, resume=True)
+            assert raised.value.holder == "another process"
+            log.append(batch(1))
+        with LogWriter(tmp_path, resume=True) as log:
+            assert log.next_seq == 2
+
+    def test_log_in_the_place_of_a_moved_one_is_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A writer whose directory was moved opens nothing in the one that has its name now, and goes on when back."""
+        place, moved = tmp_path / "log", tmp_path / "old"
+        log = LogWriter(place, segment_bytes=500)
+        log.append(batch(0))
+        log.flush()
+        place.rename(moved)
+        write_log(place, batches(1, 0))
+        before = {path: path.read_bytes() for path in segments(place)}
+        with monkeypatch.context() as patch:
+            Refusal(patch, os, "writev")
+            log.append(batch(1))
+            with pytest.raises(LogWriteFailed):
+                log.flush()
+        for seq in (2, 3):
+            with pytest.raises(LogWriteFailed, match=os.strerror(errno.ESTALE)):
+                log.flush()
+            log.append(batch(seq))
+        assert {path: path.read_bytes() for path in place.glob("*.kvlog*")} == before
+        place.rename(tmp_path / "other")
+        moved.rename(place)
+        log.close()
+        assert read_log(place)[0] == batches(4)
+
     def test_writer_in_another_process_is_named(self, tmp_path: Path) -> None:
         """The error says which process holds the log; its death frees it."""
         code = (

@@ -48,6 +48,47 @@ def test_are_consecutive_over_a_clean_restart(path: Path) -> None:
     assert taken == list(range(20))
 
 
+def test_removed_lock_lets_no_number_be_used_twice(path: Path) -> None:
+    """A second feed that gets in goes on above the first, which gets nothing more before the second has ended."""
+    first = opened(path)
+    taken = [first.take() for _ in range(2)]
+    path.with_name(path.name + ".lock").unlink()
+    second = opened(path)
+    taken += [first.take() for _ in range(STEP - 2)]  # what it has reserved
+    taken += [second.take() for _ in range(STEP + 1)]
+    for _ in range(2):
+        with pytest.raises(SinkError, match=f"in use by process {os.getpid()}"):
+            first.take()
+    second.close()
+    taken += [first.take() for _ in range(STEP)]
+    first.close()
+    assert taken == list(range(len(taken)))
+
+
+def test_removed_lock_gives_nothing_back(path: Path) -> None:
+    """What the first of two feeds has not used stays reserved: the file is the second one's by now."""
+    first = opened(path)
+    first.take()
+    path.with_name(path.name + ".lock").unlink()
+    second = opened(path)
+    assert second.take() == STEP
+    content = path.read_bytes()
+    first.close()
+    assert path.read_bytes() == content
+    second.close()
+
+
+def test_removed_lock_is_made_anew(path: Path) -> None:
+    """Where nobody else has come, the next reservation locks again, and goes on."""
+    numbers = opened(path)
+    numbers.take()
+    path.with_name(path.name + ".lock").unlink()
+    assert [numbers.take() for _ in range(2 * STEP)] == list(range(1, 2 * STEP + 1))
+    with pytest.raises(SinkError, match="in use"):
+        opened(path)
+    numbers.close()
+
+
 def test_go_on_at_the_reservation_after_a_crash(path: Path) -> None:
     """What was reserved counts as used by whoever did not close."""
     numbers = opened(path)
@@ -148,7 +189,7 @@ def test_no_crash_point_makes_a_number_appear_twice(
                 numbers.close()
             except Crash:
                 crashes += 1
-        if numbers._lock >= 0:
+        if numbers._lock is not None:
             abandon(numbers)
     assert crashes > 10
     assert taken == sorted(set(taken))
