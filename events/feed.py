@@ -21,7 +21,7 @@ import numpy as np
 from events import types as ev
 from events.feed_changes import Change, Cleared, Removed, Stored
 from events.feed_columns import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
-from events.feed_snapshot import visible_blocks
+from events.feed_snapshot import FrozenBlocks, freeze, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.sequence_tokens import NamedTokens, RunningTokens
 from events.symbols import SymbolTable
@@ -90,10 +90,13 @@ class Feed:
         return changes
 
     def snapshot(self) -> Iterator[Change]:
-        """Everything visible as stores, parents first."""
-        for group, levels in enumerate(self._columns):
-            for change in visible_blocks(group, levels):
-                yield told(change, self._symbols) if isinstance(change, Stored) else change
+        """Everything visible at the time of this call, as stores, parents first; what is folded later changes nothing.
+
+        A store has all blocks of one prefix up to where it branches. A block on its way to another level that something
+        visible hangs behind is stored, and removed again at the end.
+        """
+        frozen = [freeze(levels) for levels in self._columns]
+        return _told_blocks(frozen, self._symbols.copy())
 
     def resident(self, group: int, level: int) -> set[bytes]:
         """The names that routers know in this level."""
@@ -325,6 +328,12 @@ class Feed:
                 self._waiting.append((group, level, at, stored.names))
             tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
             block += count
+
+
+def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:
+    for group, blocks in enumerate(groups):
+        for change in visible_blocks(group, blocks):
+            yield told(change, symbols) if isinstance(change, Stored) else change
 
 
 def _split(names: bytes) -> list[bytes]:

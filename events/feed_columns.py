@@ -23,13 +23,15 @@ _FEW = 8
 """Up to here a loop takes less time than numpy."""
 _NO_PARENT = bytes(NAME_BYTES)
 _unpack_slots = struct.Struct("<i").iter_unpack
+Rows = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.void], npt.NDArray[np.int64]]
+"""Names and parents' names as numbers (0: the start of a prompt), tokens, numbers of namespaces."""
 
 
 class Columns:
     """One entry per slot."""
 
     def __init__(self, size: int, tokens_per_block: int) -> None:
-        self._tokens_per_block = tokens_per_block
+        self.tokens_per_block = tokens_per_block
         self._token_size = tokens_per_block * TOKEN_BYTES
         self._state = np.zeros(size, np.uint8)
         self._names = np.zeros(size, f"V{NAME_BYTES}")
@@ -37,7 +39,8 @@ class Columns:
         self._tokens = np.zeros(size, f"V{self._token_size}")
         self._transfers = np.zeros(size, np.int64)
         self._namespaces = np.zeros(size, np.int32)
-        self._known: list[Namespace] = []
+        self.known: list[Namespace] = []
+        """The namespaces of blocks, by the number that `rows` gives."""
         self._numbers: dict[Namespace, int] = {}
         # The same memory without numpy's overhead per call.
         self._state_bytes = self._state.data
@@ -60,7 +63,7 @@ class Columns:
             if state == IN_FLIGHT:
                 self._transfers[at] = transfer
             namespace = self._number(stored.namespace)
-            if len(self._known) > 1:  # else it is 0 everywhere
+            if len(self.known) > 1:  # else it is 0 everywhere
                 self._namespaces[at] = namespace
 
     def write_one(self, slot: int, stored: Stored, state: int) -> None:
@@ -75,8 +78,8 @@ class Columns:
     def _number(self, namespace: Namespace) -> int:
         number = self._numbers.get(namespace)
         if number is None:
-            number = self._numbers[namespace] = len(self._known)
-            self._known.append(namespace)
+            number = self._numbers[namespace] = len(self.known)
+            self.known.append(namespace)
         return number
 
     def read(self, slots: array[int], group: int, level: int) -> Stored:
@@ -89,8 +92,8 @@ class Columns:
             self._names[at].tobytes(),
             self.parent_of(first),
             self._tokens[at].tobytes(),
-            self._tokens_per_block,
-            self._known[self._namespaces[first]],
+            self.tokens_per_block,
+            self.known[self._namespaces[first]],
         )
 
     def parent_of(self, slot: int) -> bytes:
@@ -136,7 +139,7 @@ class Columns:
         self._state[to] = np.where(source._state[at] == ABSENT, ABSENT, IN_FLIGHT)
         used = set(source._namespaces[at].tolist())
         numbers = {
-            number: self._number(source._known[number]) for number in used if number < len(source._known)
+            number: self._number(source.known[number]) for number in used if number < len(source.known)
         }
         self._namespaces[to] = [numbers.get(number, 0) for number in source._namespaces[at].tolist()]
 
@@ -161,19 +164,24 @@ class Columns:
         same = (self._names[at] == np.frombuffer(names, self._names.dtype)) & (self._state[at] == state)
         return len(slots) if same.all() else int(same.argmin())
 
-    def announced(self) -> Iterator[tuple[bytes, int]]:
-        """(name, slot) of every block that routers know."""
-        for slot in np.flatnonzero(self._state == ANNOUNCED).tolist():
-            yield bytes(self._name_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES]), slot
+    def announced_slots(self) -> npt.NDArray[np.intp]:
+        """The slots of all blocks that routers know."""
+        return np.flatnonzero(self._state == ANNOUNCED)
 
-    def hidden(self) -> Iterator[tuple[bytes, int]]:
-        """(name, slot) of every full block that they do not know yet."""
-        for slot in np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING)).tolist():
-            yield bytes(self._name_bytes[slot * NAME_BYTES : (slot + 1) * NAME_BYTES]), slot
+    def hidden_slots(self) -> npt.NDArray[np.intp]:
+        """The slots of all full blocks that they do not know yet."""
+        return np.flatnonzero((self._state == IN_FLIGHT) | (self._state == WAITING))
+
+    def rows(self, slots: npt.NDArray[np.intp]) -> Rows:
+        """A copy of what is known of these blocks."""
+        namespaces = self._namespaces[slots].astype(np.int64)
+        names, parents = self._names[slots].view(np.uint64), self._parents[slots].view(np.uint64)
+        return names, parents, self._tokens[slots], namespaces
 
     def announced_names(self) -> set[bytes]:
-        """Their names."""
-        return {name for name, _ in self.announced()}
+        """The names of the blocks that routers know."""
+        names = self._names[self.announced_slots()].tobytes()
+        return {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -70,6 +70,12 @@ class SymbolTable:
         """Whether there are so many pages that those nothing uses are to be forgotten."""
         return len(self.pages) > self.forget_at
 
+    def copy(self) -> SymbolTable:
+        """What the symbols stand for now, whatever is folded later; for spelling only."""
+        copied = SymbolTable()
+        copied.pages = self.pages.copy()
+        return copied
+
     # -- the fold
 
     def fold(self, event: AnyEvent) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from itertools import islice
 
 ENTRY_BYTES = 100
 """Counted per batch besides its payload, so that a ring of heartbeats is bounded too."""
@@ -15,10 +13,20 @@ class ReplayRing:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._payloads: deque[bytes] = deque()
+        self._payloads: dict[int, bytes] = {}
         self._bytes = 0
         self._next = 0
         self._lock = threading.Lock()
+
+    @property
+    def next_seq(self) -> int:
+        """The number of the batch that comes next."""
+        return self._next
+
+    @property
+    def bytes_held(self) -> int:
+        """Size of what is held, as counted against `max_bytes`."""
+        return self._bytes
 
     def start(self, seq: int) -> None:
         """Forget everything; the next batch is `seq`."""
@@ -32,22 +40,14 @@ class ReplayRing:
         if seq != self._next:
             self.start(seq)
         with self._lock:
-            self._payloads.append(payload)
+            self._payloads[seq] = payload
             self._bytes += len(payload) + ENTRY_BYTES
             self._next = seq + 1
             while self._bytes > self._max_bytes:
-                self._bytes -= len(self._payloads.popleft()) + ENTRY_BYTES
+                oldest = self._payloads.pop(self._next - len(self._payloads))
+                self._bytes -= len(oldest) + ENTRY_BYTES
 
-    def since(self, seq: int) -> list[tuple[int, bytes]] | None:
-        """All batches from `seq` on; none if it is in the future, None if the ring does not reach back to it."""
+    def get(self, seq: int) -> bytes | None:
+        """The payload of a batch; None if it is not held."""
         with self._lock:
-            first = self._next - len(self._payloads)
-            if seq < first:
-                return None
-            payloads = list(islice(self._payloads, min(seq, self._next) - first, None))
-        return list(enumerate(payloads, seq))
-
-    @property
-    def bytes_held(self) -> int:
-        """Size of what is held, as counted against `max_bytes`."""
-        return self._bytes
+            return self._payloads.get(seq)

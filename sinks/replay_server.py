@@ -4,16 +4,16 @@ The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants
 and gets ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker
 ``[b"", b"", ff*8, b""]``. Meanwhile it keeps what comes live.
 
-Batches that the ring still has are sent as they were. For older ones the whole state is laid over the numbers that
-were asked for (*compacted replay*): the first answer is "cleared" with the first part of the state, parents first,
-the next numbers bring the rest, and empty batches fill up to the latest. The numbers begin where the reader asked and
-have no holes, which some routers insist on, and folding the answer gives exactly the state at its last number. A
-part of it is of no use, so the ring forgets those numbers: whoever was interrupted and asks for the rest gets the
-whole state again. The state comes from the feed's thread, as of a number; encoding it happens here, part by part as
-the reader takes it.
+Batches that the ring still has are sent as they were. In place of older ones the whole state is told (*compacted
+replay*): "cleared" and all blocks, parents first, under the numbers that end with the one whose state it is; what was
+sent since follows. So an answer is as long as the state is large, however old the feed. Readers that insist on each
+number from the one they asked for get the state under the first of these numbers, and empty batches up to its own
+(`contiguous`).
 
-No reader can hold up another: answers take turns, nothing is sent where the socket would wait, and a reader that takes
-nothing for `stall_seconds` loses the rest of its answer.
+One answer at a time is for one reader, and the last request that it has made meanwhile waits for its end. A few
+answers are given at once, the others wait in line: no answer is better than an empty one, which says that nothing was
+missed. Nothing is sent where the socket would wait, and a reader that takes nothing for `stall_seconds` is cut off. So
+what waits to be sent is bounded, whatever is asked.
 """
 
 from __future__ import annotations
@@ -21,54 +21,67 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import zmq
 
 from events.diagnostics import get_logger
-from events.feed_changes import Change, Cleared
 from events.formats.vllm import END_OF_REPLAY, encode_seq
-from events.types import GroupCreated
-from sinks.feed_batches import at_most, in_batches
+from sinks.peers import connection_of, endpoint_of, hang_up, port_of
 from sinks.replay_ring import ReplayRing
-from sinks.router_feed import FeedState
+from sinks.snapshot import Encode, Join, Snapshot
 
-END_MARKER = (b"", END_OF_REPLAY, b"")
 TURN_MESSAGES = 64
 """Sent to one reader before the next one has its turn."""
-MAX_WAITING = 64
-"""Requests that may wait for the state; further ones are turned away with an empty answer."""
+READ_AT_ONCE = 1000
+"""Requests read before anybody is answered."""
+ANSWERS_AT_ONCE = 8
+MAX_WAITING = 10_000
+"""Readers in line; a request that is too many is ignored."""
+SHARED_BYTES = 4096
+"""Larger payloads are not copied for each reader."""
 STOP_POLL_MS = 50
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
 
-_NOBLOCK = int(zmq.NOBLOCK)
-"""As a plain number: combining flags of the enumeration takes longer than sending."""
+_MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
+"""As plain numbers: combining flags of the enumeration takes longer than sending."""
 
-Encode = Callable[[Sequence[Change], Sequence[GroupCreated]], bytes]
-"""Changes to a payload; called on the server's thread."""
+Numbered = tuple[int, bytes]
+"""Number and payload."""
 
 _log = get_logger("sinks")
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a reader asks for."""
+
+    start: int
+    connection: int | None
+
+
+@dataclass(slots=True)
 class Answer:
     """What one reader still gets."""
 
     reader: bytes
-    messages: Iterator[tuple[bytes, bytes, bytes]]
-    """Topic, seq, payload."""
+    connection: int | None
+    messages: Iterator[Numbered | None]
+    """None: the state is needed, and not there yet."""
     moved_at: float
     """When the reader last took something."""
-    held: tuple[bytes, bytes, bytes] | None = field(default=None)
+    held: Numbered | None = None
     """A message that it had no room for."""
+    taken: zmq.MessageTracker | None = None
+    """Of the end marker, once it is sent: done when the reader's connection has taken everything."""
 
 
 class ReplayServer:
     """Owns `socket` from `start` on, and closes it.
 
-    `wants_state` and `give_state` are for the feed's thread, `start` and `stop` too; the counters for any.
+    `wants_snapshot`, `snapshot`, `start` and `stop` are for the feed's thread; the counters for any.
     """
 
     def __init__(
@@ -77,21 +90,25 @@ class ReplayServer:
         ring: ReplayRing,
         topic: bytes,
         encode: Encode,
+        join: Join,
         *,
-        chunk_bytes: int,
+        contiguous: bool = False,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         self._socket = socket
-        self._ring = ring
-        self._topic = topic
-        self._encode = encode
-        self._chunk_bytes = chunk_bytes
+        self._socket.copy_threshold = SHARED_BYTES
+        self._port = port_of(endpoint_of(socket))
+        self._ring, self._topic, self._join = ring, topic, join
+        self._empty = encode((), 0.0, ())
+        self._contiguous = contiguous
         self._stall_seconds = stall_seconds
         self._answers: deque[Answer] = deque()
-        self._waiting: deque[tuple[bytes, int]] = deque()
-        """Readers that need the whole state, and the numbers that they asked for."""
-        self._states: deque[tuple[list[tuple[bytes, int]], FeedState]] = deque()
-        self._expected_states = 0
+        self._line: dict[bytes, Request] = {}
+        """Readers whose turn has not come, or who asked again."""
+        self.snapshot: Snapshot | None = None
+        """The state, ready, and what was sent since; None: there is none."""
+        self.wants_snapshot = False
+        """Whether somebody waits for `snapshot`."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-feed-replay", daemon=True)
         self.answered = 0
@@ -99,7 +116,7 @@ class ReplayServer:
         self.compacted = 0
         """Answers that were made from the whole state."""
         self.dropped = 0
-        """Answers given up because the reader took nothing, was gone, or too many were waiting."""
+        """Answers given up because the reader took nothing or was gone, and requests that were too many."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -110,16 +127,6 @@ class ReplayServer:
         self._stopping.set()
         self._thread.join()
 
-    @property
-    def wants_state(self) -> bool:
-        """Whether somebody waits for `give_state`."""
-        return bool(self._waiting)
-
-    def give_state(self, state: FeedState) -> None:
-        """Hand over the state as of the last batch that was sent."""
-        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        self._states.append((waiting, state))
-
     # --- the server's thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -128,111 +135,148 @@ class ReplayServer:
             while not self._stopping.is_set():
                 if self._socket.poll(timeout):
                     self._receive()
-                self._begin_compacted()
+                self._begin_answers()
                 timeout = self._take_turns()
         finally:
             self._socket.close()
 
     def _receive(self) -> None:
         """Take the requests that are there. What is no request gets no answer."""
-        while True:
+        for _ in range(READ_AT_ONCE):
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if len(frames) == 3 and not frames[1]:
-                self._begin(frames[0], int.from_bytes(frames[2], "big"))
+            if len(frames) == 3 and not len(frames[1]):
+                start = int.from_bytes(frames[2].bytes, "big")
+                self._note(frames[0].bytes, Request(start, connection_of(frames[2])))
+                self._begin_answers()
 
-    def _begin(self, reader: bytes, start: int) -> None:
-        batches = self._ring.since(start)
-        if batches is not None:
-            self._add_answer(reader, self._from_ring(batches))
-        elif self._expected_states < MAX_WAITING:
-            self._expected_states += 1
-            self._waiting.append((reader, start))
+    def _note(self, reader: bytes, request: Request) -> None:
+        if reader in self._line or len(self._line) < MAX_WAITING:
+            self._line[reader] = request
         else:
             self.dropped += 1
-            self._add_answer(reader, iter([END_MARKER]))
 
-    def _begin_compacted(self) -> None:
-        while self._states:
-            waiting, state = self._states.popleft()
-            for reader, start in waiting:
-                self._expected_states -= 1
-                self.compacted += 1
-                self._add_answer(reader, self._from_state(start, state))
+    def _begin_answers(self) -> None:
+        """Answer who is first in line; who is being answered waits for the end of that."""
+        busy = {answer.reader for answer in self._answers}
+        while len(self._answers) < ANSWERS_AT_ONCE:
+            reader = next((reader for reader in self._line if reader not in busy), None)
+            if reader is None:
+                return
+            request = self._line.pop(reader)
+            messages = self._messages(request.start)
+            self._answers.append(Answer(reader, request.connection, messages, time.monotonic()))
+            busy.add(reader)
 
-    def _add_answer(self, reader: bytes, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        self._answers.append(Answer(reader, messages, time.monotonic()))
-
-    def _from_ring(self, batches: Sequence[tuple[int, bytes]]) -> Iterator[tuple[bytes, bytes, bytes]]:
-        for seq, payload in batches:
-            yield self._topic, encode_seq(seq), payload
-        yield END_MARKER
-
-    def _from_state(self, start: int, state: FeedState) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """The whole state on the numbers from `start` to that of the state."""
-        chunks = list(in_batches([Cleared(), *state.changes], self._chunk_bytes))
-        seq = start
-        for chunk in at_most(chunks, state.seq + 1 - start):
-            yield self._topic, encode_seq(seq), self._encode(chunk, state.groups)
+    def _messages(self, start: int) -> Iterator[Numbered | None]:
+        """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
+        seq, end = start, self._ring.next_seq
+        if start > end:
+            _log.warning(
+                "replay_from_the_future", asked=start, next=end, reason="it followed an earlier feed"
+            )
+        while seq < end:
+            payload = self._ring.get(seq)
+            if payload is not None:
+                yield seq, payload
+            else:
+                while (snapshot := self.snapshot) is None:
+                    self.wants_snapshot = True
+                    yield None
+                self.compacted += seq <= snapshot.seq
+                for seq, payload in self._from_snapshot(snapshot, seq):  # noqa: B020  goes on behind it
+                    yield seq, payload
             seq += 1
-        empty = self._encode((), state.groups)
-        for rest in range(seq, state.seq + 1):
-            yield self._topic, encode_seq(rest), empty
-        yield END_MARKER
+
+    def _from_snapshot(self, snapshot: Snapshot, start: int) -> Iterator[Numbered]:
+        """The state and what was sent since; only the latter if `start` lies there."""
+        if start <= snapshot.seq:
+            count = snapshot.seq + 1 - start
+            seq = start if self._contiguous else max(start, snapshot.seq + 1 - len(snapshot.pieces))
+            for payload in snapshot.in_payloads(count, self._join):
+                yield seq, payload
+                seq += 1
+            for rest in range(seq, snapshot.seq + 1):
+                yield rest, self._empty
+            start = snapshot.seq + 1
+        for seq in range(start, snapshot.last_seq + 1):
+            yield seq, snapshot.tail[seq - snapshot.seq - 1]
 
     def _take_turns(self) -> int:
         """Send each reader a part of its answer; returns how many milliseconds may pass before the next time."""
         moved = False
-        busy: set[bytes] = set()
         for _ in range(len(self._answers)):
             answer = self._answers.popleft()
-            # Two answers to one reader must not mix: the second waits until the first is through.
-            if answer.reader in busy:
-                answer.moved_at = time.monotonic()
-                self._answers.append(answer)
-                continue
             sent, goes_on = self._advance(answer)
             moved = moved or sent > 0
             if goes_on:
-                busy.add(answer.reader)
                 self._answers.append(answer)
-        if moved and self._answers:
+        if moved:
             return 0
-        return BUSY_POLL_MS if self._answers or self._expected_states else STOP_POLL_MS
+        return BUSY_POLL_MS if self._answers else STOP_POLL_MS
 
     def _advance(self, answer: Answer) -> tuple[int, bool]:
         """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
-        for sent in range(TURN_MESSAGES):
-            message = answer.held or self._next_message(answer)
-            if message is None:
-                return sent, False
-            try:
-                self._socket.send_multipart((answer.reader, b"", *message), _NOBLOCK)
-            except zmq.Again:
-                answer.held = message
-                return sent, self._has_patience(answer, sent)
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                self.dropped += 1
-                return sent, False
-            answer.held = None
-        answer.moved_at = time.monotonic()
-        return TURN_MESSAGES, True
-
-    def _next_message(self, answer: Answer) -> tuple[bytes, bytes, bytes] | None:
-        """The next message; None at the end, or where it cannot be made, which must not end the others' answers."""
+        sent = 0
         try:
-            message = next(answer.messages, None)
-        except Exception as error:  # noqa: BLE001  whatever is wrong with one payload
+            while answer.taken is None and sent < TURN_MESSAGES:
+                if answer.held is None and not self._prepare(answer):
+                    return sent, True
+                if answer.held is None:
+                    answer.taken = self._send_end(answer.reader)
+                else:
+                    self._send(answer.reader, answer.held)
+                    answer.held = None
+                sent += 1
+        except zmq.Again:
+            pass
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.dropped += 1
+            return sent, False
+        except Exception as error:  # noqa: BLE001  one payload that cannot be made must not end the others' answers
             # The text might quote token ids.
             _log.error("replay_failed", error=type(error).__name__)
             self.dropped += 1
-            return None
-        self.answered += message is None
-        return message
+            return sent, False
+        if answer.taken is not None and answer.taken.done:
+            self.answered += 1
+            return sent, False
+        return sent, self._has_patience(answer, sent)
+
+    def _prepare(self, answer: Answer) -> bool:
+        """Hold the next message, or none at the end; False if it is not known yet."""
+        answer.held = next(answer.messages, _END)
+        if answer.held is None:
+            answer.moved_at = time.monotonic()  # it is not the reader that keeps us waiting
+            return False
+        if answer.held is _END:
+            answer.held = None
+        return True
+
+    def _send(self, reader: bytes, message: Numbered) -> None:
+        send, (seq, payload) = self._socket.send, message
+        # The first frame finds the reader and its room; the others then have it.
+        send(reader, _MORE)
+        send(b"", _MORE)
+        send(self._topic, _MORE)
+        send(encode_seq(seq), _MORE)
+        send(payload, _LAST, copy=len(payload) < SHARED_BYTES)
+
+    def _send_end(self, reader: bytes) -> zmq.MessageTracker:
+        end = zmq.Frame(END_OF_REPLAY, copy=False, track=True)
+        taken = end.tracker
+        assert isinstance(taken, zmq.MessageTracker)
+        send = self._socket.send
+        send(reader, _MORE)
+        send(b"", _MORE)
+        send(b"", _MORE)
+        send(end, _MORE, copy=False)
+        send(b"", _LAST)
+        return taken
 
     def _has_patience(self, answer: Answer, sent: int) -> bool:
         now = time.monotonic()
@@ -242,4 +286,10 @@ class ReplayServer:
             return True
         self.dropped += 1
         _log.warning("replay_reader_dropped", seconds=self._stall_seconds)
+        if answer.connection is not None:
+            hang_up(answer.connection, self._port)
         return False
+
+
+_END: Numbered = (-1, b"")
+"""Stands for the end marker."""

@@ -47,16 +47,19 @@ class FeedState(msgspec.Struct, frozen=True):
     """All that is visible after the batch `seq` (-1: before the first)."""
 
     seq: int
-    changes: Sequence[Change]
-    """Stores, parents first."""
+    ts: float
+    """When that batch went out."""
+    changes: Iterable[Change]
+    """Stores, parents first, and at the end removals of what is on its way; to be gone through once, at any time."""
     groups: tuple[GroupCreated, ...]
 
 
 class FeedTransport(Protocol):
     """Takes a feed's batches somewhere. All methods are called on one thread."""
 
-    subscribers: int
-    """Readers known at the last `tick`; 0 where that cannot be known."""
+    @property
+    def subscribers(self) -> int:
+        """Readers known at the last `tick`; 0 where that cannot be known."""
 
     def open(self, next_seq: int) -> None:
         """Acquire what is needed; `next_seq` is the number of the first batch. Raises SinkError."""
@@ -109,6 +112,7 @@ class RouterFeed:
         self._restate = True
         """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
+        self._last_ts = 0.0
         self._opened: tuple[FeedTransport, ...] = ()
         self.lost_seq: int | None = None
         """The last batch that is missing, if any: the state is needed in a batch after it. One that was published
@@ -203,7 +207,8 @@ class RouterFeed:
         # Until all of it is out, what readers hold is not to be trusted.
         self._restate = True
         for changes in batches:
-            batch = FeedBatch(self._numbers.take(), self._wall(), changes, self._feed.groups)
+            self._last_ts = self._wall()
+            batch = FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups)
             for transport in self.transports:
                 transport.send(batch)
         self._restate = False
@@ -224,4 +229,4 @@ class RouterFeed:
 
     def _take_state(self) -> FeedState:
         self._flush()
-        return FeedState(self._numbers.next - 1, tuple(self._visible()), self._feed.groups)
+        return FeedState(self._numbers.next - 1, self._last_ts, self._visible(), self._feed.groups)

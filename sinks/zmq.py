@@ -1,7 +1,8 @@
 """``zmq+pub://127.0.0.1:5557?replay=5558`` feeds routers that speak vLLM's KV event protocol.
 
-Each batch is one message of three frames (topic, number, payload) to whoever subscribes. A subscriber that falls
-behind by more than `hwm` messages, or connects late, misses some; with ``replay=PORT`` it can ask for them there
+Each batch is one message of three frames (topic, number, payload) to whoever subscribes. Who connects, late or again,
+is first told "cleared" and the whole state, alone, in one batch under the last number (`sinks.publisher`). A subscriber
+that falls behind by more than `hwm` messages misses some; with ``replay=PORT`` it can ask for them there
 (`sinks.replay_server`), whatever it missed.
 
 Options:
@@ -18,6 +19,7 @@ Options:
   the last 65,536 others, goes out as its digest all the same.
 - ``coalesce``, ``max_batch``, ``heartbeat``: see `sinks.router_feed.RouterFeed`; as in ``50ms``, ``1MiB``, ``1s``.
 - ``ring``: memory for batches kept as they were sent. What is older is answered from the state.
+- ``pad``: ``true`` for readers that want every number from the one they ask for, as llm-d does: empty batches fill up.
 - ``hwm``: messages that wait per subscriber before it loses some.
 - ``state``: file for the numbers (`sinks.feed_numbers`); by default ``feed-HOST-PORT.numbers`` in the context's
   `state_dir`. ``state=`` without a path, port 0, and a context without `state_dir` mean: in memory, from 0.
@@ -30,12 +32,11 @@ bound to loopback, and anything wider is warned of, since nothing on the wire is
 from __future__ import annotations
 
 import ipaddress
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import zmq
@@ -46,27 +47,38 @@ from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.feed_numbers import FeedNumbers
+from sinks.peers import endpoint_of
+from sinks.publisher import Publisher
 from sinks.quantities import parse_bytes, parse_seconds
 from sinks.replay_ring import ReplayRing
 from sinks.replay_server import STALL_SECONDS, ReplayServer
 from sinks.router_feed import FeedBatch, FeedState, RouterFeed
+from sinks.snapshot import Snapshot
 
 MAX_INBOUND_BYTES = 4096
 """Subscriptions and requests are short; whoever sends more is cut off."""
 REPLAY_HWM = 256
 """Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
 MAX_CHUNK_BYTES = 8 << 20
+INBOUND_HWM = 100
+"""What peers say waits with them, not here: a socket takes in all that its connections have room for."""
+NEWCOMERS_AT_ONCE = 100
+ENCODE_SECONDS = 0.02
+"""How long the feed works on the state for who comes late before it looks for live batches again."""
 
-_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-"""Flags of a message's last frame and of the others, as plain numbers: combining flags of the enumeration takes longer
-than sending."""
-_SUBSCRIPTIONS = {b"\x01": 1, b"\x00": -1}
-"""What the first byte of a message from a subscriber says: it came, or it left. Anything else is ignored."""
 
-EncodeBatch = Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
-"""Changes, time, rank and groups to a payload."""
+class Format(NamedTuple):
+    """How a feed is written."""
 
-_FORMATS = {"vllm": vllm.encode_batch}
+    encode: Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
+    """Changes, time, rank and groups to a payload."""
+    join: Callable[[Sequence[bytes], int], bytes]
+    """Payloads of a rank to one with all their events."""
+
+
+VLLM = Format(vllm.encode_batch, vllm.join_batches)
+
+_FORMATS = {"vllm": VLLM}
 
 _log = get_logger("sinks")
 
@@ -87,6 +99,7 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     coalesce: str = "50ms"
     max_batch: str = "1MiB"
     ring: str = "64MiB"
+    pad: bool = False
     heartbeat: str = "1s"
     hwm: Annotated[int, msgspec.Meta(le=_INT32)] = 1000
     state: str | None = None
@@ -106,6 +119,8 @@ class ZMQSettings:
     rank: int = 0
     ring_bytes: int = 64 << 20
     chunk_bytes: int = 1 << 20
+    pad: bool = False
+    """Whether answers have every number from the one that was asked for."""
     hwm: int = 1000
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
@@ -115,21 +130,26 @@ class ZMQSettings:
 
 
 class ZMQTransport:
-    """Publishes a feed on a socket, and answers readers that missed something on another.
+    """Publishes a feed on a socket, tells who comes late, and answers readers that missed something on another."""
 
-    The publishing socket is an XPUB: like a PUB, and it says who subscribes.
-    """
-
-    def __init__(self, settings: ZMQSettings, encode: EncodeBatch) -> None:
+    def __init__(self, settings: ZMQSettings, wire: Format) -> None:
         self._settings = settings
-        self._encode_batch = encode
+        self._wire = wire
         self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
-        self._topic = b""
-        self.subscribers = 0
+        self._snapshot: Snapshot | None = None
+        """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
+        self._last: tuple[int, bytes] | None = None
+        """Number of the last batch, and what a newcomer gets under it, if that was made already."""
         self.endpoint = ""
         """Where subscribers connect, once it is open."""
+        self.topic = b""
         self.replay_endpoint: str | None = None
         self.replay: ReplayServer | None = None
+
+    @property
+    def subscribers(self) -> int:
+        """Connections that have subscribed."""
+        return self._publisher.subscribers
 
     def open(self, next_seq: int) -> None:
         """Bind the sockets. Raises SinkError if that cannot be done."""
@@ -147,52 +167,85 @@ class ZMQTransport:
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
-        payload = self._encode_batch(batch.changes, batch.ts, self._settings.rank, batch.groups)
-        if self.replay is not None:
-            self._ring.append(batch.seq, payload)
-        # What `send_multipart` does, without looking at each frame twice and combining flags.
-        send = self._socket.send
-        send(self._topic, _MORE)
-        send(vllm.encode_seq(batch.seq), _MORE)
-        send(payload, _LAST)
+        payload = self._encode(batch.changes, batch.ts, batch.groups)
+        if self._snapshot is not None:
+            # Before the ring: whoever misses something there finds it here.
+            self._snapshot.append(payload)
+            if self._snapshot.worn or self._snapshot.last_seq != batch.seq:
+                self._forget_snapshot()
+        self._ring.append(batch.seq, payload)
+        self._last = (batch.seq, b"")
+        self._publisher.send(batch.seq, payload)
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
-        """Note who came and went; hand the state to readers that need it."""
-        while self._socket.poll(0):
-            message = self._socket.recv()
-            self.subscribers += _SUBSCRIPTIONS.get(message[:1], 0)
-        if self.replay is not None and self.replay.wants_state:
-            state = take_state()
-            # Who has read a part of such an answer, and asks for the rest, must not get it from the ring: what was
-            # sent under those numbers is not what lies there in the answer.
-            self._ring.start(state.seq + 1)
-            self.replay.give_state(state)
+        """Tell newcomers what there is, and make the state that readers of replays need."""
+        replay = self.replay
+        for _ in range(NEWCOMERS_AT_ONCE):
+            if not self._publisher.newcomer_waits():
+                break
+            if self._last is not None and not self._has_snapshot(take_state):
+                return
+            self._publisher.admit(self._state_for_newcomer())
+        if replay is not None and replay.wants_snapshot and self._has_snapshot(take_state):
+            replay.wants_snapshot = False
 
     def close(self) -> None:
         """Close the sockets. Waits for readers to take what was sent, as long as the sockets linger."""
         if self.replay is not None:
             self.replay.stop()
-        self._socket.close()
+        self._publisher.close()
         self._context.term()
+
+    # --- who comes late -----------------------------------------------------------------------------------
+
+    def _has_snapshot(self, take_state: Callable[[], FeedState]) -> bool:
+        """Whether the state is ready to be told; else a part of the work on it is done."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot(take_state(), self._encode, self._settings.chunk_bytes)
+        if not self._snapshot.ready:
+            self._snapshot.advance(ENCODE_SECONDS)
+            if self._snapshot.ready and self.replay is not None:
+                self.replay.snapshot = self._snapshot
+        return self._snapshot.ready
+
+    def _forget_snapshot(self) -> None:
+        self._snapshot = None
+        if self.replay is not None:
+            self.replay.snapshot = None
+
+    def _state_for_newcomer(self) -> tuple[int, bytes] | None:
+        """The state as of the last batch, under its number: for who has seen that, it is nothing new."""
+        if self._last is None:
+            return None
+        assert self._snapshot is not None
+        seq, payload = self._last
+        if not payload:
+            payload = self._join([*self._snapshot.pieces, *self._snapshot.tail])
+            self._last = (seq, payload)
+        return seq, payload
+
+    # --- sockets ------------------------------------------------------------------------------------------
 
     def _open_sockets(self) -> None:
         settings = self._settings
-        self.subscribers = 0
         # Opened again, it has the ports that readers know.
-        port = settings.port or _port(self.endpoint)
-        self._socket = self._bound(zmq.XPUB, port, settings.hwm)
-        self.endpoint = _last_endpoint(self._socket)
-        self._topic = _topic(settings, self.endpoint).encode()
+        port = settings.port or port_of(self.endpoint)
+        self._publisher = Publisher(
+            lambda port: self._bound(zmq.XPUB, port, settings.hwm), port, settings.stall_seconds
+        )
+        self.endpoint = self._publisher.endpoint
+        self.topic = self._publisher.topic = _topic(settings, self.endpoint).encode()
         if settings.replay_port is not None:
-            port = settings.replay_port or _port(self.replay_endpoint)
+            port = settings.replay_port or port_of(self.replay_endpoint)
             router = self._bound(zmq.ROUTER, port, REPLAY_HWM)
-            self.replay_endpoint = _last_endpoint(router)
+            self.replay_endpoint = endpoint_of(router)
             self.replay = ReplayServer(
                 router,
                 self._ring,
-                self._topic,
+                self.topic,
                 self._encode,
-                chunk_bytes=settings.chunk_bytes,
+                self._join,
+                contiguous=settings.pad,
                 stall_seconds=settings.stall_seconds,
             )
             self.replay.start()
@@ -201,23 +254,28 @@ class ZMQTransport:
         socket = self._context.socket(kind)
         options = {
             zmq.SNDHWM: hwm,
+            zmq.RCVHWM: INBOUND_HWM,
             zmq.LINGER: min(int(self._settings.linger_seconds * 1000), _INT32),
             zmq.MAXMSGSIZE: MAX_INBOUND_BYTES,
             zmq.TCP_KEEPALIVE: 1,
             zmq.IPV6: int(":" in self._settings.host),
-            # To know of each subscription and its end; to be told when a reader has no room.
-            (zmq.XPUB_VERBOSER if kind == zmq.XPUB else zmq.ROUTER_MANDATORY): 1,
         }
+        if kind == zmq.ROUTER:
+            options[zmq.ROUTER_MANDATORY] = 1  # to be told when a reader has no room
         for option, value in options.items():
             socket.set(option, value)
         try:
             socket.bind(_address(self._settings.host, port))
         except zmq.ZMQError as error:
+            socket.close(linger=0)
             raise SinkError(_why_not_bound(self._settings.host, port, error)) from None
         return socket
 
-    def _encode(self, changes: Sequence[Change], groups: Sequence[GroupCreated]) -> bytes:
-        return self._encode_batch(changes, time.time(), self._settings.rank, groups)
+    def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+        return self._wire.encode(changes, ts, self._settings.rank, groups)
+
+    def _join(self, payloads: Sequence[bytes]) -> bytes:
+        return self._wire.join(payloads, self._settings.rank)
 
 
 def create(url: SinkURL, context: SinkContext) -> RouterFeed:
@@ -226,11 +284,11 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
-    encode: EncodeBatch = _FORMATS[options.format]
+    wire = _FORMATS[options.format]
     if options.salts == "plain":
-        encode = partial(_FORMATS[options.format], salts=context.salts.ask())
+        wire = wire._replace(encode=partial(vllm.encode_batch, salts=context.salts.ask()))
     return RouterFeed(
-        [ZMQTransport(settings, encode)],
+        [ZMQTransport(settings, wire)],
         FeedNumbers(_state_path(url, options, settings, context)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
@@ -269,6 +327,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         rank=options.rank,
         ring_bytes=int(_quantity(url, options, "ring")),
         chunk_bytes=min(int(_quantity(url, options, "max_batch")), MAX_CHUNK_BYTES),
+        pad=options.pad,
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
         holds="token ids" if options.salts == "digest" else "token ids, cache salts",
@@ -312,15 +371,6 @@ def _topic(settings: ZMQSettings, endpoint: str) -> str:
 
 def _address(host: str, port: int) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _port(endpoint: str | None) -> int:
-    """The port of an endpoint that was bound before; 0, any free one, where none was."""
-    return int(endpoint.rpartition(":")[2]) if endpoint else 0
-
-
-def _last_endpoint(socket: zmq.Socket[bytes]) -> str:
-    return str(socket.get_string(zmq.LAST_ENDPOINT))
 
 
 def _is_loopback(host: str) -> bool:

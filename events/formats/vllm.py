@@ -25,7 +25,7 @@ from events.formats.vllm_decode import (
     VLLMEvent,
     decode_batch,
 )
-from events.formats.vllm_encode import MEDIA, adapter_name, encode_batch
+from events.formats.vllm_encode import MEDIA, adapter_name, encode_batch, join_batches
 
 __all__ = [
     "END_OF_REPLAY",
@@ -43,6 +43,7 @@ __all__ = [
     "decode_seq",
     "encode_batch",
     "encode_seq",
+    "join_batches",
     "parse_answer",
     "parse_message",
     "replay_request",

@@ -37,6 +37,9 @@ _RAW64 = np.dtype("u8")
 _TS = struct.Struct(">Bd")
 _SHORT_ARRAYS = tuple(bytes((0x90 | length,)) for length in range(16))
 _UINT16, _UINT32 = struct.Struct(">BH"), struct.Struct(">BI")
+_UINT16_ARRAY, _UINT32_ARRAY = 0xDC, 0xDD
+_EVENTS_AT = 1 + _TS.size
+"""Where the array of events begins in a batch."""
 
 _FEW_NAMES, _FEW_TOKENS = 4, 32
 """Up to here a call of numpy costs more than it saves."""
@@ -99,6 +102,29 @@ def _salted(change: Change, salts: Callable[[bytes], str | None]) -> Change:
     return msgspec.structs.replace(change, namespace=named)
 
 
+def join_batches(batches: Sequence[bytes], rank: int = 0) -> bytes:
+    """One batch with the events of several that `encode_batch` has made, in order; its time is the last one's."""
+    if len(batches) == 1:
+        return batches[0]
+    end = _pack(rank)
+    total, events = 0, []
+    for batch in batches:
+        count, begin = _count_events(batch)
+        total += count
+        events.append(memoryview(batch)[begin : len(batch) - len(end)])
+    return b"".join([batches[-1][:_EVENTS_AT], _array(total), *events, end])
+
+
+def _count_events(batch: bytes) -> tuple[int, int]:
+    """How many events there are in a batch, and where they begin."""
+    kind = batch[_EVENTS_AT]
+    if kind == _UINT16_ARRAY:
+        return _UINT16.unpack_from(batch, _EVENTS_AT)[1], _EVENTS_AT + _UINT16.size
+    if kind == _UINT32_ARRAY:
+        return _UINT32.unpack_from(batch, _EVENTS_AT)[1], _EVENTS_AT + _UINT32.size
+    return kind & 0x0F, _EVENTS_AT + 1
+
+
 def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
     blocks = len(stored.names) // NAME_BYTES
     parent, namespace = stored.parent, stored.namespace
@@ -156,7 +182,7 @@ def _array(length: int) -> bytes:
     """The header of an array."""
     if length < 16:
         return _SHORT_ARRAYS[length]
-    return _UINT16.pack(0xDC, length) if length < 1 << 16 else _UINT32.pack(0xDD, length)
+    return _UINT16.pack(_UINT16_ARRAY, length) if length < 1 << 16 else _UINT32.pack(_UINT32_ARRAY, length)
 
 
 def _names(names: bytes, blocks: int) -> bytes | bytearray:

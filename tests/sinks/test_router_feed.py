@@ -13,7 +13,7 @@ from events.feed import Cleared, Removed, Stored
 from events.types import EventBatch, Namespace
 from sinks import SinkRunner
 from sinks.feed_numbers import FeedNumbers
-from sinks.router_feed import FeedBatch, FeedState, RouterFeed
+from sinks.router_feed import FeedBatch, RouterFeed
 from tests.sinks.feed_source import BLOCK, RecordingTransport, Source, name, names, state_of, tokens
 from tests.sinks.helpers import WAIT, RecordingSink, make_batch
 
@@ -188,16 +188,20 @@ class TestState:
         rig.tick(0.02)
         (state,) = rig.transport.states
         sent = rig.sent()
-        assert state.seq == sent[-1].seq
-        assert state_of([state.changes]) == state_of([batch.changes for batch in sent])
-        assert len(state_of([state.changes])) == 3
+        assert (state.seq, state.ts) == (sent[-1].seq, sent[-1].ts)
+        # Told later, and still what it was then.
+        rig.write(rig.source.store(4, 1), rig.source.remove(2))
+        told = state_of([state.changes])
+        assert told == state_of([batch.changes for batch in sent])
+        assert len(told) == 3
 
     def test_before_anything_was_sent_the_start_goes_out(self) -> None:
         """A state that is asked for at once is the empty one, behind "cleared"."""
         rig = Rig()
         rig.transport.wants_state = True
         rig.tick()
-        assert rig.transport.states == [FeedState(0, (), ())]
+        (state,) = rig.transport.states
+        assert (state.seq, list(state.changes), state.groups) == (0, [], ())
         assert [batch.changes for batch in rig.sent()] == [[Cleared()]]
 
 

@@ -17,12 +17,11 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from events.formats.vllm import encode_batch
 from events.types import EventBatch
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_schemes, open_sink
 from sinks.feed_numbers import FeedNumbers
 from sinks.router_feed import RouterFeed
-from sinks.zmq import ZMQSettings, ZMQTransport
+from sinks.zmq import VLLM, ZMQSettings, ZMQTransport
 from tests.conftest import ROOT
 from tests.sinks.feed_source import Reader, Source
 from tests.sinks.helpers import WAIT
@@ -98,6 +97,13 @@ class Router:
         self.live.connect(worker.transport.endpoint)
         assert worker.feed.wait_subscribers(before + 1, WAIT)
 
+    def welcome(self) -> list[bytes]:
+        """What a newcomer is told first."""
+        frames = self.receive()
+        _, events, _ = msgspec.msgpack.decode(frames[2])
+        assert events[0]["type"] == "AllBlocksCleared"
+        return frames
+
     def receive(self) -> list[bytes]:
         assert self.live.poll(MS), "nothing came"
         return self.live.recv_multipart()
@@ -128,7 +134,7 @@ class Router:
         self.reader = Reader()
         seqs = []
         for empty, topic, seq, payload in self.ask(worker, start.to_bytes(8, "big")):
-            assert (empty, topic) == (b"", worker.transport._topic)
+            assert (empty, topic) == (b"", worker.transport.topic)
             seqs.append(int.from_bytes(seq, "big"))
             self.reader.take_payload(payload)
         return seqs
@@ -168,6 +174,7 @@ class TestLive:
         with Worker("coalesce=0&model=org/m&rank=3") as worker:
             worker.settle()  # what goes out at the start is told before anybody listens
             router.subscribe(worker)
+            router.welcome()
             worker.put(worker.source.store(1, 2))
             topic, seq, payload = router.receive()
             assert topic.decode() == f"kv@{worker.transport.endpoint.removeprefix('tcp://')}@org/m"
@@ -213,6 +220,7 @@ class TestLive:
         with Worker("heartbeat=30ms") as worker:
             worker.settle()
             router.subscribe(worker)
+            router.welcome()
             seqs = []
             for _ in range(3):
                 _, seq, payload = router.receive()
@@ -289,19 +297,37 @@ class TestReplay:
             assert len(router.ask(worker, b"")) == 1
 
     @pytest.mark.parametrize("start", [0, 1, 13])
-    def test_beyond_the_ring_the_state_is_laid_over_the_numbers(self, router: Router, start: int) -> None:
-        """Numbers run from exactly the start to now, the first batch clears, and the sum is the live reader's."""
-        with Worker("coalesce=0&ring=1KiB&max_batch=2KiB") as worker:
-            router.subscribe(worker)
+    @pytest.mark.parametrize("pad", [False, True])
+    def test_beyond_the_ring_the_state_is_told(self, router: Router, start: int, pad: bool) -> None:
+        """It clears, its numbers end with the last one, and its sum is the live reader's; padded, none is left out."""
+        with Worker(f"coalesce=0&ring=1KiB&max_batch=2KiB&pad={pad}") as worker:
             churn(worker, 60)
             worker.settle()
-            router.follow(last_seq(worker))
-            live = router.reader.state
-            assert router.replay(worker, start) == list(range(start, last_seq(worker) + 1))
-            assert router.reader.state == live
+            told = router.replay(worker, start)
+            assert told == list(range(start if pad else told[0], last_seq(worker) + 1))
+            assert (1 < len(told) < 30) != pad
+            assert len(router.reader.state) == 3 * len(worker.source.slots)
             assert router.reader.cleared == 1
             assert worker.transport.replay is not None
             assert worker.transport.replay.compacted == 1
+            state = router.reader.state
+            router.subscribe(worker)
+            router.reader.take_payload(router.welcome()[2])
+            assert router.reader.state == state
+
+    def test_an_old_feed_is_joined_as_fast_as_a_young_one(self, router: Router) -> None:
+        """A hundred million numbers cost the answer nothing, and a second reader not even the state anew."""
+        with Worker("coalesce=0&ring=1KiB") as worker:
+            worker.settle()
+            worker.feed._numbers.next = 100_000_000
+            churn(worker, 60)
+            worker.settle()
+            for reader in range(1, 4):
+                assert len(told := router.replay(worker, 0)) == reader
+                assert told[-1] == last_seq(worker) > 100_000_000
+                assert len(router.reader.state) == sum(map(len, worker.source.slots.values()))
+                worker.put(worker.source.store(1000 + reader, 1))
+                worker.settle()
 
     def test_where_numbers_are_few_batches_are_larger(self, router: Router) -> None:
         """A state of many batches fits onto the one number that is there."""
@@ -326,13 +352,12 @@ class TestReplay:
             for frames in read_answer(dealer):
                 seqs.append(int.from_bytes(frames[2], "big"))
                 router.reader.take_payload(frames[3])
-            assert seqs == list(range(len(seqs)))
             while seqs[-1] < last_seq(worker):
                 _, seq, payload = router.receive()
                 if int.from_bytes(seq, "big") > seqs[-1]:
                     seqs.append(int.from_bytes(seq, "big"))
                     router.reader.take_payload(payload)
-            assert seqs == list(range(len(seqs)))
+            assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
             expected = Router()
             with expected:
                 expected.replay(worker, 0)
@@ -354,7 +379,7 @@ class TestReplay:
     def test_a_reader_that_takes_nothing_is_given_up(self, router: Router) -> None:
         """It holds up neither live batches nor other readers; after a while it is dropped, counted and logged."""
         settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
-        transport = ZMQTransport(settings, encode_batch)
+        transport = ZMQTransport(settings, VLLM)
         feed = RouterFeed([transport], FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
         with Worker(feed=feed) as worker, capture_logs() as logs:
             router.subscribe(worker)
@@ -384,7 +409,7 @@ class TestReplay:
 
     def test_a_reader_that_goes_away_is_forgotten(self, router: Router) -> None:
         """Its answer ends at once, and the next reader gets its own."""
-        with Worker("coalesce=0&ring=0B") as worker, Router() as leaver:
+        with Worker("coalesce=0") as worker, Router() as leaver:
             worker.settle()
             for handle in range(1, 6000):
                 worker.put(worker.source.store(handle, 1))
@@ -417,7 +442,7 @@ class TestRestart:
             assert router.reader.cleared >= 1
 
     def test_a_killed_process_is_survived(self, router: Router, tmp_path: Path) -> None:
-        """Its subscriber saw rising numbers; the second life goes on above them and fills the hole for it."""
+        """Its subscriber saw rising numbers; the second life goes on above them and tells its state."""
         path = tmp_path / "numbers"
         code = (
             "import sys, threading; from tests.sinks.test_zmq import Worker, churn\n"
@@ -446,8 +471,9 @@ class TestRestart:
             worker.settle()
             assert last_seq(worker) > seen[-1]
             start = seen[-1] + 1
-            assert router.replay(worker, start) == list(range(start, last_seq(worker) + 1))
-            assert len(router.reader.state) == 2
+            told = router.replay(worker, start)
+            assert told == list(range(told[0], last_seq(worker) + 1))
+            assert (router.reader.cleared, len(router.reader.state)) == (1, 2)
 
     def test_numbers_lie_in_the_contexts_directory(self, tmp_path: Path) -> None:
         """A feed at a fixed port keeps its numbers beside the log; one at any free port, or told so, in memory."""
@@ -568,7 +594,7 @@ class TestURL:
         (transport,) = sink.transports
         assert isinstance(transport, ZMQTransport)
         pod = transport.endpoint.removeprefix("tcp://")
-        assert transport._topic.decode().split("@") == ["kv", pod, model]
+        assert transport.topic.decode().split("@") == ["kv", pod, model]
         runner.close()
 
     def test_the_context_knows_the_model(self) -> None:
