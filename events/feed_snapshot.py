@@ -150,23 +150,19 @@ def _stores(group: int, blocks: FrozenBlocks, chains: list[list[int]]) -> Iterat
 
 def _bridges(levels: tuple[Columns, Columns], seen: list[npt.NDArray[np.intp]]) -> list[npt.NDArray[np.intp]]:
     """The slots of blocks that are not visible and have something visible behind them, per level."""
-    rows = [columns.rows(at) for columns, at in zip(levels, seen, strict=True)]
-    known = np.concatenate([names for names, *_ in rows])
-    missing = set(np.setdiff1d(np.concatenate([parents for _, parents, *_ in rows]), known).tolist()) - {0}
     found: list[list[int]] = [[], []]
-    if missing:
-        hidden: dict[int, tuple[int, int, int]] = {}
-        for level, columns in enumerate(levels):
-            at = columns.hidden_slots()
-            names, parents, *_ = columns.rows(at)
-            hidden.update(
-                zip(names.tolist(), zip(parents.tolist(), repeat(level), at.tolist()), strict=False)
-            )
-        visible = set(known.tolist())
+    hidden: dict[int, tuple[int, int, int]] = {}
+    for level, columns in enumerate(levels):
+        at = columns.hidden_slots()
+        names, parents, *_ = columns.rows(at)
+        hidden.update(zip(names.tolist(), zip(parents.tolist(), repeat(level), at.tolist()), strict=False))
+    if hidden:
+        rows = [columns.rows(at) for columns, at in zip(levels, seen, strict=True)]
+        visible = {name for names, *_ in rows for name in names.tolist()}
+        missing = hidden.keys() & {parent for _, parents, *_ in rows for parent in parents.tolist()} - visible
         while missing:
-            if (block := hidden.pop(missing.pop(), None)) is not None:
-                parent, level, slot = block
-                found[level].append(slot)
-                if parent and parent not in visible:
-                    missing.add(parent)
+            parent, level, slot = hidden.pop(missing.pop())
+            found[level].append(slot)
+            if parent in hidden and parent not in visible:
+                missing.add(parent)
     return [np.array(slots, np.intp) for slots in found]
