@@ -6,9 +6,13 @@ is held, because a publisher may answer with its whole state as of now instead o
 messages up to there are then known already and are dropped. What the answer lacks is reported as missing for good.
 An answer that breaks off may be a part of such a state, to which no live message fits: the rest is asked for.
 
-A live number that goes back means that the publisher has started anew, with one exception: after a replay, live
+A batch that begins with "cleared" makes up for everything before it. So nothing is missing before one, and numbers that
+it jumps over need not be asked for: they may never have been used, and what they said does not hold any more.
+
+A live number that goes back means that the publisher has started anew, with two exceptions. After a replay, live
 messages that it has told already are still on their way. Those are older than the newest thing that it told, by the
-publisher's clock; a new start is younger. (Nothing else in this format tells one life of a publisher from the next.)
+publisher's clock; a new start is younger. And a publisher may tell who connects again its state under the last number,
+which is of the same time then. (Nothing else in this format tells one life of a publisher from the next.)
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import math
 import msgspec
 
 from events.errors import EventDecodeError
-from events.formats.vllm import Message, VLLMBatch, decode_batch
+from events.formats.vllm import AllBlocksCleared, Message, VLLMBatch, decode_batch
 
 HELD_MAX = 10_000
 """Live messages held during a replay; more are left to the socket's own queue."""
@@ -44,6 +48,13 @@ class Missed(msgspec.Struct, frozen=True):
     reason: str = "not received"
 
 
+class Restated(msgspec.Struct, frozen=True):
+    """The publisher tells its whole state: whatever was said under the numbers `first` to `last`, it includes."""
+
+    first: int
+    last: int
+
+
 class Restarted(msgspec.Struct, frozen=True):
     """The publisher started anew; nothing it said before holds any more."""
 
@@ -53,7 +64,7 @@ class Restarted(msgspec.Struct, frozen=True):
     """The first one that was heard after."""
 
 
-Report = Received | Missed | Restarted
+Report = Received | Missed | Restated | Restarted
 
 
 class Continuity:
@@ -64,6 +75,8 @@ class Continuity:
         self._next = start
         """The number that should come; None: whichever comes first."""
         self._last_live: int | None = None
+        self._last_ts = -math.inf
+        """When that was published."""
         self._newest_replayed = -math.inf
         self._asked: int | None = None
         self._request: int | None = None
@@ -108,7 +121,12 @@ class Continuity:
             return
         if message.seq > self._next:
             self._report_recovered()
-            self._miss(message.seq - 1)
+            if _begins_anew(message):
+                # It tells the state in place of what was asked for, under numbers of its choice.
+                self._restate(message.seq)
+                self._gap_last = None
+            else:
+                self._miss(message.seq - 1)
             self._run_first = message.seq
         self._deliver(message, replayed=True)
 
@@ -141,12 +159,14 @@ class Continuity:
         if self._next is None:
             self._next = seq
         went_back = self._last_live is not None and seq <= self._last_live
-        if not went_back and seq < self._next and self._was_replayed(message):
-            self._last_live = seq
+        if seq < self._next and self._is_known(message, went_back=went_back):
+            self._last_live, self._last_ts = seq, _published_at(message)
             return
         if went_back or seq < self._next:
             self._restart(seq)
-        if seq > self._next:
+        if seq > self._next and _begins_anew(message):
+            self._restate(seq)
+        elif seq > self._next:
             if self._can_ask and self._in_vain != self._next:
                 self._ask(self._next, seq - 1)
                 self._held.append(message)
@@ -155,17 +175,23 @@ class Continuity:
         self._last_live = seq
         self._deliver(message, replayed=False)
 
-    def _was_replayed(self, message: Message) -> bool:
-        try:
-            return decode_batch(message.payload).ts <= self._newest_replayed
-        except EventDecodeError:
-            return True
+    def _is_known(self, message: Message, *, went_back: bool) -> bool:
+        """Whether an old number tells what was told already."""
+        ts = _published_at(message)
+        if went_back:
+            return message.seq == self._last_live and ts == self._last_ts
+        return ts <= self._newest_replayed
 
     def _restart(self, first: int) -> None:
         assert self._next is not None
         self._reports.append(Restarted(self._next - 1, first))
         self._next, self._last_live, self._in_vain = 0, None, None
-        self._newest_replayed = -math.inf
+        self._newest_replayed = self._last_ts = -math.inf
+
+    def _restate(self, seq: int) -> None:
+        assert self._next is not None
+        self._reports.append(Restated(self._next, seq - 1))
+        self._next = seq
 
     def _miss(self, last: int) -> None:
         assert self._next is not None
@@ -193,6 +219,25 @@ class Continuity:
         else:
             if replayed:
                 self._newest_replayed = max(self._newest_replayed, batch.ts)
+            else:
+                self._last_ts = batch.ts
             topic = message.topic.decode(errors="replace")
             self._reports.append(Received(seq, topic, batch, replayed))
         self._next = seq + 1
+
+
+def _published_at(message: Message) -> float:
+    """When a message was published; what cannot be read is of no time."""
+    try:
+        return decode_batch(message.payload).ts
+    except EventDecodeError:
+        return -math.inf
+
+
+def _begins_anew(message: Message) -> bool:
+    """Whether a batch first clears everything, so that nothing before it matters."""
+    try:
+        events = decode_batch(message.payload).events
+    except EventDecodeError:
+        return False
+    return bool(events) and isinstance(events[0], AllBlocksCleared)

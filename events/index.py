@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from events.continuity import Missed, Received, Report, Restarted
+from events.continuity import Missed, Received, Report, Restarted, Restated
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Hash, Unknown, VLLMBatch
 
 GPU, HOST, STORAGE = 0, 1, 2
@@ -43,6 +43,8 @@ class Index:
         self.missed_batches = 0
         """Batches that are lost: the blocks may be wrong since."""
         self.recovered_batches = 0
+        self.restated = 0
+        """Times that the publisher told its whole state in place of what was missed."""
         self.restarts = 0
 
     def fold(self, report: Report) -> None:
@@ -55,6 +57,8 @@ class Index:
                 self.recovered_batches += count
             else:
                 self.missed_batches += count
+        elif isinstance(report, Restated):
+            self.restated += 1
         else:
             assert isinstance(report, Restarted)
             self.restarts += 1

@@ -3,7 +3,7 @@
 ::
 
     with Subscriber("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558", start=0) as subscriber:
-        for report in subscriber:          # Received, Missed or Restarted (events.continuity)
+        for report in subscriber:          # Received, Missed, Restated or Restarted (events.continuity)
             index.fold(report)             # events.index
 
 The order of things is `events.continuity`'s business; here are the sockets. A subscriber belongs to one thread.
@@ -19,12 +19,12 @@ from typing import Self
 
 import zmq
 
-from events.continuity import HELD_MAX, Continuity, Missed, Received, Report, Restarted
+from events.continuity import HELD_MAX, Continuity, Missed, Received, Report, Restarted, Restated
 from events.endpoints import EndpointError, host_of
 from events.errors import EventDecodeError
 from events.formats.vllm import parse_answer, parse_message, replay_request
 
-__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Subscriber"]
+__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Restated", "Subscriber"]
 
 _READ_AT_ONCE = 1000
 """Messages between two reports, so that a flood cannot keep `poll` from returning."""

@@ -1,4 +1,4 @@
-"""The connections behind a ZeroMQ socket: who is there, and how to get rid of one.
+"""The connections behind a ZeroMQ socket: who is there, how to get rid of one, and who we are to them.
 
 ZeroMQ tells over which connection a message came (its descriptor), and by a monitor which connections begin and end.
 It has no call to end one, so that is done to the connection itself: ZeroMQ then drops all that waits for it.
@@ -65,3 +65,12 @@ def endpoint_of(socket: zmq.Socket[bytes]) -> str:
 def port_of(endpoint: str) -> int:
     """The port of a TCP endpoint."""
     return int(endpoint.rpartition(":")[2])
+
+
+def own_address() -> str:
+    """The address by which other machines know this one; its name, if it has none."""
+    with suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
+        # Sends nothing: it only makes the system choose the address from which it would be sent.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return sockets.gethostname()

@@ -129,7 +129,7 @@ class Publisher:
         self._socket.send(encode_seq(seq), _MORE)
         tracker = self._socket.send(payload, _LAST, copy=False, track=True)
         _address_newcomers(self._socket, False)
-        if tracker is not None and not tracker.done:
+        if not tracker.done:
             self._on_their_way.append(_Told(tracker, newcomer.connection, self._monotonic()))
 
     def close(self) -> None:

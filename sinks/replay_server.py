@@ -18,6 +18,7 @@ what waits to be sent is bounded, whatever is asked.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -98,10 +99,13 @@ class ReplayServer:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
         self._port = port_of(endpoint_of(socket))
-        self._ring, self._topic, self._join = ring, topic, join
-        self._empty = encode((), 0.0, ())
+        self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
+        self._warned = False
+        self._state_numbers = (sys.maxsize, -1)
+        """Within these numbers some reader may have got a part of the state. Who asks from there on, and not from the
+        first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
         self._answers: deque[Answer] = deque()
         self._line: dict[bytes, Request] = {}
         """Readers whose turn has not come, or who asked again."""
@@ -174,32 +178,46 @@ class ReplayServer:
         """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
         seq, end = start, self._ring.next_seq
         if start > end:
-            _log.warning(
-                "replay_from_the_future", asked=start, next=end, reason="it followed an earlier feed"
-            )
+            self._warn_of_other_numbers(start, end)
+        first, last = self._state_numbers
+        broken_off = first < start <= last
         while seq < end:
-            payload = self._ring.get(seq)
+            payload = None if broken_off else self._ring.get(seq)
+            snapshot = self.snapshot
             if payload is not None:
                 yield seq, payload
-            else:
-                while (snapshot := self.snapshot) is None:
-                    self.wants_snapshot = True
-                    yield None
+            elif snapshot is not None and snapshot.last_seq >= seq:
                 self.compacted += seq <= snapshot.seq
-                for seq, payload in self._from_snapshot(snapshot, seq):  # noqa: B020  goes on behind it
-                    yield seq, payload
+                for message in self._from_snapshot(snapshot, seq):
+                    yield message
+                    seq = message[0]
+                broken_off = False
+            else:
+                self.wants_snapshot = True
+                yield None
+                continue
             seq += 1
+
+    def _warn_of_other_numbers(self, asked: int, end: int) -> None:
+        if not self._warned:
+            self._warned = True
+            reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
+            _log.warning("feed_numbers_went_back", asked=asked, next=end, reason=reason)
 
     def _from_snapshot(self, snapshot: Snapshot, start: int) -> Iterator[Numbered]:
         """The state and what was sent since; only the latter if `start` lies there."""
         if start <= snapshot.seq:
             count = snapshot.seq + 1 - start
             seq = start if self._contiguous else max(start, snapshot.seq + 1 - len(snapshot.pieces))
+            if len(snapshot.pieces) > 1:
+                first, last = self._state_numbers
+                self._state_numbers = min(first, seq), max(last, seq + len(snapshot.pieces) - 1)
             for payload in snapshot.in_payloads(count, self._join):
                 yield seq, payload
                 seq += 1
+            empty = self._encode((), snapshot.ts, ())
             for rest in range(seq, snapshot.seq + 1):
-                yield rest, self._empty
+                yield rest, empty
             start = snapshot.seq + 1
         for seq in range(start, snapshot.last_seq + 1):
             yield seq, snapshot.tail[seq - snapshot.seq - 1]

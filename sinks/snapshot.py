@@ -31,12 +31,14 @@ class Snapshot:
     def __init__(self, state: FeedState, encode: Encode, piece_bytes: int) -> None:
         self.seq = state.seq
         """The number of the last batch that the state includes."""
+        self.ts = state.ts
+        """When that batch went out."""
         self.ready = False
         self.pieces: list[bytes] = []
         """Payloads that tell the state together: the first one clears, parents come first."""
         self.tail: list[bytes] = []
         """The payloads of the batches after `seq`."""
-        self._state, self._encode = state, encode
+        self._groups, self._encode = state.groups, encode
         self._changes = in_batches(chain([Cleared()], state.changes), piece_bytes)
         self._state_bytes = self._tail_bytes = 0
 
@@ -50,15 +52,16 @@ class Snapshot:
         """Whether more was sent since than the state takes."""
         return self.ready and self._tail_bytes > max(self._state_bytes, MIN_TAIL_BYTES)
 
-    def advance(self, seconds: float) -> None:
-        """Encode for about so long; at least a piece, so that it comes to an end."""
+    def advance(self, seconds: float) -> bool:
+        """Encode for about so long, and at least a piece, so that it comes to an end; returns `ready`."""
         deadline = time.perf_counter() + seconds
         for changes in self._changes:
-            self.pieces.append(self._encode(changes, self._state.ts, self._state.groups))
+            self.pieces.append(self._encode(changes, self.ts, self._groups))
             self._state_bytes += len(self.pieces[-1])
             if time.perf_counter() >= deadline:
-                return
+                return False
         self.ready = True
+        return True
 
     def append(self, payload: bytes) -> None:
         """The batch after `last_seq` was sent."""

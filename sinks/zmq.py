@@ -9,7 +9,8 @@ Options:
 
 - ``format``: what payloads look like; ``vllm``.
 - ``replay``: port on the same host where missed batches are answered. Without it nobody can ask.
-- ``topic``: by default ``kv@HOST:PORT@MODEL``, the form in which llm-d finds pod and model.
+- ``topic``: by default ``kv@HOST:PORT@MODEL``, the form in which llm-d finds pod and model. Bound to all interfaces,
+  HOST is this machine's address in its network.
 - ``model``: for the topic; by default that of the cache, else ``unknown``.
 - ``rank``: data-parallel rank, in each payload.
 - ``salts``: how a prompt's cache salt is told: ``digest``, its SHA-256 in hex, or ``plain``, as the request gave it,
@@ -47,7 +48,7 @@ from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.feed_numbers import FeedNumbers
-from sinks.peers import endpoint_of
+from sinks.peers import endpoint_of, own_address
 from sinks.publisher import Publisher
 from sinks.quantities import parse_bytes, parse_seconds
 from sinks.replay_ring import ReplayRing
@@ -160,6 +161,9 @@ class ZMQTransport:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        if not next_seq and self._settings.port:
+            reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
+            _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
         if not _is_loopback(self._settings.host):
             _log.warning(
                 "feed_leaves_machine", endpoint=self.endpoint, holds=self._settings.holds, encrypted=False
@@ -202,10 +206,8 @@ class ZMQTransport:
         """Whether the state is ready to be told; else a part of the work on it is done."""
         if self._snapshot is None:
             self._snapshot = Snapshot(take_state(), self._encode, self._settings.chunk_bytes)
-        if not self._snapshot.ready:
-            self._snapshot.advance(ENCODE_SECONDS)
-            if self._snapshot.ready and self.replay is not None:
-                self.replay.snapshot = self._snapshot
+        if self._snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
+            self.replay.snapshot = self._snapshot
         return self._snapshot.ready
 
     def _forget_snapshot(self) -> None:
@@ -366,7 +368,10 @@ def _state_path(
 def _topic(settings: ZMQSettings, endpoint: str) -> str:
     if settings.topic is not None:
         return settings.topic
-    return f"kv@{endpoint.removeprefix('tcp://')}@{settings.model}"
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if host in ("0.0.0.0", "[::]"):  # noqa: S104  not bound here, but found so
+        host = own_address()
+    return f"kv@{host}:{port}@{settings.model}"
 
 
 def _address(host: str, port: int) -> str:

@@ -24,7 +24,7 @@ from tests.chaos import CONFIG, WAIT, ChildEngine, Engine, HalfReader, LossyForw
 from tests.events.test_continuity import message
 from tests.sinks.feed_source import Reader
 from tests.sinks.test_zmq import Router as PlainRouter
-from tests.sinks.test_zmq import Worker, churn, last_seq
+from tests.sinks.test_zmq import Worker, churn
 
 ROUTERS = 5
 Start = Callable[[Site, random.Random], "Engine | ChildEngine"]
@@ -235,20 +235,24 @@ class TestFirstCauses:
     """Single misfortunes that the chaos above is made of, without chance."""
 
     @pytest.mark.parametrize("read", [1, 2, 5])
-    def test_the_rest_of_a_state_is_the_whole_state(self, read: int) -> None:
+    @pytest.mark.parametrize("pad", [False, True])
+    def test_the_rest_of_a_state_is_the_whole_state(self, read: int, pad: bool) -> None:
         """Who has read a part of a compacted answer and asks for the rest ends with the state as it is."""
-        with Worker("coalesce=0&ring=2KiB&max_batch=1KiB") as worker, PlainRouter() as router:
-            router.subscribe(worker)
-            churn(worker, 60)
+        with Worker(f"coalesce=0&ring=64KiB&max_batch=1KiB&pad={pad}") as worker, PlainRouter() as router:
+            churn(worker, 200)
             worker.settle()
-            router.follow(last_seq(worker))
-            ring = worker.transport._ring
-            start = ring._next - len(ring._payloads) - 1
-            late = Reader()
-            for first, count in ((start, read), (start + read, None)):
-                for frames in router.ask(worker, first.to_bytes(8, "big"))[:count]:
-                    late.take_payload(frames[3])
-            assert late.state == router.reader.state != {}
+            ring, late, start = worker.transport._ring, Reader(), 0
+            answer = router.ask(worker, bytes(8))
+            numbers = [int.from_bytes(frames[2], "big") for frames in answer]
+            for frames in answer[:read]:
+                late.take_payload(frames[3])
+            start = numbers[read - 1] + 1
+            assert pad or ring.get(start) is not None
+            for frames in router.ask(worker, start.to_bytes(8, "big")):
+                late.take_payload(frames[3])
+            router.replay(worker, 0)
+            assert late.state == router.reader.state
+            assert len(late.state) == 3 * len(worker.source.slots)
 
     def test_an_answer_that_breaks_off_is_completed_first(self) -> None:
         """Live messages wait until the rest was asked for, too; if it never comes, the part is called missed."""

@@ -19,7 +19,7 @@ from sinks.render import NAME_DIGITS, text
 if TYPE_CHECKING:
     from events.formats.vllm import Hash, VLLMEvent
     from events.index import Index
-    from events.subscriber import Missed, Report, Restarted, Subscriber
+    from events.subscriber import Missed, Report, Restarted, Restated, Subscriber
 
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
@@ -150,13 +150,15 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"{paint(f'{address:>9}', 'dim')}  {name}  {details}".rstrip()
 
 
-def _interruption(report: Missed | Restarted) -> str:
-    from events.subscriber import Missed
+def _interruption(report: Missed | Restated | Restarted) -> str:
+    from events.subscriber import Restarted, Restated
 
-    if not isinstance(report, Missed):
+    if isinstance(report, Restarted):
         return f"the publisher restarted: batch {report.first} came after {report.last}"
     batches = count(report.last - report.first + 1, "batch", "batches")
     span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
+    if isinstance(report, Restated):
+        return f"the publisher tells its state in place of {batches} ({span})"
     fate = "got by replay, above" if report.recovered else f"lost: {report.reason}"
     return f"missed {batches} ({span}), {fate}"
 
@@ -251,6 +253,8 @@ def _summary(index: Index) -> str:
     parts = [f"{count(index.batches, 'batch', 'batches')}, {count(index.events, 'event')}", blocks]
     if index.recovered_batches:
         parts.append(f"{index.recovered_batches:,} missed and got by replay")
+    if index.restated:
+        parts.append(f"the state was told {count(index.restated, 'time')}")
     parts.append(f"{count(index.missed_batches, 'batch', 'batches')} lost")
     if index.restarts:
         parts.append(count(index.restarts, "restart"))

@@ -84,24 +84,46 @@ class TestLines:
 
     def test_gaps_and_restarts(self, start: Start, publisher: Publisher) -> None:
         """What was missed and recovered, and a publisher that begins anew, are lines of their own."""
-        with replaying({seq: batch(CLEARED) for seq in range(1, 4)}) as server:
+        told = batch(stored(1))
+        with replaying({1: told, 2: told, 3: told}) as server:
             process = start("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 5)
             publisher.wait_subscribed()
             assert server.asked.acquire(timeout=60)
-            publisher.send(6, batch(CLEARED, ts=9.0))
+            publisher.send(6, batch(stored(2), ts=9.0))
             assert server.asked.acquire(timeout=60)
             publisher.send(0, batch(CLEARED, ts=10.0))
             code, out, err = ended(process)
         assert code == 0
         assert [line.strip() for line in out.splitlines()] == [
             "missed 1 batch (0), lost: not received",
-            *(f"{seq}.0  AllBlocksCleared  (replayed)" for seq in (1, 2, 3)),
+            *(
+                f"{seq}.0  BlockStored       GPU group=0 blocks=1 00000000 tokens=2 (replayed)"
+                for seq in (1, 2, 3)
+            ),
             "missed 2 batches (4-5), lost: not received",
-            "6.0  AllBlocksCleared",
+            "6.0  BlockStored       GPU group=0 blocks=1 00000000 tokens=2",
             "the publisher restarted: batch 0 came after 6",
             "0.0  AllBlocksCleared",
         ]
         assert err[-1].endswith("3 batches lost; 1 restart")
+
+    def test_a_state_told_anew(self, start: Start, publisher: Publisher) -> None:
+        """Numbers that a batch jumps over which clears everything are neither lost nor got by replay."""
+        with replaying({}) as server:
+            process = start("subscribe", publisher.endpoint, "--replay", server.endpoint, "--count", 2)
+            publisher.wait_subscribed()
+            assert server.asked.acquire(timeout=60)
+            publisher.send(4096, batch(CLEARED, ts=9.0))
+            publisher.send(8192, batch(CLEARED, ts=10.0))
+            code, out, err = ended(process)
+        assert code == 0
+        assert [line.strip() for line in out.splitlines()] == [
+            "the publisher tells its state in place of 4,096 batches (0-4095)",
+            "4096.0  AllBlocksCleared",
+            "the publisher tells its state in place of 4,095 batches (4097-8191)",
+            "8192.0  AllBlocksCleared",
+        ]
+        assert err[-1].endswith("the state was told 2 times; 0 batches lost")
 
     @pytest.mark.parametrize(("topic", "shown"), [("k", 2), ("other", 1)])
     def test_topic(self, start: Start, publisher: Publisher, topic: str, shown: int) -> None:

@@ -7,12 +7,17 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.continuity import Continuity, Missed, Received, Restarted
+from events.continuity import Continuity, Missed, Received, Restarted, Restated
 from events.formats.vllm import Message
 from tests.events.publisher import CLEARED, batch
 
 
 def message(seq: int, ts: float = 1.0) -> Message:
+    return Message(b"kv", seq, batch(ts=ts))
+
+
+def whole(seq: int, ts: float = 1.0) -> Message:
+    """A batch that tells the whole state."""
     return Message(b"kv", seq, batch(CLEARED, ts=ts))
 
 
@@ -56,8 +61,8 @@ class TestWithoutReplay:
     def test_number_that_goes_back_is_a_restart(self) -> None:
         """A lower number is a new life, whose first batches may be missing; so is an equal one."""
         continuity = Continuity(None, can_ask=False)
-        for seq in (5, 6, 0, 1, 1):
-            continuity.live(message(seq))
+        for ts, seq in enumerate((5, 6, 0, 1, 1)):
+            continuity.live(message(seq, ts=float(ts)))
         assert brief(continuity.take()) == [5, 6, Restarted(6, 0), 0, 1, Restarted(1, 1), lost(0, 0), 1]
 
     def test_batch_that_cannot_be_read_is_missed(self) -> None:
@@ -202,6 +207,48 @@ class TestRestart:
         assert brief(continuity.take()) == ["-0", "-1", "-2", "-3"]
         continuity.live(message(0, ts=6.0))
         assert brief(continuity.take()) == [Restarted(3, 0), 0]
+
+
+class TestStateToldAnew:
+    """A publisher that tells all it has in place of what it once said."""
+
+    def test_an_answer_may_skip_what_the_state_includes(self) -> None:
+        """Numbers before a batch that clears are not missing: nobody may ever have used them."""
+        continuity = Continuity(0, can_ask=True)
+        continuity.live(message(5002))
+        for reply in (whole(5000), message(5001)):
+            continuity.answer(reply)
+        continuity.end_of_replay()
+        assert brief(continuity.take()) == [Restated(0, 4999), "-5000", "-5001", 5002]
+
+    def test_a_gap_after_a_restart_is_not_said_to_be_recovered(self) -> None:
+        """Only numbers that an answer has under their own content are."""
+        continuity = Continuity(None, can_ask=True)
+        for seq in (7, 4096):
+            continuity.live(message(seq))
+        assert continuity.take_request() == 8
+        for reply in (whole(4094), message(4095), message(4096)):
+            continuity.answer(reply)
+        continuity.end_of_replay()
+        assert brief(continuity.take()) == [7, Restated(8, 4093), "-4094", "-4095", "-4096"]
+
+    def test_a_live_batch_that_clears_ends_a_gap(self) -> None:
+        """Nothing is asked for, and nothing is lost."""
+        for can_ask in (False, True):
+            continuity = Continuity(None, can_ask=can_ask)
+            for told in (message(3), whole(9), message(10)):
+                continuity.live(told)
+            assert continuity.take_request() is None
+            assert brief(continuity.take()) == [3, Restated(4, 8), 9, 10]
+
+    def test_the_state_under_the_last_number_is_no_restart(self) -> None:
+        """A publisher tells it to who connects again; of the same time it says nothing new, of a later one it does."""
+        continuity = Continuity(None, can_ask=False)
+        for told in (message(3), message(4, ts=2.0), whole(4, ts=2.0), message(5, ts=3.0)):
+            continuity.live(told)
+        assert brief(continuity.take()) == [3, 4, 5]
+        continuity.live(whole(5, ts=4.0))
+        assert brief(continuity.take()) == [Restarted(5, 5), Restated(0, 4), 5]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=30), st.integers(0, 30), st.booleans())

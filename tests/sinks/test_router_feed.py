@@ -66,7 +66,7 @@ class Rig:
         """What the fold would show now."""
         self.transport.wants_state = True
         self.tick(0.02)
-        return state_of([self.transport.states[-1].changes])
+        return state_of([list(self.transport.states[-1].changes)])
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ class TestState:
         assert (state.seq, state.ts) == (sent[-1].seq, sent[-1].ts)
         # Told later, and still what it was then.
         rig.write(rig.source.store(4, 1), rig.source.remove(2))
-        told = state_of([state.changes])
+        told = state_of([list(state.changes)])
         assert told == state_of([batch.changes for batch in sent])
         assert len(told) == 3
 

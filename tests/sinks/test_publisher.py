@@ -1,0 +1,291 @@
+"""Who comes late, again, or to do harm, on real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from sinks.feed_numbers import FeedNumbers
+from sinks.replay_server import ANSWERS_AT_ONCE
+from sinks.router_feed import RouterFeed
+from sinks.zmq import VLLM, ZMQSettings, ZMQTransport
+from tests.sinks.feed_source import Reader, Source, State
+from tests.sinks.helpers import WAIT
+from tests.sinks.test_router_feed import wait_for
+from tests.sinks.test_zmq import MS, Router, Worker, churn, last_seq, read_answer
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with Router() as router:
+        yield router
+
+
+def state_of(worker: Worker) -> State:
+    """What a reader of a replay knows."""
+    with Router() as other:
+        other.replay(worker, 0)
+        return other.reader.state
+
+
+def follow(router: Router, worker: Worker) -> State:
+    """Fold what comes, however often the last number comes, until all is there."""
+    router.reader = Reader()
+    seq = -1
+    while seq < last_seq(worker) or router.live.poll(20):
+        _, frame, payload = router.receive()
+        seq = int.from_bytes(frame, "big")
+        router.reader.take_payload(payload)
+    return router.reader.state
+
+
+class TestNewcomers:
+    def test_the_state_comes_first(self, router: Router) -> None:
+        """Without any replay, who comes late knows everything: one batch, under the last number, then live ones."""
+        with Worker("coalesce=0") as worker:
+            churn(worker, 60)
+            worker.settle()
+            before = last_seq(worker)
+            router.subscribe(worker)
+            topic, seq, payload = router.welcome()
+            assert (topic, int.from_bytes(seq, "big")) == (worker.transport.topic, before)
+            router.reader.take_payload(payload)
+            assert len(router.reader.state) == 3 * len(worker.source.slots)
+            churn(worker, 20, 1000)
+            worker.settle()
+            for expected in range(before + 1, last_seq(worker) + 1):
+                _, seq, payload = router.receive()
+                assert int.from_bytes(seq, "big") == expected
+                router.reader.take_payload(payload)
+            assert router.reader.state == state_of(worker)
+
+    def test_others_are_not_disturbed(self, router: Router) -> None:
+        """Those who were there hear live batches only, each once, while others come and go."""
+        with Worker("coalesce=0") as worker:
+            router.subscribe(worker)
+            router.welcome()
+            for round_ in range(10):
+                churn(worker, 5, 1 + 10 * round_)
+                with Router() as other:
+                    other.subscribe(worker)
+                    other.welcome()
+                wait_for(lambda: worker.feed.subscribers == 1)
+            worker.settle()
+            seqs: list[int] = []
+            while not seqs or seqs[-1] < last_seq(worker):
+                _, seq, payload = router.receive()
+                seqs.append(int.from_bytes(seq, "big"))
+                assert msgspec.msgpack.decode(payload)[1][0]["type"] != "AllBlocksCleared"
+            assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+
+    def test_the_state_is_encoded_once_for_many(self, router: Router) -> None:
+        """As long as little was sent since, newcomers get what was encoded for the first one, and the rest behind."""
+        with Worker("coalesce=0") as worker:
+            churn(worker, 200)
+            worker.settle()
+            router.subscribe(worker)
+            router.welcome()
+            snapshot = worker.transport._snapshot
+            assert snapshot is not None
+            for number in range(5):
+                worker.put(worker.source.store(1000 + number, 2))
+                worker.settle()
+                with Router() as other:
+                    other.subscribe(worker)
+                    other.reader.take_payload(other.welcome()[2])
+                    assert other.reader.state == state_of(worker)
+                    assert worker.transport._snapshot is snapshot
+            assert len(snapshot.tail) == 5
+
+    def test_who_comes_again_is_told_again(self) -> None:
+        """A feed that dies and comes back with its cache lost takes back what routers held, without their asking."""
+        with Worker("coalesce=0") as worker:
+            churn(worker, 30)
+            worker.settle()
+            port = worker.transport.endpoint.rpartition(":")[2]
+            router = Router()
+            router.subscribe(worker)
+            assert follow(router, worker)
+        with router:
+            time.sleep(0.3)  # longer than a subscriber waits before it connects again
+            settings = ZMQSettings("127.0.0.1", int(port))
+            feed = RouterFeed([ZMQTransport(settings, VLLM)], FeedNumbers(None), coalesce_seconds=0)
+            with Worker(feed=feed) as again:
+                again.put(again.source.store(7, 2))
+                again.settle()
+                # ZeroMQ subscribes again inside a call only.
+                wait_for(lambda: bool(router.live.poll(10)))
+                assert len(follow(router, again)) == 2
+
+    def test_a_second_subscription_of_a_connection_tells_nothing_again(self, router: Router) -> None:
+        """A subscriber of several prefixes is one subscriber, and is told once."""
+        with Worker("coalesce=0") as worker:
+            worker.settle()
+            router.subscribe(worker)
+            for prefix in (b"kv", b"kv@", b"other"):
+                router.live.subscribe(prefix)
+            router.welcome()
+            assert not router.live.poll(100)
+            assert worker.feed.subscribers == 1
+            worker.put(worker.source.store(1, 1))
+            assert router.receive()
+            for prefix in (b"", b"kv", b"kv@"):
+                router.live.unsubscribe(prefix)
+            worker.settle()
+            time.sleep(0.1)
+            worker.put(worker.source.store(2, 1))
+            worker.settle()
+            assert not router.live.poll(100)
+            assert worker.feed.subscribers == 1
+            router.live.unsubscribe(b"other")
+            wait_for(lambda: worker.feed.subscribers == 0)
+
+    def test_large_states_wait_for_those_on_their_way(self) -> None:
+        """Who connects and never reads holds up newcomers for a while only, and no more memory than a few states."""
+        settings = ZMQSettings("127.0.0.1", 0, stall_seconds=0.2, linger_seconds=0.05, replay_port=0)
+        feed = RouterFeed([ZMQTransport(settings, VLLM)], FeedNumbers(None), coalesce_seconds=0)
+        with Worker(feed=feed) as worker, contextlib.ExitStack() as stack:
+            worker.source.block = 4
+            for handle in range(1, 12):
+                worker.put(worker.source.store(handle, 5000))
+            worker.settle()
+            for number in range(8):
+                stuck = stack.enter_context(Router()).socket(zmq.SUB)
+                stuck.set(zmq.RCVHWM, 1)
+                stuck.set(zmq.RCVBUF, 4096)
+                stuck.subscribe(b"")
+                stuck.connect(worker.transport.endpoint)
+                worker.put(worker.source.store(100 + number, 1))  # each would get a payload of its own
+            router = stack.enter_context(Router())
+            live = router.socket(zmq.SUB)
+            live.subscribe(b"")
+            live.connect(worker.transport.endpoint)
+            assert live.poll(int(WAIT * 1000))
+            router.reader.take_payload(live.recv_multipart()[2])
+            assert len(router.reader.state) >= 55_000
+            assert len(worker.transport._publisher._on_their_way) <= 4
+
+
+class TestHarm:
+    def test_subscribing_without_end_stops_nobody(self, router: Router) -> None:
+        """Live batches go on while a peer toggles subscriptions as fast as it can; it is cut off, which is logged."""
+        stop = threading.Event()
+
+        def toggle(endpoint: str) -> None:
+            with Router() as hostile:
+                sub = hostile.socket(zmq.XSUB)
+                sub.sndhwm = 0
+                sub.connect(endpoint)
+                for number in itertools.count():
+                    sub.send(b"\x01x%d" % (number % 50))
+                    sub.send(b"\x00x%d" % (number % 50))
+                    if stop.is_set():
+                        return
+
+        with Worker("coalesce=0&heartbeat=50ms") as worker, capture_logs() as logs:
+            router.subscribe(worker)
+            router.welcome()
+            thread = threading.Thread(target=toggle, args=(worker.transport.endpoint,))
+            thread.start()
+            try:
+                pauses, last = [], time.monotonic()
+                for number in range(200):
+                    if number % 10 == 0:
+                        worker.put(worker.source.store(1 + number, 1))
+                    router.receive()
+                    pauses.append(time.monotonic() - last)
+                    last = time.monotonic()
+                    if sum(pauses) > 3:
+                        break
+                assert max(pauses) < 1.5
+                wait_for(lambda: bool(logs))
+            finally:
+                stop.set()
+                thread.join()
+            wait_for(lambda: worker.feed.subscribers == 1)
+        assert {log["event"] for log in logs} == {"subscriber_cut_off"}
+
+    @pytest.mark.parametrize(
+        "words", [[b"hello"], [b"hello", b"\x02", b"", b"\x01kv@"], [b"\xff" * 4000] * 300]
+    )
+    def test_messages_that_are_no_subscriptions(self, router: Router, words: list[bytes]) -> None:
+        """They are ignored, their sender is cut off, and who subscribes at the same time gets everything."""
+        with Worker("coalesce=0") as worker, capture_logs():
+            router.subscribe(worker)
+            hostile = router.socket(zmq.XSUB)
+            hostile.connect(worker.transport.endpoint)
+            time.sleep(0.1)
+            with contextlib.ExitStack() as stack:
+                others = [stack.enter_context(Router()) for _ in range(4)]
+                for word in words:
+                    hostile.send(word)
+                for other in others:
+                    other.live = other.socket(zmq.SUB)
+                    other.live.subscribe(b"")
+                    other.live.connect(worker.transport.endpoint)
+                    hostile.send(words[0])
+                churn(worker, 30)
+                worker.settle()
+                hostile.close(linger=0)
+                # Where the socket was opened anew, they subscribe again inside a call only.
+                everybody = [router, *others]
+                wait_for(lambda: all(r.live.poll(1) for r in everybody) and worker.feed.subscribers == 5)
+                worker.put(worker.source.store(500, 1))
+                worker.settle()
+                expected = state_of(worker)
+                assert len(expected) == 3 * (len(worker.source.slots) - 1) + 1
+                for reader in (router, *others):
+                    assert follow(reader, worker) == expected
+
+
+class TestReplayFlood:
+    def test_requests_without_end_cost_next_to_nothing(self, router: Router) -> None:
+        """Thousands that nobody reads leave one answer and one request per reader; an honest reader is answered."""
+        with Worker("coalesce=0&ring=64KiB") as worker:
+            churn(worker, 300)
+            worker.settle()
+            server = worker.transport.replay
+            assert server is not None
+            hostile = router.dealer(worker, RCVHWM=1, RCVBUF=4096, SNDHWM=0)
+            for _ in range(20_000):
+                hostile.send_multipart([b"", bytes(8)])
+            assert len(state_of(worker)) == 3 * len(worker.source.slots)
+            assert len(server._answers) + len(server._line) <= 2
+            assert not server._warned
+
+    def test_who_must_wait_gets_no_empty_answer(self, router: Router) -> None:
+        """With all places taken by readers that take nothing, the next one waits, and then gets all of it."""
+        settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
+        transport = ZMQTransport(settings, VLLM)
+        feed = RouterFeed([transport], FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
+        with Worker(feed=feed) as worker, capture_logs() as logs:
+            source = Source(block=1024)
+            source.seq = worker.source.seq
+            worker.put(source.created())
+            for handle in range(1, 601):
+                worker.put(source.store(handle, 10))
+            worker.settle()
+            for _ in range(ANSWERS_AT_ONCE):
+                stuck = router.dealer(worker, RCVHWM=1, RCVBUF=4096)
+                stuck.send_multipart([b"", bytes(8)])
+                assert stuck.poll(MS)
+            server = transport.replay
+            assert server is not None
+            honest = router.dealer(worker)
+            honest.send_multipart([b"", bytes(8)])
+            assert not honest.poll(300)
+            server._stall_seconds = 0.1
+            answer = read_answer(honest)
+            for frames in answer:
+                router.reader.take_payload(frames[3])
+            assert len(router.reader.state) == 6000
+            assert server.dropped >= 1
+        assert {log["event"] for log in logs} == {"replay_reader_dropped"}
