@@ -62,9 +62,9 @@ def endpoint_of(socket: zmq.Socket[bytes]) -> str:
     return str(socket.get_string(zmq.LAST_ENDPOINT))
 
 
-def port_of(endpoint: str) -> int:
-    """The port of a TCP endpoint."""
-    return int(endpoint.rpartition(":")[2])
+def port_of(endpoint: str | None) -> int:
+    """The port of a TCP endpoint; 0, any free one, where there is no endpoint yet."""
+    return int(endpoint.rpartition(":")[2]) if endpoint else 0
 
 
 def own_address() -> str:

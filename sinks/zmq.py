@@ -48,7 +48,7 @@ from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.feed_numbers import FeedNumbers
-from sinks.peers import endpoint_of, own_address
+from sinks.peers import endpoint_of, own_address, port_of
 from sinks.publisher import Publisher
 from sinks.quantities import parse_bytes, parse_seconds
 from sinks.replay_ring import ReplayRing
@@ -155,6 +155,7 @@ class ZMQTransport:
     def open(self, next_seq: int) -> None:
         """Bind the sockets. Raises SinkError if that cannot be done."""
         self._ring.start(next_seq)
+        self._snapshot = self._last = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._open_sockets()
