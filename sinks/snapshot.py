@@ -73,7 +73,3 @@ class Snapshot:
         each = -(-len(self.pieces) // count)
         for at in range(0, len(self.pieces), each):
             yield join(self.pieces[at : at + each])
-
-    def as_of_now(self, join: Join) -> bytes:
-        """The state after `last_seq` in one payload."""
-        return join([*self.pieces, *self.tail])

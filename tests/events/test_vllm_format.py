@@ -27,6 +27,7 @@ from events.formats.vllm import (
     decode_seq,
     encode_batch,
     encode_seq,
+    join_batches,
     parse_answer,
     parse_message,
     replay_request,
@@ -430,3 +431,17 @@ class TestNumbers:
             parse_message([b"", END_OF_REPLAY, payload])
         with pytest.raises(EventDecodeError):
             parse_answer([b"", b"", END_OF_REPLAY, payload])
+
+
+@pytest.mark.parametrize("rank", [0, 1, 200, 70_000])
+@pytest.mark.parametrize("counts", [[1], [0, 0], [3, 0, 12], [15, 1], [40_000, 30_000], [16] * 20])
+def test_joined_batches_are_one_with_all_events(counts: list[int], rank: int) -> None:
+    """Whatever the form in which each says how many events it has: a generic decoder finds them in order."""
+    names = iter(range(1, sum(counts) + 1))
+    batches = [
+        encode_batch([Removed(0, 0, next(names).to_bytes(8, "big")) for _ in range(count)], float(at), rank)
+        for at, count in enumerate(counts)
+    ]
+    ts, events, joined_rank = msgspec.msgpack.decode(join_batches(batches, rank))
+    assert (ts, joined_rank) == (float(len(counts) - 1), rank)
+    assert [event["block_hashes"] for event in events] == [[name] for name in range(1, sum(counts) + 1)]

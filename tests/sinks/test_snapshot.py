@@ -1,0 +1,69 @@
+"""The state that is kept for who comes late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from events.feed_changes import Change, Cleared, Stored
+from events.types import GroupCreated, Namespace
+from sinks.router_feed import FeedState
+from sinks.snapshot import MIN_TAIL_BYTES, Snapshot
+from tests.sinks.feed_source import BLOCK, names, tokens
+
+
+def changes(count: int) -> Iterator[Change]:
+    for handle in range(count):
+        yield Stored(0, 0, names(handle, 4), b"", tokens(handle, 4), BLOCK, Namespace())
+
+
+def encode(told: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+    return b"".join(b"C" if isinstance(change, Cleared) else change.names for change in told)
+
+
+def snapshot(count: int, piece_bytes: int = 4000) -> Snapshot:
+    return Snapshot(FeedState(7, 1.0, changes(count), ()), encode, piece_bytes)
+
+
+def test_is_encoded_piece_by_piece() -> None:
+    """Each call does at least a piece, and the pieces tell everything once, in order, behind "cleared"."""
+    made = snapshot(100)
+    calls = 1
+    while not made.advance(0):
+        assert len(made.pieces) == calls
+        calls += 1
+    assert made.ready
+    assert calls > 10
+    assert b"".join(made.pieces) == b"C" + b"".join(names(handle, 4) for handle in range(100))
+
+
+def test_fits_into_few_payloads() -> None:
+    """As many as there is room for, never more, and nothing is left out."""
+    made = snapshot(100)
+    assert made.advance(1e6)
+    for count in (1, 2, 3, len(made.pieces), len(made.pieces) + 5):
+        payloads = list(made.in_payloads(count, b"".join))
+        assert 1 <= len(payloads) <= count
+        assert b"".join(payloads) == b"".join(made.pieces)
+
+
+def test_what_is_sent_meanwhile_belongs_to_it() -> None:
+    """Batches count from its own number on, while it is encoded and after."""
+    made = snapshot(100)
+    made.append(b"x" * 10)
+    assert (made.ready, made.last_seq) == (False, 8)
+    assert made.advance(1e6)
+    made.append(b"y")
+    assert (made.last_seq, made.tail) == (9, [b"x" * 10, b"y"])
+
+
+def test_is_worn_when_telling_anew_costs_less() -> None:
+    """Once more was sent than the state takes, and never while it is encoded."""
+    made = snapshot(1)
+    made.append(b"x" * (MIN_TAIL_BYTES + 1))
+    assert not made.worn
+    assert made.advance(1e6)
+    assert made.worn
+    large = snapshot(2 * MIN_TAIL_BYTES // 32, 1 << 20)
+    assert large.advance(1e6)
+    large.append(b"x" * (MIN_TAIL_BYTES + 1))
+    assert not large.worn
