@@ -25,6 +25,8 @@ def checked_integer(value: object, what: str) -> int:
     else:
         try:
             number = index(value)  # type: ignore[arg-type]
+        except UsageError:
+            raise
         except Exception:  # noqa: BLE001
             raise UsageError(f"{what} must be an integer, not {type(value).__name__}") from None
     if not -(2**63) <= number < 2**64:
@@ -91,6 +93,8 @@ def listed(values: Any, what: str) -> list[Any]:
     try:
         if not isinstance(values, str | bytes | bytearray):
             return list(values)
+    except UsageError:
+        raise  # of who made the items, as by a call that is not allowed meanwhile
     except Exception:  # noqa: BLE001
         raise UsageError(f"{what} must be a list, not {type(values).__name__}") from None
     raise UsageError(f"{what} must be a list, not one {type(values).__name__}")

@@ -9,6 +9,7 @@
     │   ├── UnknownRequest
     │   ├── InvalidTokens
     │   ├── WrongThread
+    │   ├── ManagerBusy
     │   ├── TransfersPending
     │   ├── ComputationLost
     │   ├── ManagerClosed
@@ -114,6 +115,16 @@ class WrongThread(UsageError):
         return (
             f"the manager belongs to thread {self.owner!r} and was called from {self.caller!r}: "
             "make all calls from one thread"
+        )
+
+
+class ManagerBusy(UsageError):
+    """The manager was called in the middle of another call, by the same thread."""
+
+    def __str__(self) -> str:
+        return (
+            "the manager is in the middle of another call: what runs meanwhile (a signal handler, clock, copier or "
+            "iterable) may only call close(), which takes effect when that call has ended; call the rest after it"
         )
 
 

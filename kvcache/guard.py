@@ -1,41 +1,58 @@
-"""Who may call a manager, and when it must not be called any more."""
+"""Who may call a manager, when it must not be called, and when not any more."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from threading import get_ident
 from types import TracebackType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from events.errors import type_and_place
-from kvcache.errors import CapacityError, KVCacheError, ManagerClosed, Poisoned, WrongThread
+from kvcache.errors import CapacityError, KVCacheError, ManagerBusy, ManagerClosed, Poisoned, WrongThread
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Guard:
-    """One owner thread; poisoned by the first failure in the middle of a command.
+    """One owner thread and one call at a time; poisoned by the first failure in the middle of a command.
 
     Used as a context manager around the part of a command that must happen whole.
     """
 
-    __slots__ = ("_owner", "_owner_name", "closed", "failure")
+    __slots__ = ("_owner_name", "busy", "closed", "deferred", "failure", "owner")
 
     def __init__(self) -> None:
-        self._owner = threading.get_ident()
+        self.owner = get_ident()
         self._owner_name = threading.current_thread().name
+        self.busy = False
+        """Whether a call is in progress."""
         self.closed = False
         self.failure: str | None = None
+        self.deferred: Callable[[], None] | None = None
+        """What is to be done when the call in progress has ended."""
 
     def refuse_other_threads(self) -> None:
         """Refuse a call from another thread only: closing must work after a failure."""
-        if threading.get_ident() != self._owner:
+        if get_ident() != self.owner:
             raise WrongThread(self._owner_name, threading.current_thread().name)
 
-    def enter(self) -> None:
-        """Refuse a call from another thread, after a failure, or after closing."""
-        if threading.get_ident() != self._owner:
-            self.refuse_other_threads()
+    def refuse(self) -> None:
+        """Say why the manager must not be called now."""
+        self.refuse_other_threads()
         if self.failure is not None:
             raise Poisoned(self.failure)
         if self.closed:
             raise ManagerClosed
+        raise ManagerBusy
+
+    def catch_up(self) -> None:
+        """Do what was deferred."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            deferred()
 
     def __enter__(self) -> None:
         return None
@@ -53,3 +70,58 @@ def _told(error: BaseException) -> str:
     if isinstance(error, KVCacheError):
         return f"{type(error).__name__}: {error}"
     return type_and_place(error)
+
+
+class _Guarded(Protocol):
+    @property
+    def _guard(self) -> Guard: ...
+
+
+S = TypeVar("S", bound=_Guarded)
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A public call of a manager: by its owner, between other calls, while it is open and whole.
+
+    Another call in the middle of one would meet, and record, half a command. It can come from a signal handler, from
+    a clock, a copier or a subscriber of the bus that the manager asks, or from an iterable that it was given.
+    """
+
+    @wraps(method)
+    def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        guard = self._guard
+        if get_ident() != guard.owner or guard.busy or guard.failure is not None or guard.closed:
+            guard.refuse()
+        # From here to the call, and behind it, nothing is called: Python runs signal handlers only where something is.
+        try:
+            guard.busy = True
+            return method(self, *args, **kwargs)
+        finally:
+            guard.busy = False
+            if guard.deferred is not None:
+                guard.catch_up()
+
+    return guarded
+
+
+def closing(method: Callable[[S], None]) -> Callable[[S], None]:
+    """The call that closes a manager: by its owner, also after a failure; in the middle of another call when that ends.
+
+    Further ones do nothing.
+    """
+
+    @wraps(method)
+    def guarded(self: S) -> None:
+        guard = self._guard
+        if not guard.closed:
+            guard.refuse_other_threads()
+        if guard.busy:
+            guard.deferred = partial(guarded, self)
+        elif not guard.closed:
+            try:
+                guard.busy = True
+                method(self)
+            finally:
+                guard.busy, guard.deferred = False, None
+
+    return guarded

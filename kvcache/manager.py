@@ -22,20 +22,20 @@ from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import OutOfBlocks, UnknownRequest, Unsupported, UsageError
+from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
-from kvcache.guard import Guard
+from kvcache.guard import Guard, closing, exclusive
 from kvcache.journal import Journal, cache_created
 from kvcache.multimodal import MultimodalItem
 from kvcache.observed import Observed
 from kvcache.outlets import LogTarget, Outlets
 from kvcache.reading import Reading
 from kvcache.refusals import RefusalNotes
-from kvcache.results import Admission, BlockTable, PollResult, Request, StoreResult
+from kvcache.results import Admission, PollResult, Request, StoreResult
 from kvcache.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.transfer import engine_for
 from sinks import Sink, SinkContext, SinkRunner
@@ -133,6 +133,7 @@ class KVCacheManager(Reading, Observed):
 
     # -- admission
 
+    @exclusive
     def add_sequence(
         self,
         request_id: RequestId,
@@ -151,15 +152,17 @@ class KVCacheManager(Reading, Observed):
         other arguments.
         """
         request = Request(request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids)
-        return self.add_sequences([request])[0]
+        return self._add([request])[0]
 
+    @exclusive
     def add_sequences(self, requests: Items[Request]) -> list[Admission]:
         """Admit a batch whole or not at all; its matches are claimed before anything is evicted.
 
         `OutOfBlocks.index` is the first request that does not fit.
         """
-        self._guard.enter()
-        requests = listed(requests, "requests")
+        return self._add(listed(requests, "requests"))
+
+    def _add(self, requests: Items[Request]) -> list[Admission]:
         batch = self._incoming(requests)
         if not batch:
             return []
@@ -167,7 +170,8 @@ class KVCacheManager(Reading, Observed):
             with self._guard:
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
-            self._refusals.note(batch[refusal.index].request_id, refusal)
+            with self._guard:
+                self._refusals.note(batch[refusal.index].request_id, refusal)
             raise
         self._refusals.forget(request.request_id for request in batch)
         if self._salts.wanted:
@@ -184,15 +188,9 @@ class KVCacheManager(Reading, Observed):
             lambda: (self._block_table_of(request_id, handle),),
         )
 
-    def _block_table_of(self, request_id: RequestId, handle: int) -> BlockTable:
-        """The block table of one admission: a later one of the same id is another sequence."""
-        self._guard.enter()
-        if self.state.handles.get(request_id) != handle:
-            raise UnknownRequest(request_id)
-        return self.block_table(request_id)
-
     # -- bytes
 
+    @exclusive
     def start_transfers(self) -> Ticket | None:
         """Issue the copies that the admissions asked for; call it before the forward pass.
 
@@ -200,19 +198,21 @@ class KVCacheManager(Reading, Observed):
         nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` tells whom
         that concerns.
         """
-        self._guard.enter()
+        return self._start_transfers()
+
+    def _start_transfers(self) -> Ticket | None:
         if self.transfers is None or not self.transfers.pending:
             return None
         with self._guard:
             return self.transfers.start()
 
+    @exclusive
     def poll(self) -> PollResult:
         """Record which copies have landed or failed, and tell what was lost, also what `flush` has noticed before.
 
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
         start: `PollResult.cut` names them. Until that was told, what goes on with one raises `ComputationLost`.
         """
-        self._guard.enter()
         landed = self._poll()
         told = PollResult(landed, tuple(self._failed), tuple(self._cut.items()))
         self._failed, self._cut = [], {}
@@ -240,6 +240,7 @@ class KVCacheManager(Reading, Observed):
 
     # -- running sequences
 
+    @exclusive
     def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
         """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
 
@@ -247,7 +248,6 @@ class KVCacheManager(Reading, Observed):
         (`StoreResult.swapped`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
         copies have not been started: nothing can have been computed from them.
         """
-        self._guard.enter()
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
         sequence = self._sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
@@ -261,6 +261,7 @@ class KVCacheManager(Reading, Observed):
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.tails[0].end, swaps)
 
+    @exclusive
     def add_tokens(
         self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
     ) -> dict[RequestId, StoreResult]:
@@ -275,7 +276,6 @@ class KVCacheManager(Reading, Observed):
         blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
         `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
-        self._guard.enter()
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         packed = pack_tokens(tokens, self._max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // SYMBOL_BYTES
@@ -292,6 +292,7 @@ class KVCacheManager(Reading, Observed):
         with self._guard:
             return self._blocks.append(running, packed, sizes, self._max_tokens)
 
+    @exclusive
     def set_priority(
         self, request_id: RequestId, priority: int, *, start: int = 0, stop: int | None = None
     ) -> int:
@@ -303,7 +304,6 @@ class KVCacheManager(Reading, Observed):
         the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
         `stop` None, or beyond the end: up to the end. Returns the number of blocks whose priority changed.
         """
-        self._guard.enter()
         priority = checked_integer(priority, "priority")
         if not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
@@ -312,31 +312,34 @@ class KVCacheManager(Reading, Observed):
         with self._guard:
             return self._blocks.set_priority(sequence, priority, start, stop)
 
+    @exclusive
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
-        self._guard.enter()
         store = checked_flag(store, "store")
         sequence = self._sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store)
-        self._cut.pop(sequence.request_id, None)
+            self._cut.pop(sequence.request_id, None)
 
+    @exclusive
     def clear(self) -> None:
         """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
-        self._guard.enter()
         with self._guard:
             self._blocks.clear()
-        self.flush()
+        self._end_step()
 
     # -- end of a step
 
+    @exclusive
     def flush(self) -> EventBatch | None:
         """End an engine step: publish what happened as one batch. An empty step makes no batch.
 
         With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
         and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
         """
-        self._guard.enter()
+        return self._end_step()
+
+    def _end_step(self) -> EventBatch | None:
         if self.state.transfers:
             self._poll()
         if self._blocks.upkeep_due:
@@ -347,18 +350,21 @@ class KVCacheManager(Reading, Observed):
         return batch
 
     def _flush(self) -> EventBatch | None:
-        if not self._journal.due():
+        with self._guard:
+            due = self._journal.due()
+        if not due:
             return None
         # Outside the guard: with a clock that fails, everything waits for the next flush.
         now = time_from(self._wall_ns)
         with self._guard:
             return self._journal.flush(now)
 
+    @closing
     def close(self) -> None:
-        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless."""
-        if self._guard.closed:
-            return
-        self._guard.refuse_other_threads()
+        """Land what is in flight, record a checkpoint, drain the log and the sinks. Closing twice is harmless.
+
+        In the middle of another call, as from a signal handler, it takes effect when that call has ended.
+        """
         try:
             if self._guard.failure is None:
                 self._finish()
@@ -367,21 +373,21 @@ class KVCacheManager(Reading, Observed):
             try:
                 self._journal.outlets.close()
             finally:
-                self._give_back_pools()
-
-    def _give_back_pools(self) -> None:
-        if self._pools is not None and self.transfers is not None:
-            # After a failure, what was started may still write.
-            self.transfers.wait()
-            self._pools.give_back(self)
+                if self._pools is not None and self.transfers is not None:
+                    # After a failure, what was started may still write.
+                    self.transfers.wait()
+                    self._pools.give_back(self)
 
     def _finish(self) -> None:
-        self._guard.enter()
-        if self.transfers is not None:
-            self.start_transfers()
-            self.transfers.wait()
-        self._poll()
-        with self._guard:
-            self._blocks.checkpoint()
-        self._journal.outlets.make_room()
-        self._flush()
+        try:
+            if self.transfers is not None:
+                self._start_transfers()
+                self.transfers.wait()
+            self._poll()
+        finally:
+            # Who does not want to wait for copies any longer still wants what has happened recorded.
+            if self._guard.failure is None:
+                with self._guard:
+                    self._blocks.checkpoint()
+                self._journal.outlets.make_room()
+                self._flush()

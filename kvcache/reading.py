@@ -14,12 +14,12 @@ from events.types import PRIMARY, RequestId
 from kvcache.arguments import checked_integer, listed
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import ComputationLost, TransfersPending, Unsupported, UsageError
+from kvcache.errors import ComputationLost, TransfersPending, UnknownRequest, Unsupported, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.guard import Guard
+from kvcache.guard import Guard, exclusive
 from kvcache.incoming import Incoming, incoming_batch
 from kvcache.journal import Journal
 from kvcache.layout import Layout
@@ -52,20 +52,21 @@ class Reading:
         """Tokens of the longest sequence that can be held."""
         return self._max_tokens
 
+    @exclusive
     def can_add(self, requests: Items[Request]) -> int:
         """How many requests of the batch, from the first on, could be admitted together now."""
-        self._guard.enter()
         return self._blocks.count_fitting(self._incoming(requests))
 
+    @exclusive
     def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
         """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
-        self._guard.enter()
         max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
             raise UsageError("max_new_tokens must not be negative")
         sequence = self._sequence(request_id)
         return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
 
+    @exclusive
     def match(
         self,
         tokens: Tokens,
@@ -77,13 +78,13 @@ class Reading:
         extra_ids: Tokens | None = None,
     ) -> Match:
         """What a prompt would reuse now, block by block. Changes nothing."""
-        self._guard.enter()
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         if not self.config.enable_block_reuse:
             return Match(len(prompt), (), None)
         return lookup(self.state, namespace, prompt, partial=self.config.enable_partial_reuse)
 
+    @exclusive
     def count_reusable(
         self,
         tokens: Tokens,
@@ -95,7 +96,6 @@ class Reading:
         extra_ids: Tokens | None = None,
     ) -> int:
         """Full blocks that a prompt would reuse now: as many as `match` lists, without making the list."""
-        self._guard.enter()
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         return count_blocks(self.state, namespace, prompt) if self.config.enable_block_reuse else 0
@@ -107,26 +107,35 @@ class Reading:
         rich = rich_tokens(packed, multimodal, extra_ids)
         return RichTokens(packed) if rich is None else rich
 
+    @exclusive
     def block_table(self, request_id: RequestId, window: int | None = None) -> BlockTable:
         """The primary slot of each block of a sequence, int32 [blocks].
 
         With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
         appends.
         """
-        self._guard.enter()
         only = self.layout.groups[0].window
         if window is not None and checked_integer(window, "a window") != only:
             raise UsageError(f"there is no window of {window} tokens, only one of {only}")
-        sequence = self._sequence(request_id)
+        return self._table_of(self._sequence(request_id))
+
+    @exclusive
+    def _block_table_of(self, request_id: RequestId, handle: int) -> BlockTable:
+        """The block table of one admission: a later one of the same id is another sequence."""
+        if self.state.handles.get(request_id) != handle:
+            raise UnknownRequest(request_id)
+        return self._table_of(self._sequence(request_id))
+
+    def _table_of(self, sequence: Sequence) -> BlockTable:
         self._refuse_unreadable([sequence])
         return self._presented(np.array(sequence.tables[0], np.int32))
 
+    @exclusive
     def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
         """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
 
         With pools a torch tensor on the host, without them a numpy array.
         """
-        self._guard.enter()
         ids = listed(request_ids, "request_ids")
         sequences = [self._sequence(request_id) for request_id in ids]
         self._refuse_unreadable(sequences)
@@ -162,25 +171,25 @@ class Reading:
             raise TransfersPending
 
     @property
+    @exclusive
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
-        self._guard.enter()
         return self.state.groups[0].levels[0].available
 
     @property
+    @exclusive
     def num_sequences(self) -> int:
         """Running sequences."""
-        self._guard.enter()
         return len(self.state.sequences)
 
+    @exclusive
     def fingerprint(self) -> bytes:
         """SHA-256 of the state; equal to that of the replayed log at this point."""
-        self._guard.enter()
         return fingerprint(self.state)
 
+    @exclusive
     def check(self) -> None:
         """Prove the invariants from scratch; raises `InvariantViolated`. Slow: for tests and debugging."""
-        self._guard.enter()
         check(self.state)
 
     def _incoming(self, requests: Items[Request]) -> list[Incoming]:

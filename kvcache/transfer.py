@@ -22,7 +22,7 @@ from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTick
 from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
 from events.types import PRIMARY, BlocksCopied, BlocksMoved, Event
-from kvcache.errors import UsageError
+from kvcache.errors import ManagerBusy, UsageError
 from kvcache.layout import Layout
 
 _ARRIVED = ""
@@ -54,6 +54,8 @@ class _Batch:
             try:
                 if self._ticket.done():
                     self.outcome = _ARRIVED
+            except ManagerBusy:
+                raise  # this says nothing about the copies
             except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
                 self.outcome = _reason(failure)
         return self.outcome is not None
@@ -63,6 +65,8 @@ class _Batch:
         if self.outcome is None:
             try:
                 self._ticket.wait()
+            except ManagerBusy:
+                raise
             except Exception as failure:  # noqa: BLE001
                 self.outcome = _reason(failure)
 

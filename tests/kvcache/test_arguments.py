@@ -168,17 +168,17 @@ def test_polling_without_a_buffer_is_refused() -> None:
 
 
 def test_numbers_are_converted_before_anything_is_looked_up() -> None:
-    """A number that ends the request while it is converted finds it ended: nothing is stored for a dead sequence."""
+    """A number that would end the request while it is converted is refused, and the call with it."""
     manager = cache()
 
     def remove() -> int:
         manager.remove_sequence("a")
         return 2
 
-    with pytest.raises(errors.UnknownRequest):
+    with pytest.raises(errors.ManagerBusy):
         manager.store_context_blocks("a", Odd(remove))  # type: ignore[arg-type]
     manager.check()
-    assert manager.num_sequences == 1
+    assert manager.num_sequences == 2
 
 
 @pytest.mark.parametrize(
