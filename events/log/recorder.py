@@ -164,6 +164,7 @@ class Recorder:
             return False
         if self.trouble is not None:
             self.trouble = None
+            self.progress.set()
             _log.info("log_continues", log=str(self._directory))
         return True
 

@@ -281,7 +281,8 @@ class LogWriter:
         def done() -> bool:
             if recorder.trouble is not None and recorder.failed_tries > failed_before:
                 raise recorder.trouble.with_traceback(None)
-            return recorder.done >= target
+            # Not before the trouble is over: `take_gap` looks at both.
+            return recorder.done >= target and recorder.trouble is None
 
         recorder.retry.set()
         return self._wait(done, timeout)

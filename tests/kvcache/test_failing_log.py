@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from events.errors import LogWriteFailed
-from events.log import LogReader, LogWriter
+from events.log import LogReader, LogWriter, output, recorder
 from events.types import EventBatch, Gap
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
@@ -201,3 +203,64 @@ def test_log_that_was_closed_is_told_at_each_flush(tmp_path: Path) -> None:
     assert manager.num_sequences == 3
     manager.check()
     manager.close()
+
+
+class Flaky:
+    """A disk that refuses each of the log's calls with a probability, before or after it has done what was asked."""
+
+    def __init__(self, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._chance = chance
+        self.probability = 0.0
+        places = [(os, "writev"), (os, "ftruncate"), (Path, "rename"), (Path, "unlink")]
+        places += [(output, "sync_file"), (output, "sync_directory")]
+        for owner, name in places:
+            monkeypatch.setattr(owner, name, self._refusing(getattr(owner, name)))
+
+    def _refusing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(probability: float) -> None:
+            if threading.current_thread().name == "kvcache-log" and self._chance.random() < probability:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def flaky(*arguments: Any, **named: Any) -> Any:
+            refuse(self.probability)
+            result = call(*arguments, **named)
+            refuse(self.probability / 2)
+            return result
+
+        return flaky
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_flaky_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Whatever is refused whenever, the log is readable, each missing batch is in a gap, and its fold is the state."""
+    chance = random.Random(seed)
+    disk = Flaky(chance, monkeypatch)
+    monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 0.0005)
+    monkeypatch.setattr(recorder, "_LONGEST_PAUSE_SECONDS", 0.002)
+    monkeypatch.setattr(recorder, "_GATHER_SECONDS", 0.0005)
+    log = LogWriter(
+        tmp_path / "log",
+        overflow=chance.choice(["block", "drop"]),
+        max_queued_batches=chance.choice([2, 4, 16, 4096]),
+        segment_bytes=chance.choice([500, 3000, 1 << 20]),
+    )
+    manager = KVCacheManager(config(), log=log)
+    traffic = Traffic(manager, seed)
+    for _ in range(120):
+        if chance.random() < 0.1:
+            disk.probability = chance.choice([0.0, 0.1, 0.5, 1.0])
+        step(traffic)
+        flushed(manager)
+    disk.probability = 0.0
+    settled(log)
+    manager.close()
+    batches = list(LogReader(tmp_path / "log"))
+    gaps = [event for batch in batches for event in batch.events if isinstance(event, Gap)]
+    told = {seq for gap in gaps for seq in range(gap.first_seq, gap.last_seq + 1)}
+    assert told == set(range(batches[-1].seq + 1)) - {batch.seq for batch in batches}
+    assert len(told) == log.dropped_batches
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.fingerprint == fingerprint(manager.state)
+    assert not replayed.checkpoints_failed
+    assert replayed.end is not None
+    assert replayed.end.kind == "clean"
