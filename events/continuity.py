@@ -190,7 +190,9 @@ class Continuity:
 
     def _restate(self, seq: int) -> None:
         assert self._next is not None
-        self._reports.append(Restated(self._next, seq - 1))
+        # To who has heard nothing yet nothing is told again.
+        if max(self._last_ts, self._newest_replayed) > -math.inf:
+            self._reports.append(Restated(self._next, seq - 1))
         self._next = seq
 
     def _miss(self, last: int) -> None:

@@ -6,8 +6,8 @@ only below a reservation that is on disk: a small file holds the first number th
 replaced, durably, before that number is used. Whoever opens the file next goes on there; what was reserved and
 not used is skipped. Closing gives back what was not used.
 
-Without a file, numbers begin at 0 in each process, as vLLM's do: a router then notices a restart by a number that
-went back, or, if it does not look for that, not at all.
+Where there is no file, or none yet, somebody may have heard an earlier feed all the same. So numbers then begin with
+the clock, at microseconds since 1970, which no feed can have reached before (`clock_number`).
 
 File format, three lines: what it is, the reservation, CRC-32 of the lines before in hex.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import time
 import zlib
 from pathlib import Path
 
@@ -32,17 +33,17 @@ _CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32
 
 
 class FeedNumbers:
-    """Hands out numbers below a reservation in the file at `path` (None: from 0, in memory only).
+    """Hands out numbers below a reservation in the file at `path` (None: in memory only); without it, from `first` on.
 
     One instance per file at a time, which a lock file beside it enforces. Not for several threads.
     """
 
-    def __init__(self, path: Path | None, step: int = STEP) -> None:
+    def __init__(self, path: Path | None, step: int = STEP, first: int = 0) -> None:
         self._path = path
         self._step = step
         self._lock: Lock | None = None
         self._reserved = 0
-        self.next = 0
+        self.next = first
         """The number that `take` returns next."""
 
     def open(self) -> None:
@@ -52,7 +53,8 @@ class FeedNumbers:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _lock(self._path)
         try:
-            self.next = self._reserved = _read(self._path)
+            stored = _read(self._path)
+            self.next = self._reserved = self.next if stored is None else stored
         except BaseException:
             self._unlock()
             raise
@@ -85,7 +87,7 @@ class FeedNumbers:
             return
         self._unlock()
         self._lock = _lock(path)
-        self.next = max(self.next, _read(path))
+        self.next = max(self.next, _read(path) or 0)
 
     def _unlock(self) -> None:
         lock, self._lock = self._lock, None
@@ -106,11 +108,17 @@ def _lock(path: Path) -> Lock:
         ) from None
 
 
-def _read(path: Path) -> int:
+def clock_number() -> int:
+    """Where a feed begins that knows of none before it: microseconds since 1970."""
+    return time.time_ns() // 1000
+
+
+def _read(path: Path) -> int | None:
+    """The first number that is not reserved; None without a file."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return 0
+        return None
     match = _CONTENT.fullmatch(content)
     if match is None or int(match[3], 16) != zlib.crc32(match[1]):
         raise SinkError(

@@ -42,6 +42,8 @@ MAX_WAITING = 10_000
 """Readers in line; a request that is too many is ignored."""
 SHARED_BYTES = 4096
 """Larger payloads are not copied for each reader."""
+MAX_PADDED = 10_000_000
+"""Empty batches that an answer may need; where it would be more, nobody would wait for its end, and it gets none."""
 STOP_POLL_MS = 50
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
@@ -208,7 +210,9 @@ class ReplayServer:
         """The state and what was sent since; only the latter if `start` lies there."""
         if start <= snapshot.seq:
             count = snapshot.seq + 1 - start
-            seq = start if self._contiguous else max(start, snapshot.seq + 1 - len(snapshot.pieces))
+            seq = max(start, snapshot.seq + 1 - len(snapshot.pieces))
+            if self._contiguous and seq - start <= MAX_PADDED:
+                seq = start
             if len(snapshot.pieces) > 1:
                 first, last = self._state_numbers
                 self._state_numbers = min(first, seq), max(last, seq + len(snapshot.pieces) - 1)

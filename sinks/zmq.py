@@ -23,7 +23,9 @@ Options:
 - ``pad``: ``true`` for readers that want every number from the one they ask for, as llm-d does: empty batches fill up.
 - ``hwm``: messages that wait per subscriber before it loses some.
 - ``state``: file for the numbers (`sinks.feed_numbers`); by default ``feed-HOST-PORT.numbers`` in the context's
-  `state_dir`. ``state=`` without a path, port 0, and a context without `state_dir` mean: in memory, from 0.
+  `state_dir`. ``state=`` without a path, port 0, and a context without `state_dir` mean: in memory.
+- ``first``: the number to begin with where no file knows better; by default the clock's, so that routers which followed
+  an earlier feed hear this one; with ``pad`` 0.
 - ``linger``: how long closing waits for subscribers to take what was sent.
 
 Port 0 takes any free one. The payloads hold token ids, that is the users' prompts: without a host the sockets are
@@ -47,7 +49,7 @@ from events.feed_changes import Change
 from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.feed_numbers import FeedNumbers
+from sinks.feed_numbers import FeedNumbers, clock_number
 from sinks.peers import endpoint_of, own_address, port_of
 from sinks.publisher import Publisher
 from sinks.quantities import parse_bytes, parse_seconds
@@ -104,6 +106,7 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     heartbeat: str = "1s"
     hwm: Annotated[int, msgspec.Meta(le=_INT32)] = 1000
     state: str | None = None
+    first: Annotated[int, msgspec.Meta(le=2**62)] | None = None
     linger: str = "1s"
 
 
@@ -292,7 +295,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
         wire = wire._replace(encode=partial(vllm.encode_batch, salts=context.salts.ask()))
     return RouterFeed(
         [ZMQTransport(settings, wire)],
-        FeedNumbers(_state_path(url, options, settings, context)),
+        FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
         heartbeat_seconds=pace["heartbeat"],
@@ -308,8 +311,12 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
     if url.port is None:
         raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
-    for name, value, least in (("rank", options.rank, 0), ("hwm", options.hwm, 1)):
-        if value < least:
+    for name, value, least in (
+        ("rank", options.rank, 0),
+        ("hwm", options.hwm, 1),
+        ("first", options.first, 0),
+    ):
+        if value is not None and value < least:
             raise SinkURLError(str(url), f"bad option: {name} must be at least {least}")
     if options.replay is not None and not 0 <= options.replay < 1 << 16:
         raise SinkURLError(str(url), "bad option: replay must be a port")
@@ -364,6 +371,13 @@ def _state_path(
         return None
     host = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
     return context.state_dir / f"feed-{host}-{url.port}.numbers"
+
+
+def _first_number(options: ZMQOptions) -> int:
+    """Where numbers begin that no file knows. To pad from there, they must not be high."""
+    if options.first is not None:
+        return options.first
+    return 0 if options.pad else clock_number()
 
 
 def _topic(settings: ZMQSettings, endpoint: str) -> str:

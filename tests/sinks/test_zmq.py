@@ -38,7 +38,7 @@ class Worker:
     def __init__(
         self, options: str = "", context: SinkContext = CONTEXT, feed: RouterFeed | None = None
     ) -> None:
-        defaults = "replay=0&" if "heartbeat" in options else "replay=0&heartbeat=0&"
+        defaults = "replay=0&first=0&" if "heartbeat" in options else "replay=0&first=0&heartbeat=0&"
         url = f"zmq+pub://127.0.0.1:0?{defaults}{options}".rstrip("&")
         sink = feed or open_sink(url, context)
         assert isinstance(sink, RouterFeed)
@@ -475,6 +475,21 @@ class TestRestart:
             assert told == list(range(told[0], last_seq(worker) + 1))
             assert (router.reader.cleared, len(router.reader.state)) == (1, 2)
 
+    @pytest.mark.parametrize(("options", "clock"), [("", True), ("&pad=true", False), ("&first=7", False)])
+    def test_without_a_file_numbers_begin_with_the_clock(self, options: str, clock: bool) -> None:
+        """So that they are above all of an earlier feed, whose numbers nobody knows any more; unless told otherwise."""
+        numbers = []
+        for _ in range(2):
+            sink = open_sink(f"zmq+pub://127.0.0.1:0?state={options}", CONTEXT)
+            assert isinstance(sink, RouterFeed)
+            runner = SinkRunner(sink, "feed")
+            runner.start()
+            wait_for(lambda: runner.sink._restate is False)  # type: ignore[attr-defined]  # noqa: B023
+            runner.close()
+            numbers.append(sink._numbers.next)
+        assert (numbers[1] > numbers[0] > time.time_ns() // 1000 - 600_000_000) == clock
+        assert clock or numbers[0] == numbers[1] < 9
+
     def test_numbers_lie_in_the_contexts_directory(self, tmp_path: Path) -> None:
         """A feed at a fixed port keeps its numbers beside the log; one at any free port, or told so, in memory."""
         context = SinkContext(8, 4, state_dir=tmp_path / "state")
@@ -559,6 +574,7 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1?replay=70000", "replay must be a port"),
             ("zmq+pub://127.0.0.1:1?rank=-1", "rank must be at least 0"),
             ("zmq+pub://127.0.0.1:1?hwm=0", "hwm must be at least 1"),
+            ("zmq+pub://127.0.0.1:1?first=-1", "first must be at least 0"),
             ("zmq+pub://127.0.0.1:1?hwm=99999999999999", "<= 2147483647"),
             (
                 "zmq+pub://127.0.0.1:1?coalesce=50",
