@@ -33,7 +33,7 @@ from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router_feed import FeedBatch, RouterFeed
-from sinks.zmq import ZMQTransport
+from sinks.zmq_transport import ZMQTransport
 from tests.conftest import ROOT
 
 WAIT = 20.0

@@ -13,7 +13,7 @@ from events.packed import NAME_BYTES
 from events.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
 from sinks.router_feed import RouterFeed
-from sinks.zmq import ZMQTransport
+from sinks.zmq_transport import ZMQTransport
 from tests.sinks.helpers import WAIT
 
 BATCHES = 72_000

@@ -35,7 +35,7 @@ class OwnFeed:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
         from events.index import Index
         from events.subscriber import Subscriber
-        from sinks.zmq import ZMQTransport
+        from sinks.zmq_transport import ZMQTransport
 
         # The last one: sinks that the user asked for come first.
         transport = manager.feeds[-1].transports[0]

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from sinks.feed_numbers import FeedNumbers
 from sinks.replay_server import ANSWERS_AT_ONCE
 from sinks.router_feed import RouterFeed
-from sinks.zmq import VLLM, ZMQSettings, ZMQTransport
+from sinks.zmq_transport import VLLM, ZMQSettings, ZMQTransport
 from tests.sinks.feed_source import Reader, Source, State
 from tests.sinks.helpers import WAIT
 from tests.sinks.test_router_feed import wait_for

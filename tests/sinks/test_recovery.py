@@ -23,7 +23,7 @@ from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkRunner, SinkStats, feed_numbers, open_sink
 from sinks.router_feed import RouterFeed
 from sinks.runner import State
-from sinks.zmq import ZMQTransport
+from sinks.zmq_transport import ZMQTransport
 from tests.conftest import RunPython
 from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
 from tests.sinks.test_router_feed import wait_for

@@ -16,7 +16,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.replay import replay
 from sinks import salts
 from sinks.salts import MAX_SALT_BYTES, PlainSalts
-from sinks.zmq import ZMQTransport
+from sinks.zmq_transport import ZMQTransport
 from tests.sinks.helpers import WAIT
 
 SECRET = "tenant-4711-secret"
