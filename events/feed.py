@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,8 +52,8 @@ class Feed:
         self._symbols = SymbolTable()
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
-        self._waiting: list[tuple[int, int, array[int], bytes]] = []
-        """Blocks whose parent is not visible yet: (group, level, slots, names)."""
+        self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
+        """Per group, by the parent that is not visible yet: consecutive blocks, as (level, slots, names)."""
         self._hidden: list[set[bytes]] = []
         """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
         self._changes: list[Change] = []
@@ -127,7 +128,7 @@ class Feed:
         self._running.forget()
         self._symbols.clear()
         self._transfers.clear()
-        self._waiting.clear()
+        self._waiting = [{} for _ in self.groups]
 
     def _clear(self, event: ev.CacheCleared) -> None:
         for levels in self._columns:
@@ -135,7 +136,8 @@ class Feed:
                 columns.clear()
         for hidden in self._hidden:
             hidden.clear()
-        self._waiting.clear()
+        for waiting in self._waiting:
+            waiting.clear()
         self._changes.append(Cleared())
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
@@ -199,40 +201,42 @@ class Feed:
         else:
             columns.write(slots, stored, WAITING)
             self._hidden[group].update(_split(names))
-            self._waiting.append((group, level, slots, names))
+            self._wait(stored, slots)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
         # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet.
         return parent not in self._hidden[group]
 
+    def _wait(self, stored: Stored, slots: array[int]) -> None:
+        self._waiting[stored.group].setdefault(stored.parent, []).append((stored.level, slots, stored.names))
+
     def _announce(self, stored: Stored) -> None:
-        self._changes.append(told(stored, self._symbols))
-        hidden = self._hidden[stored.group]
-        if hidden:
-            hidden.difference_update(_split(stored.names))
-            if self._waiting:
-                self._retry()
+        """Tell of blocks that are visible now, and of all that has waited for that."""
+        visible = deque([stored])
+        while visible:
+            stored = visible.popleft()
+            self._changes.append(told(stored, self._symbols))
+            hidden, waiting = self._hidden[stored.group], self._waiting[stored.group]
+            if not hidden:
+                continue
+            names = _split(stored.names)
+            hidden.difference_update(names)
+            for name in names if waiting else ():
+                for level, slots, kept in waiting.pop(name, ()):
+                    # Some may have been moved or removed meanwhile; what hung behind those waits for other parents.
+                    for piece in self._columns[stored.group][level].pieces(slots, kept, WAITING):
+                        visible.extend(self._show(stored.group, level, piece))
 
-    def _retry(self) -> None:
-        """Announce what was waiting for a parent that is visible now."""
-        waiting, self._waiting = self._waiting, []
-        for group, level, slots, names in waiting:
-            columns = self._columns[group][level]
-            kept = columns.count_kept(slots, names, WAITING)
-            if kept:
-                self._announce_chain(group, level, slots[:kept], WAITING)
-
-    def _announce_chain(self, group: int, level: int, slots: array[int], state: int) -> None:
-        """Announce consecutive blocks, or let them wait for their parent."""
+    def _show(self, group: int, level: int, slots: array[int]) -> Iterator[Stored]:
+        """Mark consecutive blocks as visible and yield them, or let them wait for their parent."""
         columns = self._columns[group][level]
         stored = columns.read(slots, group, level)
         if self._is_visible(group, stored.parent):
             columns.set_state(slots, ANNOUNCED)
-            self._announce(stored)
+            yield stored
         else:
-            if state != WAITING:
-                columns.set_state(slots, WAITING)
-            self._waiting.append((group, level, slots, stored.names))
+            columns.set_state(slots, WAITING)
+            self._wait(stored, slots)
 
     def _withdraw(self, group: int, level: int, slots: bytes, names: bytes) -> None:
         """The blocks of these names are not in these slots any more, shallowest last."""
@@ -244,6 +248,9 @@ class Feed:
             self._changes.append(Removed(group, level, told))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
+        waiting = self._waiting[event.group]
+        for name in _split(event.names) if waiting else ():
+            waiting.pop(name, None)  # what hung behind it was removed before
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -270,14 +277,14 @@ class Feed:
     def _land(self, event: ev.TransferLanded) -> None:
         for transfer in array("q", event.transfers):
             moved = self._transfers.pop(transfer, None)
-            if (
-                moved is not None
-            ):  # else a copy of the start of a block, which is stored when the rest is computed
+            # Else it was a copy of the start of a block, which is stored when the rest is computed.
+            if moved is not None:
                 self._arrive(*moved, transfer)
 
     def _arrive(self, group: int, level: int, slots: array[int], transfer: int) -> None:
         for chain in self._columns[group][level].chains(slots, transfer):
-            self._announce_chain(group, level, chain, IN_FLIGHT)
+            for stored in self._show(group, level, chain):
+                self._announce(stored)
 
     def _fail(self, event: ev.TransferFailed) -> None:
         """What is cached goes with the `CacheCleared` that follows."""
@@ -325,7 +332,7 @@ class Feed:
             if state != ANNOUNCED:
                 self._hidden[group].update(_split(stored.names))
             if state == WAITING:
-                self._waiting.append((group, level, at, stored.names))
+                self._wait(stored, at)
             tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
             block += count
 

@@ -158,11 +158,17 @@ class Columns:
         if chain:
             yield chain
 
-    def count_kept(self, slots: array[int], names: bytes, state: int) -> int:
-        """How many of these blocks, from the shallowest on, are still there and in this state."""
+    def pieces(self, slots: array[int], names: bytes, state: int) -> Iterator[array[int]]:
+        """Those of these consecutive blocks that are still there and in this state, in pieces without a hole."""
         at = _places(slots)
-        same = (self._names[at] == np.frombuffer(names, self._names.dtype)) & (self._state[at] == state)
-        return len(slots) if same.all() else int(same.argmin())
+        kept = (self._names[at] == np.frombuffer(names, self._names.dtype)) & (self._state[at] == state)
+        if kept.all():
+            ends = [0, len(slots)] if slots else []
+        else:
+            # Where a piece begins, and where it ends.
+            ends = np.flatnonzero(np.diff(kept, prepend=False, append=False)).tolist()
+        for begin, end in zip(ends[::2], ends[1::2], strict=True):
+            yield slots[begin:end]
 
     def announced_slots(self) -> npt.NDArray[np.intp]:
         """The slots of all blocks that routers know."""

@@ -15,13 +15,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import LateCopier
 from events.continuity import Missed, Received
 from events.formats.vllm import Hash
 from events.index import Index
@@ -126,8 +128,18 @@ def residency(manager: KVCacheManager) -> Told:
     return told
 
 
+class NoBytes:
+    """Copies nothing, at once."""
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        return FinishedTicket()
+
+
 class Engine:
-    """A manager with a feed, at work on random requests. `previous` is the state that it goes on from."""
+    """A manager with a feed, at work on random requests. `previous` is the state that it goes on from.
+
+    Copies land many steps late, but for a manager that goes on: it has none.
+    """
 
     def __init__(self, site: Site, rng: random.Random, previous: CacheState | None = None) -> None:
         context = SinkContext(8, CONFIG.tokens_per_block)
@@ -143,8 +155,9 @@ class Engine:
         self._write = feed.write
         feed.write = self._write_when_allowed  # type: ignore[method-assign]
         self.runner = SinkRunner(feed, "feed", max_events=QUEUED_EVENTS, backoff_seconds=0.01)
+        self.copier = LateCopier(NoBytes(), steps=7)
         if previous is None:
-            self.manager = KVCacheManager(CONFIG, sinks=[self.runner])
+            self.manager = KVCacheManager(CONFIG, sinks=[self.runner], copier=self.copier)
         else:
             self.manager = KVCacheManager.resume(previous, sinks=[self.runner])
         self.rng = rng
@@ -162,10 +175,15 @@ class Engine:
             command()
         except CapacityError:
             self._remove()
+        self._move()
         if rng.random() < 0.003:
             self.manager.clear()
         if rng.random() < 0.7:
             self.manager.flush()
+
+    def _move(self) -> None:
+        self.manager.start_transfers()
+        self.copier.tick()
 
     def _add(self) -> None:
         rng = self.rng
@@ -254,7 +272,8 @@ class Engine:
         return residency(self.manager), self.feed._numbers.next - 1
 
     def _is_told(self) -> bool:
-        if self.manager.flush() is not None:
+        self._move()
+        if self.manager.flush() is not None or self.manager.state.transfers:
             return False
         stats, feed = self.runner.stats(), self.feed
         assert stats.state == "running", stats

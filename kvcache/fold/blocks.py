@@ -68,6 +68,7 @@ class BlockFold:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
         _check_level(event.level)
         slots = array("i", event.slots)
+        invariant(len(slots) > 0, "no block was reused")
         tail = group.claim(sequence.tails[event.group], event.level, slots)
         sequence.tails[event.group] = tail
         if event.level == SECONDARY:
@@ -101,7 +102,7 @@ class BlockFold:
         tail = sequence.tails[index]
         slots = array("i", event.slots)
         last = first + len(slots)
-        if tail.end != first or sequence.tables[index][first:last] != slots:
+        if not slots or tail.end != first or sequence.tables[index][first:last] != slots:
             raise InvariantViolated("stored blocks do not continue the sequence's cached prefix")
         key_bytes = group.tree.key_bytes
         if event.parent != (tail.key_of_last(key_bytes)[:NAME_BYTES] if first else b""):

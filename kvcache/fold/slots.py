@@ -64,7 +64,7 @@ class Level:
         """Take slots off the free list: the next ones or, rarely, chosen ones."""
         count, free = len(slots), self.free
         if last_reversed(free, count) == slots:
-            del free[-count:]
+            del free[len(free) - count :]
             return
         for slot in slots:
             invariant(slot in self.free, "a slot that is not blank cannot be taken")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeGuard, cast
 
 import msgspec
 import pytest
 
+from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
 from events.feed import Change, Cleared, Feed, Removed, Stored
 from events.packed import NAME_BYTES, pack_i64, pack_u32
@@ -254,6 +256,131 @@ def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
         index.apply(change)
     assert [index.names(level) for level in (0, 1)] == [residency(manager, level) for level in (0, 1)]
     assert waiting_seen or not settings.secondary_blocks
+
+
+def landed_prefixes(manager: KVCacheManager) -> list[set[bytes]]:
+    """Per level, the names of the full blocks that have landed with all before them: routers must know these."""
+    size = manager.state.hashing.key_bytes
+    found: list[set[bytes]] = [set(), set()]
+    group = manager.state.groups[0]
+    for run in group.tree.runs.values():
+        if not any(each.transfer for each in group.path(run)):
+            full = range(len(run.slots) - bool(run.partial))
+            found[run.level].update(bytes(run.keys[at * size : at * size + NAME_BYTES]) for at in full)
+    return found
+
+
+class NoBytes:
+    """Copies nothing, at once."""
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        return FinishedTicket()
+
+
+def short_lives(manager: KVCacheManager, rng: random.Random, steps: int) -> Iterator[EventBatch]:
+    """The stream of requests that begin alike and end soon, so that blocks go back and forth between the levels."""
+    yield EventBatch(0, 0, (manager.state.created,))  # type: ignore[arg-type]
+    bases = [[rng.randrange(2) for _ in range(8)] for _ in range(3)]
+    running: list[int] = []
+    for number in range(steps):
+        prompt = rng.choice(bases)[: rng.randrange(1, 9)] + rng.choices(range(3), k=rng.choice([0, 0, 1, 2]))
+        with suppress(CapacityError):
+            manager.add_sequence(number, prompt)
+            running.append(number)
+            manager.start_transfers()
+            manager.store_context_blocks(number, len(prompt))
+            if rng.random() < 0.3:
+                manager.add_tokens([number], [1])
+        while running and (len(running) > 2 or rng.random() < 0.8):
+            manager.remove_sequence(running.pop(rng.randrange(len(running))))
+        manager.start_transfers()
+        batch = manager.flush()
+        if batch is not None:
+            yield batch
+
+
+def run_late(seed: int) -> None:
+    """Copies land seven steps late, in pools that are always too small; what has landed is told at each step."""
+    rng = random.Random(seed)
+    settings = config(rng).model_copy(
+        update={"tokens_per_block": rng.choice([1, 2]), "secondary_blocks": rng.choice([6, 12, 24])}
+    )
+    copier = LateCopier(NoBytes(), 7)
+    manager, feed, index = KVCacheManager(settings, copier=copier), Feed(), StrictIndex()
+    for number, batch in enumerate(short_lives(manager, rng, 150)):
+        for change in feed.fold(batch):
+            index.apply(change)
+        landed = landed_prefixes(manager)
+        for level in (0, 1):
+            told = index.names(level)
+            assert landed[level] <= told <= residency(manager, level), (seed, number)
+            assert told == feed.resident(0, level)
+        if number % 8 == 0:
+            assert told_anew(feed) == [index.names(0), index.names(1)], (seed, number)
+        if rng.random() < 0.7:
+            copier.tick()
+    while copier.waiting:
+        copier.tick()
+    last = manager.flush()
+    for change in feed.fold(last) if last is not None else []:
+        index.apply(change)
+    assert told_anew(feed) == [residency(manager, 0), residency(manager, 1)]
+    assert [index.names(0), index.names(1)] == [residency(manager, 0), residency(manager, 1)], seed
+
+
+def told_anew(feed: Feed) -> list[set[bytes]]:
+    """What who comes late knows then, per level."""
+    late = StrictIndex()
+    for change in feed.snapshot():
+        late.apply(change)
+    return [late.names(0), late.names(1)]
+
+
+@pytest.mark.parametrize("first", range(0, 60, 15))
+def test_what_has_landed_with_its_whole_prefix_is_told(first: int) -> None:
+    """However blocks move while others wait for them: nothing that routers could know is kept from them."""
+    for seed in range(first, first + 15):
+        run_late(seed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(1000, 4000, 100))
+def test_what_has_landed_with_its_whole_prefix_is_told_for_long(first: int) -> None:
+    """The same for 3,000 seeds."""
+    for seed in range(first, first + 100):
+        run_late(seed)
+
+
+def test_blocks_that_land_one_by_one_from_the_deepest_on() -> None:
+    """A long prefix that was evicted block by block is told when its first block has landed, however long it is."""
+    size = 1500
+    settings = config(random.Random(0)).model_copy(
+        update={
+            "tokens_per_block": 1,
+            "primary_blocks": size,
+            "secondary_blocks": size,
+            "max_sequence_length": size,
+        }
+    )
+    copier = LateCopier(NoBytes(), 1)
+    manager, feed, index = KVCacheManager(settings, copier=copier), Feed(), StrictIndex()
+    feed.fold(EventBatch(0, 0, (manager.state.created,)))  # type: ignore[arg-type]
+    manager.add_sequence("old", [7] * size)
+    manager.store_context_blocks("old", size)
+    manager.remove_sequence("old")
+    for number in range(size - 2):
+        manager.add_sequence(number, [1], cache_salt=str(number))
+        manager.start_transfers()
+    batches = [manager.flush()]
+    copier.tick()
+    batches.append(manager.flush())
+    for batch in batches:
+        assert batch is not None
+        for change in feed.fold(batch):
+            index.apply(change)
+    assert len(index.names(1)) > 1400
+    assert index.names(1) == residency(manager, 1)
 
 
 @pytest.mark.parametrize("seed", range(12))

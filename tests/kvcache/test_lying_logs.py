@@ -13,6 +13,8 @@ from events.types import (
     AllocateReason,
     BlocksAllocated,
     BlocksFilled,
+    BlocksMoved,
+    BlocksRemoved,
     BlocksReused,
     BlocksStored,
     BlocksUpdated,
@@ -20,12 +22,17 @@ from events.types import (
     ContextComputed,
     Event,
     EventBatch,
+    MoveReason,
     Namespace,
+    RemoveReason,
     SequenceAdded,
     StateExported,
     TokensAppended,
+    TransferFailed,
+    TransferLanded,
 )
 from kvcache import replay as module
+from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -254,6 +261,48 @@ def test_impossible_steps_are_refused(created: CacheCreated, event: Event) -> No
     """What does not fit the sequence or the cache is refused, whichever way it fails inside."""
     with pytest.raises(Unreplayable, match="batch 0 does not follow"):
         folded(created, added(5, FIVE), event)
+
+
+TWO = array("q", [2]).tobytes()
+"""The handle of the running sequence."""
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlocksAllocated(b"", b"", 0, b"", AllocateReason.DECODE),
+        BlocksAllocated(TWO, slots(0), 0, b"", AllocateReason.DECODE),
+        BlocksReused(2, 0, 0, 1, b"", b""),
+        BlocksReused(2, 0, 1, 1, b"", b""),
+        BlocksStored(2, 0, 1, b"", b"", b"", 0, 35, 2),
+        BlocksStored(2, 0, 1, b"", b"", b"", 0, 35, 1),
+        BlocksFilled(b"", 0, b"", b"", b"", b"", 35),
+        BlocksUpdated(0, 0, b"", b"", 35, 50),
+        BlocksMoved(0, b"", 0, b"", 1, b"", MoveReason.OFFLOAD, 9),
+        BlocksMoved(0, b"", 1, b"", 0, b"", MoveReason.ONBOARD, 9, 2, 1),
+        BlocksMoved(0, b"", 1, b"", 0, b"", MoveReason.RECOMPUTED, 0, 2, 1),
+        BlocksRemoved(0, 0, b"", b"", RemoveReason.CAPACITY),
+        TransferLanded(b""),
+        TransferFailed(b"", "nothing"),
+    ],
+    ids=lambda event: f"{type(event).__name__} {getattr(event, 'why', '')}",
+)
+def test_what_happens_to_nothing_takes_nothing(
+    manager: KVCacheManager, created: CacheCreated, exported: StateExported, event: Event
+) -> None:
+    """An event without a single block is refused, or leaves every block where it was."""
+    if isinstance(event, BlocksStored):
+        tail = manager._sequence("running").tails[0]
+        event = replace(event, parent=tail.key_of_last(32)[:8])
+    try:
+        state = folded(created, exported, event).state
+    except Unreplayable:
+        return
+    check(state)
+    assert strategies.cached_blocks(state) == strategies.cached_blocks(manager.state)
+    assert [level.free for level in state.groups[0].levels] == [
+        level.free for level in manager.state.groups[0].levels
+    ]
 
 
 @pytest.mark.parametrize(
