@@ -184,12 +184,14 @@ class LogOutput:
 
     def _reach(self, frames: int) -> None:
         """So many of the waiting frames are durable."""
-        for header, _, payload in self._waiting[:frames]:
-            size = FRAME_HEADER_BYTES + len(payload)
-            self._reached.follow(header)
-            self._offset += size
-            self.bytes_written += size
-            self.batches_written += bool(payload)  # Only the closing mark has none.
+        reached = [header for header, _, _ in self._waiting[:frames]]
+        if not reached:
+            return
+        self._reached.follow(reached[-1])
+        size = sum([FRAME_HEADER_BYTES + header.payload_bytes for header in reached])
+        self._offset += size
+        self.bytes_written += size
+        self.batches_written += frames - self._reached.closed  # The closing mark is the last, and no batch.
         del self._waiting[:frames]
 
     def _open_again(self) -> int:
