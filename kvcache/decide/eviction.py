@@ -6,6 +6,7 @@ secondary has room or holds something lower in the same order; otherwise they ar
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -38,18 +39,41 @@ class Evictor:
     def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
         primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
+        together = not spares
         while (short := needed - len(primary.free)) > 0:
+            if together and self._evict_together(primary.lowest(runs, short), handle):
+                continue
+            # Rare: priorities, or more than secondary holds. Looking for all of them each time would take too long.
+            together = False
             run = primary.victim(runs)
             assert run is not None, "counted before"
             take = min(short, len(run.slots))
             room = self._room_in_secondary(run, take, handle, spares) if self._offloads else 0
             if room:
-                self._offload(run, min(take, room), handle)
+                self._offload([(run, min(take, room))], handle)
             else:
                 if run.children:
                     self._remove_below(run, handle)
                     take = 1  # what hung behind it has made room in secondary, which the next ones may use
                 self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
+
+    def _evict_together(self, victims: list[tuple[Run, int]], handle: int | None) -> bool:
+        """Evict these, the lowest ones, by an event or two, if that comes to the same as one after the other."""
+        if not self._offloads:
+            self._remove_tails(victims, RemoveReason.CAPACITY, handle)
+            return True
+        if min(run.priority for run, _ in victims) < self._offload_min_priority:
+            return False
+        secondary = self.group.levels[SECONDARY]
+        missing = sum(take for _, take in victims) - len(secondary.free)
+        if missing > 0:
+            lower = secondary.lowest(self.group.tree.runs, missing)
+            first = eviction_order(victims[0][0])
+            if sum(take for _, take in lower) < missing or eviction_order(lower[-1][0]) > first:
+                return False
+            self._remove_tails(lower, RemoveReason.CAPACITY, handle)
+        self._offload(victims, handle)
+        return True
 
     def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
         """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
@@ -64,13 +88,13 @@ class Evictor:
             self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
         return len(secondary.free)
 
-    def _offload(self, run: Run, count: int, handle: int | None) -> None:
-        slots = last_reversed(run.slots, count)
-        to_slots = self.group.levels[SECONDARY].peek(count)
+    def _offload(self, victims: list[tuple[Run, int]], handle: int | None) -> None:
+        slots, names = self._tails(victims)
+        to_slots = self.group.levels[SECONDARY].peek(len(slots))
         self._emit(
             BlocksMoved(
                 self.index,
-                self._names_of_tail(run, count),
+                names,
                 PRIMARY,
                 slots.tobytes(),
                 SECONDARY,
@@ -83,9 +107,22 @@ class Evictor:
 
     def remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
         """Remove the last `count` blocks of a run that nothing hangs behind."""
-        slots = last_reversed(run.slots, count).tobytes()
-        names = self._names_of_tail(run, count)
-        self._emit(BlocksRemoved(self.index, run.level, slots, names, why, handle))
+        self._remove_tails([(run, count)], why, handle)
+
+    def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: int | None) -> None:
+        """Remove the ends of runs of one level, in this order."""
+        slots, names = self._tails(tails)
+        self._emit(BlocksRemoved(self.index, tails[0][0].level, slots.tobytes(), names, why, handle))
+
+    def _tails(self, tails: list[tuple[Run, int]]) -> tuple[array[int], bytes]:
+        """The slots and names of the last blocks of each run, deepest first."""
+        if len(tails) == 1:
+            ((run, count),) = tails
+            return last_reversed(run.slots, count), self._names_of_tail(run, count)
+        slots = array("i")
+        for run, count in tails:
+            slots += last_reversed(run.slots, count)
+        return slots, b"".join([self._names_of_tail(run, count) for run, count in tails])
 
     def _remove_below(self, run: Run, handle: int | None) -> None:
         """Remove everything cached behind a run, leaves first."""

@@ -222,19 +222,23 @@ class GroupState:
             self.settle(child)
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
-        """Move the end of an unreferenced primary leaf to secondary; deepest block first."""
-        run = self.owner(PRIMARY, slots[0])
-        take = len(slots)
-        invariant(last_reversed(run.slots, take) == slots, "offloaded blocks are not the end of a run")
-        invariant(not run.refs and not run.kin, "an offloaded block is in use")
-        if take < len(run.slots):
-            self.split(run, len(run.slots) - take)
-        self.relocate(run, SECONDARY, last_reversed(to_slots, len(to_slots)), transfer)
-        self.levels[PRIMARY].give_back(slots)
-        parent = run.parent
-        if isinstance(parent, Run):
-            self.levels[PRIMARY].add_leaf(parent)
-        self.levels[SECONDARY].add_leaf(run)
+        """Move the ends of unreferenced primary leaves to secondary; of each the deepest block first."""
+        done = 0
+        while done < len(slots):
+            run = self.owner(PRIMARY, slots[done])
+            take = min(len(run.slots), len(slots) - done)
+            gone, to = slots[done : done + take], to_slots[done : done + take]
+            invariant(last_reversed(run.slots, take) == gone, "offloaded blocks are not the end of a run")
+            invariant(not run.refs and not run.kin, "an offloaded block is in use")
+            if take < len(run.slots):
+                self.split(run, len(run.slots) - take)
+            self.relocate(run, SECONDARY, last_reversed(to, take), transfer)
+            self.levels[PRIMARY].give_back(gone)
+            if isinstance(run.parent, Run):
+                self.levels[PRIMARY].add_leaf(run.parent)
+            self.levels[SECONDARY].add_leaf(run)
+            self._settle_children(run)
+            done += take
 
     def relocate(self, run: Run, level: int, slots: array[int], transfer: int) -> None:
         """Give a whole run a new place; its old slots belong to nobody until they are given back."""

@@ -121,6 +121,31 @@ class Level:
             heappush(leaves, entry)
         return found
 
+    def lowest(self, runs: dict[int, Run], count: int) -> list[tuple[Run, int]]:
+        """The runs that go next and how many blocks of each, deepest first: `count` blocks, or as many as go before
+        one whose turn comes only when these are gone.
+        """
+        found: dict[int, tuple[Run, int]] = {}
+        entries: list[Entry] = []
+        children: dict[int, int] = {}
+        limit: Entry | None = None
+        while count and (run := self.victim(runs)) is not None and (limit is None or self.leaves[0] < limit):
+            entry = heappop(self.leaves)
+            if run.id in found:
+                continue  # it was there twice
+            take = min(count, len(run.slots))
+            found[run.id] = (run, take)
+            entries.append(entry)
+            count -= take
+            parent = run.parent
+            if take == len(run.slots) and isinstance(parent, Run) and parent.level == self.index:
+                children[parent.id] = children.get(parent.id, parent.kin) - 1
+                if not children[parent.id] and not parent.refs:
+                    limit = min(limit or _entry(parent), _entry(parent))
+        for entry in entries:
+            heappush(self.leaves, entry)
+        return list(found.values())
+
     def compact(self, runs: dict[int, Run]) -> None:
         """Drop entries that describe nothing, once they outnumber the runs."""
         if len(self.leaves) > 4 * len(runs) + 64:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
+
+import pytest
 
 from events.types import BlocksMoved, BlocksRemoved, MoveReason, RemoveReason
 from kvcache.manager import KVCacheManager
 from tests import strategies
-from tests.strategies import name_of, split_names
+from tests.strategies import cached_blocks, name_of, split_names
 
 PLAIN = (None, None, None)
 
@@ -188,3 +191,43 @@ def test_decoding_evicts_as_admission_does() -> None:
     manager.add_tokens(["a"], [7])
     assert removed(manager, RemoveReason.CAPACITY) == [name_of(path(1, 1))]
     assert manager.num_free_blocks == 1
+
+
+def trees(rng: random.Random, prompts: int) -> list[list[int]]:
+    """Prompts of blocks of two tokens that share their beginnings at random."""
+    return [[rng.randrange(1, 4) for _ in range(2 * rng.randrange(1, 7))] for _ in range(prompts)]
+
+
+@pytest.mark.parametrize("secondary_blocks", [0, 20, 200])
+@pytest.mark.parametrize("seed", range(8))
+def test_evicting_many_at_once_is_evicting_one_after_the_other(seed: int, secondary_blocks: int) -> None:
+    """The same blocks go, in the same order, by fewer events; whatever is held, shared and of which priority."""
+    pair = [
+        cache(primary_blocks=60, secondary_blocks=secondary_blocks, max_sequence_length=120) for _ in range(2)
+    ]
+    one_by_one = pair[1]._blocks.window._evictor
+    one_by_one._evict_together = lambda victims, handle: False  # type: ignore[method-assign]
+    counts = [0, 0]
+    for step in range(25):
+        went = []
+        for which, manager in enumerate(pair):
+            rng = random.Random(1000 * seed + step)
+            for prompt in trees(rng, 12):
+                manager.add_sequence("short", prompt)
+                manager.store_context_blocks("short", len(prompt))
+                if rng.random() < 0.1:
+                    manager.set_priority("short", rng.randrange(20, 50))
+                manager.remove_sequence("short")
+            manager.poll()
+            manager.flush()
+            manager.add_sequence("long", [100 + step] * rng.randrange(40, 120))
+            went.append((removed(manager, RemoveReason.CAPACITY), offloaded(manager)))
+            counts[which] += sum(
+                isinstance(each, BlocksMoved | BlocksRemoved) for each in manager.bus.pending
+            )
+            manager.remove_sequence("long", store=False)
+            manager.poll()
+            manager.check()
+        assert went[0] == went[1]
+        assert cached_blocks(pair[0].state) == cached_blocks(pair[1].state)
+    assert counts[0] < counts[1]
