@@ -6,6 +6,7 @@ from collections.abc import Callable
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from events.log import LogStats
 from kvcache.errors import Unsupported, UsageError
 from kvcache.journal import Journal
 from kvcache.stats import Stats
@@ -30,6 +31,11 @@ class Observed:
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
         return self._journal.outlets.sink_stats()
+
+    def log_stats(self) -> LogStats | None:
+        """Progress, lag and losses of the log, and whether the disk refuses it; None without a log. For any thread."""
+        log = self._journal.outlets.log
+        return None if log is None else log.stats()
 
     def reopen_sinks(self) -> None:
         """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""

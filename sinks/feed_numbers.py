@@ -103,6 +103,9 @@ def _lock(path: Path) -> Lock:
     except NoRegularFile:
         raise SinkError(f"{lock} is no regular file: name another place with state=") from None
     except LockHeld as held:
+        if held.holder == f"process {os.getpid()}":
+            reason = "another feed of this process: name another port, or a file of its own with state="
+            raise SinkError(f"{path} is in use by {reason}") from None
         raise SinkError(
             f"{path} is in use by {held.holder}: each feed needs its own, name another with state="
         ) from None

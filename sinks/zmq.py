@@ -138,8 +138,9 @@ def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
         raise SinkURLError(
             str(url), "model= is a part of the topic that topic= replaces: leave one of them out"
         )
-    if "ring" in url.options and options.replay is None:
-        raise SinkURLError(str(url), "ring= is memory for answers on the port replay=, which is not given")
+    for name in ("ring", "pad"):
+        if name in url.options and options.replay is None:
+            raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
 
 
 def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from events.types import AllocateReason, MoveReason, RemoveReason
+from events.feed_changes import Cleared, Removed, Stored
+from events.formats.vllm import encode_batch
+from events.packed import pack_i32
+from events.types import AllocateReason, MoveReason, Namespace, RemoveReason
 from kvcache import errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
@@ -27,6 +31,7 @@ API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -201,3 +206,15 @@ def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
     )
     assert "'SequenceAdded': 2" in done.stderr
     assert "sinks            count:" in done.stdout
+
+
+def test_the_wire_is_as_described() -> None:
+    """Each event in docs/wire.md is what is sent for such a change."""
+    told = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", WIRE, re.DOTALL)]
+    names = b"".join(number.to_bytes(8, "big") for number in told[0]["block_hashes"])
+    stored = Stored(0, 0, names, b"", pack_i32(told[0]["token_ids"]), 4, Namespace())
+    removed = Removed(0, 1, names[8:] + names[:8])
+    ts, events, rank = msgspec.msgpack.decode(encode_batch([stored, removed, Cleared()], 1.5, 3))
+    assert (ts, rank) == (1.5, 3)
+    assert events == told
+    assert [list(event) for event in events] == [list(event) for event in told]

@@ -12,6 +12,6 @@ although only unsynced batches are concerned.
 """
 
 from events.log.reader import LogEnd, LogReader
-from events.log.writer import LogWriter
+from events.log.writer import LogStats, LogWriter
 
-__all__ = ["LogEnd", "LogReader", "LogWriter"]
+__all__ = ["LogEnd", "LogReader", "LogStats", "LogWriter"]

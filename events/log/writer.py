@@ -23,6 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -37,6 +38,24 @@ from events.log.weight import batch_weight
 from events.types import EpochStarted, EventBatch, Gap
 
 _EXIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class LogStats:
+    """One moment of a log that is written. `append` calls so far = the three counts of batches together."""
+
+    batches: int
+    """In the files; durable, if `fsync` is "group"."""
+    dropped_batches: int
+    """Lost to the log for good; a `Gap` tells which, once the log goes on."""
+    lag_batches: int
+    """Waiting to be written."""
+    bytes: int
+    """In the files of this epoch."""
+    state: Literal["running", "suspended", "closed"]
+    """Suspended: the disk refuses, which is tried again."""
+    last_error: str | None
+    """Why the disk refused the last time, while it does."""
 
 
 class LogWriter:
@@ -167,6 +186,18 @@ class LogWriter:
         if self._recorder.failure is None:
             return self._refused + self._recorder.skipped
         return self._refused + self._appended - self.batches_written
+
+    def stats(self) -> LogStats:
+        """The counters of this moment; for any thread."""
+        trouble = self._recorder.failure or self._recorder.trouble
+        # What was appended is read last: counters only grow, so the lag cannot come out negative.
+        written, dropped = self.batches_written, self.dropped_batches
+        lag = self._appended + self._refused - written - dropped
+        state: Literal["running", "suspended", "closed"] = "suspended" if trouble else "running"
+        error = trouble.reason if trouble is not None and not self._closed else None
+        return LogStats(
+            written, dropped, max(lag, 0), self.bytes_written, "closed" if self._closed else state, error
+        )
 
     @property
     def has_lost(self) -> bool:

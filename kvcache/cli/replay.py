@@ -8,13 +8,15 @@ from typing import Any
 
 from events.log import LogEnd
 from events.spelled import LEVEL_NAMES
-from events.types import Gap
+from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.cli.arguments import natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
 from kvcache.fold.group_state import GroupState
+from kvcache.fold.residency import resident_names
+from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, replay
 
 
@@ -75,6 +77,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "batches": replayed.batches,
         "events": replayed.events,
         "groups": [_group_json(group) for group in state.groups],
+        "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
         "tokens_recorded": state.tokens_recorded,
@@ -134,9 +137,18 @@ def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None
         ("checkpoints", _checkpoints(replayed, verified=verified)),
         *[("gap", _gap(gap)) for gap in replayed.gaps],
         ("end of the log", "not reached" if replayed.end is None else describe_end(replayed.end)),
+        ("for routers", "{:,} full blocks in primary, {:,} in secondary".format(*_for_routers(state))),
         ("fingerprint", replayed.fingerprint.hex()),
     ]
     out.facts(facts)
+
+
+def _for_routers(state: CacheState) -> list[int]:
+    """Blocks per level that a feed tells of: no partial ones, and none on its way between levels."""
+    groups = range(len(state.groups))
+    return [
+        sum(len(resident_names(state, level, group)) for group in groups) for level in (PRIMARY, SECONDARY)
+    ]
 
 
 def _checkpoints(replayed: Replayed, *, verified: bool) -> str:

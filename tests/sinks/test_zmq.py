@@ -475,7 +475,9 @@ class TestRestart:
             assert told == list(range(told[0], last_seq(worker) + 1))
             assert (router.reader.cleared, len(router.reader.state)) == (1, 2)
 
-    @pytest.mark.parametrize(("options", "clock"), [("", True), ("&pad=true", False), ("&first=7", False)])
+    @pytest.mark.parametrize(
+        ("options", "clock"), [("", True), ("&replay=0&pad=true", False), ("&first=7", False)]
+    )
     def test_without_a_file_numbers_begin_with_the_clock(self, options: str, clock: bool) -> None:
         """So that they are above all of an earlier feed, whose numbers nobody knows any more; unless told otherwise."""
         numbers = []
@@ -585,6 +587,7 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1?buffer=1", "unknown option 'buffer'"),
             ("zmq+pub://127.0.0.1:1?topic=a&model=b", "leave one of them out"),
             ("zmq+pub://127.0.0.1:1?ring=1MiB", "replay=, which is not given"),
+            ("zmq+pub://127.0.0.1:1?pad=true", "replay=, which is not given"),
             ("zmq+pub://127.0.0.1:1#5558", "it has a #fragment"),
         ],
     )
