@@ -61,7 +61,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from kvcache.cli.failures import EXPECTED, report
 
     done()
-    logs.configure(as_json=args.log_json, verbose=args.verbose)
+    logs.configure(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
     try:
         return int(args.run(args, Output(quiet=args.quiet, verbose=args.verbose)))
     except BrokenPipeError:

@@ -1,7 +1,7 @@
-"""What the libraries below report (a sink that is quarantined, for example) and where it goes: stderr, if asked for.
+"""What the libraries below report (a sink that is quarantined, a disk that refuses the log) goes to stderr.
 
-A command tells what matters in its own output and messages (`kvcache.cli.messages`), so the reports are silent by
-default. ``--log-json`` writes them as JSON lines for machines, ``-v`` as text.
+Warnings and errors are told as the command's own (`kvcache.cli.messages`); ``-q`` leaves the errors, ``-v`` adds notes.
+``--log-json`` writes all of it as JSON lines for machines.
 """
 
 from __future__ import annotations
@@ -11,29 +11,47 @@ import sys
 
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from kvcache.cli import messages
+
+# SECURITY: neither an exception's text nor local variables, which may hold prompts.
+_NAME_OF_EXCEPTION = structlog.processors.ExceptionRenderer(lambda info: info[0].__name__)
 
 
-def configure(*, as_json: bool, verbose: bool) -> None:
+def configure(*, as_json: bool, verbose: bool, quiet: bool) -> None:
     """Set up structlog for this process."""
-    shown = as_json or verbose
+    level = logging.INFO if as_json or verbose else logging.ERROR if quiet else logging.WARNING
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *(_for_machines() if as_json else _for_people()),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO if shown else logging.CRITICAL),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        processors=_for_machines() if as_json else [_NAME_OF_EXCEPTION, _spelled],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr) if as_json else lambda *_: _Messages(),
     )
+
+
+class _Messages:
+    """A logger that says things as the command does."""
+
+    info = staticmethod(messages.note)
+    warning = staticmethod(messages.warning)
+    error = critical = staticmethod(messages.error)
+
+
+def _spelled(logger: WrappedLogger, method: str, fields: EventDict) -> str:
+    """The name of what is reported, its reason, and in brackets all else: "log_suspended: no space (log=/x)"."""
+    text, reason = str(fields.pop("event")), fields.pop("reason", None)
+    if reason is not None:
+        text += f": {reason}"
+    more = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return f"{text} ({more})" if more else text
 
 
 def _for_machines() -> list[Processor]:
     # SECURITY: local variables hold prompts; no report shows them.
     transformer = ExceptionDictTransformer(show_locals=False)
-    return [structlog.processors.ExceptionRenderer(transformer), structlog.processors.JSONRenderer()]
-
-
-def _for_people() -> list[Processor]:
-    plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    return [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.ExceptionRenderer(transformer),
+        structlog.processors.JSONRenderer(),
+    ]

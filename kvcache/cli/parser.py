@@ -74,14 +74,14 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
     group = parser.add_argument_group("messages")
     group.add_argument(
-        "-v", "--verbose", action="store_true", default=default, help="say more, and show tracebacks"
+        "-v", "--verbose", action="store_true", default=default, help="more notes, and tracebacks of errors"
     )
     group.add_argument(
         "-q",
         "--quiet",
         action="store_true",
         default=default,
-        help="no progress and no notes, only the result",
+        help="no progress, notes and warnings: only the result, and errors",
     )
     group.add_argument(
         "--log-json",

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from events.diagnostics import get_logger
 from kvcache import __version__
+from kvcache.cli import logs
 from kvcache.replay import replay
 from tests.cli.conftest import TRACE, Kvcache, Start, segments
 from tests.conftest import ROOT, RunPython
@@ -196,7 +198,7 @@ class TestDiagnostics:
         os.mkfifo(pipe)
         # Opening waits for the run to open the other end.
         threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True).start()
-        return "run", TRACE, "--no-pools", "--tokens-per-block", 16, "--sink", f"file:{pipe}", "-q"
+        return "run", TRACE, "--no-pools", "--tokens-per-block", 16, "--sink", f"file:{pipe}"
 
     def test_json_lines(self, start: Start, broken: tuple[object, ...]) -> None:
         """With --log-json a sink that fails is reported as a JSON line without any local variables."""
@@ -238,11 +240,56 @@ class TestDiagnostics:
         assert (told["event"].partition(":")[0], told["level"]) == ("the log is torn", "info")
         assert kvcache(*args, "-q").err == ""
 
-    def test_silent_by_default(self, start: Start, broken: tuple[object, ...]) -> None:
-        """Without being asked, stderr stays empty; the summary tells about the sink."""
+    def test_warnings_are_told(self, start: Start, broken: tuple[object, ...]) -> None:
+        """Without being asked, stderr has the warnings of the library in the command's own form."""
         out, err = start(*broken).communicate()
-        assert err == ""
+        [told] = [line for line in err.splitlines() if "sink_lost_batches" in line]
+        assert told.startswith("kvcache: warning: sink_lost_batches (sink=file://")
+        assert "dropped=" in told
         assert "Broken pipe" in out
+
+    def test_quiet(self, start: Start, broken: tuple[object, ...]) -> None:
+        """With -q there are no warnings, but errors; the summary tells about the sink."""
+        out, err = start(*broken, "-q").communicate()
+        assert "warning" not in err
+        assert "Broken pipe" in out
+
+    def test_reasons(self, kvcache: Kvcache) -> None:
+        """What a warning is about comes first, then its reason, then all else."""
+        url = "zmq+pub://0.0.0.0:0?pad=true&replay=0&state="
+        args = ("run", TRACE, "--no-pools", "--limit", 2, "--sink", url)
+        [told] = kvcache(*args).err.splitlines()
+        assert told.startswith("kvcache: warning: feed_leaves_machine")
+        assert "endpoint=tcp://0.0.0.0:" in told
+        assert kvcache(*args, "-q").err == ""
+
+    @pytest.mark.parametrize(
+        ("options", "levels"),
+        [
+            ({"verbose": True}, ["note", "warning", "error"]),
+            ({}, ["warning", "error"]),
+            ({"quiet": True}, ["error"]),
+            ({"quiet": True, "verbose": True}, ["note", "warning", "error"]),
+        ],
+    )
+    def test_levels(
+        self, options: dict[str, bool], levels: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """-q leaves errors, -v adds notes, and no report shows what an exception says."""
+        logs.configure(as_json=False, **({"verbose": False, "quiet": False} | options))
+        log = get_logger("test")
+        log.info("note", reason="a\nb", count=1)
+        log.warning("warning", path="/x")
+        try:
+            raise ValueError("se-cret")
+        except ValueError:
+            log.exception("error")
+        lines = {
+            "note": "kvcache: note: a\\nb (count=1)",
+            "warning": "kvcache: warning: warning (path=/x)",
+            "error": "kvcache: error: error (exception=ValueError)",
+        }
+        assert capsys.readouterr().err.splitlines() == [lines[level] for level in levels]
 
 
 def test_terminal_without_unicode(log: Path) -> None:
