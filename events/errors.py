@@ -131,21 +131,22 @@ class LogWriteFailed(LogError):
     """Nothing is recorded at present, because the disk refuses, or any more, because the log is closed.
 
     `errno` is the system's error number, if it was the system that failed. An open log tries again by itself, and then
-    records what has waited in its queue, a `Gap` for what had no room there, and the whole state.
+    records what has waited in its queue, a `Gap` for what had no room there, and the whole state. One that has `ended`
+    does not: what was not written is lost.
     """
 
-    def __init__(self, path: Path, reason: str, errno: int | None = None) -> None:
-        super().__init__(path, reason, errno)
+    def __init__(self, path: Path, reason: str, errno: int | None = None, ended: bool = False) -> None:
+        super().__init__(path, reason, errno, ended)
         self.reason = reason
         self.errno = errno
+        self.ended = ended
 
     def __str__(self) -> str:
         if self.errno is None:
             return f"{self.path} is not recorded: {self.reason}; open a new log"
-        return (
-            f"{self.path} cannot be written: {self.reason}; make room or mend the disk, which is tried again until the "
-            "log is closed"
-        )
+        if self.ended:
+            return f"{self.path} could not be written to its end: {self.reason}; what is there can be read"
+        return f"{self.path} cannot be written: {self.reason}; make room or mend the disk: it is tried again by itself"
 
 
 def type_and_place(error: BaseException) -> str:

@@ -77,7 +77,8 @@ class Recorder:
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             self.output.roll_back()
-            self.failure = self._told(error)
+            told = self._told(error)
+            self.failure = LogWriteFailed(told.path, told.reason, told.errno, ended=True)
             self.progress.set()
 
     def is_announced(self, seq: int) -> bool:

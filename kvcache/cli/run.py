@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from events.errors import EventsError
+from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
 from kvcache.bookkeeping import served_layout
 from kvcache.cli import own_feed, settings
@@ -27,9 +27,9 @@ from kvcache.cli.run_directory import RunDirectory
 from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.stopping import StopSignals
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
-from kvcache.cli.verification import verify_own_log
+from kvcache.cli.verification import LogDisagrees, nothing_to_verify, verify_own_log
 from kvcache.config import KVCacheConfig
-from kvcache.errors import InternalError, KVCacheError, UsageError
+from kvcache.errors import KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
@@ -50,7 +50,9 @@ Ctrl-C and SIGTERM end the run in good order: a checkpoint, drained sinks, a ver
 A second one, a second later or more, ends a run that does not heed the first: at once, without a summary.
 SIGHUP opens the files of file: sinks again, where the process has no terminal.
 With -q and a sink stdout: nothing but events is on stdout.
-In a run the log makes the engine wait rather than lose events (unless log.overflow says otherwise).
+In a run the log makes the engine wait rather than lose events, and ends the run if its disk refuses, unless
+log.overflow=drop says otherwise. If the log could not be written to its end the summary says so, and the exit
+code is 1.
 """
 
 
@@ -174,39 +176,18 @@ def _require_feed(args: argparse.Namespace) -> None:
 
 def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     result = outcome.result
+    if outcome.log_failure is not None:
+        raise outcome.log_failure
     if outcome.verification.disagrees:
         raise LogDisagrees(outcome.verification.differences)
     if outcome.feed is not None and not outcome.feed.agrees:
-        raise FeedDisagrees(outcome.feed.faults)
+        raise own_feed.FeedDisagrees(outcome.feed.faults)
     if result.refused:
         first = result.refusals[0]
         out.note(
             f"{result.refused:,} of the requests did not fit, such as number {first.request_id}: {first.reason}"
         )
     return stop.exit_code
-
-
-class LogDisagrees(InternalError):
-    """The log of a run does not replay to the state that the cache had."""
-
-    def __init__(self, differences: tuple[str, ...]) -> None:
-        super().__init__(differences)
-        self.differences = differences
-
-    def __str__(self) -> str:
-        return f"the log does not say what happened: {'; '.join(self.differences)}: a bug of kvcache, please report it"
-
-
-class FeedDisagrees(InternalError):
-    """The router that listened to a run's feed holds something else than the cache."""
-
-    def __init__(self, faults: int) -> None:
-        super().__init__(faults)
-        self.faults = faults
-
-    def __str__(self) -> str:
-        faults = f"({self.faults} faults on the way)"
-        return f"the router does not hold what the cache holds {faults}: a bug of kvcache, please report it"
 
 
 def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: RunDirectory) -> Outcome:
@@ -367,15 +348,18 @@ def _finish(
     router: own_feed.OwnFeed | None,
 ) -> Outcome:
     started = time.perf_counter()
-    writer.flush()
+    with suppress(LogWriteFailed):  # closing tells whether it is over by then
+        writer.flush()
     drained = time.perf_counter() - started
     if args.hold and not stop.is_set():
         out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
         stop.wait(args.hold)
     feed = router.finish() if router is not None else None
-    manager.close()
+    incomplete = _close(manager)
     live = fingerprint(manager.state)
-    verification = verify_own_log(writer, live, stop, shown=not out.quiet)
+    verification = (
+        verify_own_log(writer, live, stop, shown=not out.quiet) if incomplete is None else nothing_to_verify()
+    )
     return Outcome(
         result=result,
         stats=manager.stats(),
@@ -388,4 +372,14 @@ def _finish(
         signal=None if stop.first is None else stop.first.name,
         copies=None if tensors is None else tensors.copier.totals(),
         feed=feed,
+        log_failure=incomplete or result.log_failure,
     )
+
+
+def _close(manager: KVCacheManager) -> LogWriteFailed | None:
+    """Close everything; returns why the log could not be written to its end."""
+    try:
+        manager.close()
+    except LogWriteFailed as error:
+        return error
+    return None

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from events.errors import LogWriteFailed
 from events.spelled import LEVEL_NAMES
 from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
@@ -44,6 +45,8 @@ class Outcome:
     """None: there were no tensors."""
     feed: FeedCheck | None
     """What the attached router held; None: there was none."""
+    log_failure: LogWriteFailed | None
+    """Why the log is not whole, or has ended the run; None: neither."""
 
     @property
     def requests_per_second(self) -> float:
@@ -83,6 +86,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "dropped_batches": outcome.dropped_batches,
         "log": None if log is None else str(log),
         "log_bytes": outcome.log_bytes,
+        "log_error": None if outcome.log_failure is None else outcome.log_failure.reason,
         "feed": None if outcome.feed is None else _feed_json(outcome.feed),
         "sinks": [_sink_json(sink) for sink in outcome.sinks],
         "copies": None if outcome.copies is None else _copies_json(outcome.copies),
@@ -140,7 +144,9 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
     if events and not out.quiet:
         _show_last_events(outcome.verification, out)
     heading = "summary"
-    if outcome.signal is not None:
+    if outcome.result.log_failure is not None:
+        heading = "summary of a run that ended early, since its log could not be written"
+    elif outcome.signal is not None:
         heading = (
             f"summary of a run that {outcome.signal} ended{' early' if outcome.result.interrupted else ''}"
         )
@@ -241,19 +247,24 @@ def _batches(number: int) -> str:
 
 
 def _record(outcome: Outcome, log: Path | None) -> list[tuple[str, str]]:
-    stats, verification = outcome.stats, outcome.verification
+    stats = outcome.stats
     written = f"{count(stats.events, 'event')} in {_batches(stats.batches)}, {size(outcome.log_bytes)}"
     if outcome.dropped_batches:
-        written += paint(f", {_batches(outcome.dropped_batches)} lost", "red")
+        written += paint(f", incomplete: {_batches(outcome.dropped_batches)} lost", "red")
     rows = [("log", written)]
+    if outcome.log_failure is not None:
+        rows.append(("", paint(f"could not be written: {outcome.log_failure.reason}", "red")))
     if log is not None:
         rows.append(("", f"kept in {printable(str(log))}"))
-    rows.append(("replay", _replay(verification)))
+    rows.append(("replay", _replay(outcome)))
     rows.append(("fingerprint", outcome.fingerprint.hex()))
     return rows
 
 
-def _replay(verification: Verification) -> str:
+def _replay(outcome: Outcome) -> str:
+    verification = outcome.verification
+    if verification.replayed is None and outcome.log_failure is not None:
+        return paint("not verified: the log ends before the run", "yellow")
     if verification.replayed is None:
         return paint("interrupted: the log was not verified", "yellow")
     if verification.disagrees:

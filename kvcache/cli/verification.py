@@ -11,6 +11,7 @@ from events.log import LogReader, LogWriter
 from events.types import EventBatch
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.stopping import StopSignals
+from kvcache.errors import InternalError
 from kvcache.replay import Replayed, fold
 from sinks.known import Known
 
@@ -22,7 +23,7 @@ class Verification:
     """What the replay of a run's log has shown."""
 
     replayed: Replayed | None
-    """None: it was interrupted."""
+    """None: it was interrupted, or the log is not whole."""
     fingerprint: bytes | None
     differences: tuple[str, ...]
     """What does not agree, in words; empty if all does."""
@@ -38,8 +39,24 @@ class Verification:
         return bool(self.differences)
 
 
+class LogDisagrees(InternalError):
+    """The log of a run does not replay to the state that the cache had."""
+
+    def __init__(self, differences: tuple[str, ...]) -> None:
+        super().__init__(differences)
+        self.differences = differences
+
+    def __str__(self) -> str:
+        return f"the log does not say what happened: {'; '.join(self.differences)}: a bug of kvcache, please report it"
+
+
 class _Interrupted(Exception):
     pass
+
+
+def nothing_to_verify() -> Verification:
+    """Of a log that is known to end before the run did: it cannot agree."""
+    return Verification(None, None, (), 0.0, (), Known())
 
 
 def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: bool) -> Verification:

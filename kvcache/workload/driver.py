@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from events.errors import LogWriteFailed
 from kvcache.errors import UsageError, invariant
 from kvcache.manager import KVCacheManager
 from kvcache.results import Admission
@@ -71,7 +72,8 @@ def drive(
 
     `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
     measures its time, which then does not count as the manager's. For equal logs the manager
-    must have been given the `wall_ns` of `clock`. Raises UsageError if the manager is serving requests already,
+    must have been given the `wall_ns` of `clock`. A log that refuses (`LogWriteFailed`) ends the run after its step,
+    and is in the result. Raises UsageError if the manager is serving requests already,
     PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
     """
     if manager.num_sequences:
@@ -148,17 +150,18 @@ class _Engine:
         """False while the first request in line waits for a running one to end."""
         self._counts = RunCounts()
         self._times = StepTimes(copies)
+        self._log_failure: LogWriteFailed | None = None
 
     def run(self, stop: threading.Event, progress: Progress | None, total: int | None) -> RunResult:
         """Step until all requests are done."""
-        while (self._line or self._running) and not stop.is_set():
+        while (self._line or self._running) and not stop.is_set() and self._log_failure is None:
             self._step()
             if progress is not None:
                 progress(len(self._times), self._counts.requests + self._counts.refused, total)
             self._clock.advance(stop, until_ms=0 if self._running else self._line.next_arrival_ms)
         interrupted = bool(self._line or self._running)
         self._end()
-        return self._counts.result(self._times, interrupted=interrupted)
+        return self._counts.result(self._times, interrupted=interrupted, log_failure=self._log_failure)
 
     def _step(self) -> None:
         self._check_reused(self._admit())
@@ -167,16 +170,22 @@ class _Engine:
         self._store(chunks)
         self._sample(chunks)
         self._remove([running for running in self._running.values() if running.finished])
-        with self._times.timed():
-            self._manager.flush()
+        self._flush()
         self._times.end_step()
 
     def _end(self) -> None:
         """Leave a manager without sequences and without copies on their way."""
         self._remove(list(self._running.values()))
         self._transfer()
+        self._flush()
+
+    def _flush(self) -> None:
+        """End a step. What a failing log raises says nothing against the step: it is done."""
         with self._times.timed():
-            self._manager.flush()
+            try:
+                self._manager.flush()
+            except LogWriteFailed as error:
+                self._log_failure = error
 
     # -- admission
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from events.errors import LogWriteFailed
 from kvcache.results import Admission
 from kvcache.workload.copies import TimedCopier
 
@@ -56,7 +57,9 @@ class RunResult:
     checked_final_blocks: int
     """Blocks that were compared once more when their request ended, over all groups."""
     interrupted: bool
-    """Whether the stop flag ended the run before the trace did."""
+    """Whether the run ended before the trace did: by the stop flag, or by its log."""
+    log_failure: LogWriteFailed | None = None
+    """Why the log ended the run (`overflow` "block"); None: it did not."""
 
     @property
     def hit_rate(self) -> float:
@@ -99,7 +102,7 @@ class RunCounts:
         self.requests += finished
         self.output_tokens += num_outputs
 
-    def result(self, times: StepTimes, *, interrupted: bool) -> RunResult:
+    def result(self, times: StepTimes, *, interrupted: bool, log_failure: LogWriteFailed | None) -> RunResult:
         """Return the counts as they are now."""
         primary, secondary, partial = self.reused
         return RunResult(
@@ -120,6 +123,7 @@ class RunCounts:
             checked_blocks=self.checked_blocks,
             checked_final_blocks=self.checked_final_blocks,
             interrupted=interrupted,
+            log_failure=log_failure,
         )
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import resource
+import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -397,19 +398,36 @@ class TestLog:
         assert list(temporary.iterdir()) == []
 
 
-def test_log_that_cannot_be_written(start: Start, tmp_path: Path) -> None:
-    """A disk that takes no more ends the run with a line; what was written before can be read."""
+@pytest.mark.parametrize("overflow", ["block", "drop"])
+def test_log_that_cannot_be_written(start: Start, tmp_path: Path, overflow: str) -> None:
+    """A disk that takes no more ends the run, or with "drop" the log alone; both give a summary, and code 1."""
 
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 
-    process = start("run", *SMALL, "--log", tmp_path / "log", preexec_fn=small_files)
-    _, err = process.communicate()
+    log = tmp_path / "log"
+    args = ["run", *SMALL, "--log", log, "--set", f"log.overflow={overflow}"]
+    if overflow == "block":
+        args += ["--set", "log.max_queued_batches=1"]  # or it may end before it hears of the trouble
+    out, err = start(*args, "--json", preexec_fn=small_files).communicate()
+    found = json.loads(out)
+    assert found["log_error"] == "File too large"
+    assert found["dropped_batches"] == found["batches"] - replay(log).batches > 0
+    assert (found["interrupted"], found["requests"] == 57) == (overflow == "block", overflow == "drop")
+    assert found["hit_rate"] == found["reused_tokens"] / found["prompt_tokens"]
+    assert found["replay_fingerprint"] is None
+    assert err.splitlines() == [
+        f"kvcache: warning: log_suspended: File too large (log={log})",
+        f"kvcache: error: {log} could not be written to its end: File too large; what is there can be read",
+    ]
+    shutil.rmtree(log)
+    process = start(*args, preexec_fn=small_files)
+    out, _ = process.communicate()
     assert process.returncode == 1
-    assert f"kvcache: error: {tmp_path}/log cannot be written: File too large; make room" in err
-    assert f"kvcache: warning: log_suspended: File too large (log={tmp_path}/log)\n" in err
-    assert err.count("\n") == 2
-    assert replay(tmp_path / "log").batches > 0
+    lost = rf"incomplete: {found['dropped_batches']} batches lost\n +could not be written: File too large\n"
+    assert re.search(lost, out)
+    assert "not verified: the log ends before the run" in out
+    assert ("ended early, since its log could not be written" in out) == (overflow == "block")
 
 
 class TestSinks:
