@@ -102,7 +102,9 @@ class RunCounts:
         self.requests += finished
         self.output_tokens += num_outputs
 
-    def result(self, times: StepTimes, *, interrupted: bool, log_failure: LogWriteFailed | None) -> RunResult:
+    def result(
+        self, times: StepTimes, *, interrupted: bool, log_failure: LogWriteFailed | None = None
+    ) -> RunResult:
         """Return the counts as they are now."""
         primary, secondary, partial = self.reused
         return RunResult(
