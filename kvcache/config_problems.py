@@ -49,10 +49,10 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
         return [f"{name}.{line}" if name else line for line in nested.problems]
     if detail["type"] == "extra_forbidden":
         return [f"{name}: no such field{did_you_mean(name, model.model_fields)}"]
-    accepted = f"accepted: {_accepted(model.model_fields[name])}"
+    accepts = f"accepted: {accepted(model.model_fields[name])}"
     if detail["type"] == "missing":
-        return [f"{name}: missing; {accepted}"]
-    return [f"{name}: given {quoted(values[name])}; {accepted}"]
+        return [f"{name}: missing; {accepts}"]
+    return [f"{name}: given {quoted(values[name])}; {accepts}"]
 
 
 def quoted(value: object) -> str:
@@ -64,7 +64,8 @@ def quoted(value: object) -> str:
     return given if len(given) <= _SHOWN else given[:_SHOWN] + "…"
 
 
-def _accepted(field: FieldInfo) -> str:
+def accepted(field: FieldInfo) -> str:
+    """What a setting accepts, in words."""
     text = Accepts.of(field)
     if text is not None:
         return text

@@ -1,29 +1,30 @@
 """Settings in the environment: variables that begin with ``KVCACHE_`` and go on with the name of a setting.
 
 Not all that begin so are meant for this library: for a Service named "kvcache", Kubernetes gives every container
-``KVCACHE_SERVICE_HOST``, ``KVCACHE_PORT`` and more. So only the settings' own names count. Any other is told, since
-it may be a mistyped setting, unless it has one of the forms that Kubernetes gives.
+``KVCACHE_SERVICE_HOST``, ``KVCACHE_PORT`` and more, and for "kvcache-router" ``KVCACHE_ROUTER_SERVICE_HOST`` and so
+on. So only the settings' own names count. Any other is told, since it may be a mistyped setting, unless it is of a
+Service.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from kvcache.config_problems import closest, quoted
+from kvcache.config_problems import accepted, closest, quoted
 
 ENV_PREFIX = "KVCACHE_"
 ENV_NESTING = "__"
-_OF_SERVICES = re.compile(
-    ENV_PREFIX + r"(\w+_)?"
-    r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)",
-    re.ASCII,
+_OF_SERVICE = re.compile(
+    r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
 )
-"""What Kubernetes tells containers of a Service whose name begins with "kvcache"."""
+"""What Kubernetes tells containers of a Service, behind its name."""
+_OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
+"""What there is for every Service."""
 
 
 class Environment(NamedTuple):
@@ -61,8 +62,44 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
             target = target.setdefault(step, {})
         unset = given[name].lower() == "none" and _may_be_none(known[name])
         target[field] = None if unset else given[name]
-    unknown = tuple(name for name in given if name not in known and not _OF_SERVICES.fullmatch(name))
+    services = _services(given)
+    unknown = tuple(name for name in given if name not in known and not _is_of(services, name))
     return Environment(values, variables, unknown)
+
+
+def _services(given: Mapping[str, str]) -> list[str]:
+    """How the variables of each Service begin: one named "kvcache", and those of which the usual ones are there."""
+    ends = _OF_EACH_SERVICE[0]
+    begins = [name.removesuffix(ends) for name in given if name.endswith(f"_{ends}")]
+    return [ENV_PREFIX, *(each for each in begins if all(each + end in given for end in _OF_EACH_SERVICE))]
+
+
+def _is_of(services: list[str], name: str) -> bool:
+    return any(name.startswith(each) and _OF_SERVICE.fullmatch(name, len(each)) for each in services)
+
+
+def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables, each by itself: whether they fit together depends on what else is given."""
+    values, problems = read_environment(model, env).values, []
+    for name, field in variables_of(model).items():
+        setting = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
+        value: Any = values
+        for step in setting:
+            value = value.get(step, ...) if isinstance(value, dict) else ...
+        if value is not ... and not _fits(field, value):
+            problems.append(
+                f"{name}: {'.'.join(setting)}: given {quoted(value)}; accepted: {accepted(field)}"
+            )
+    return problems
+
+
+def _fits(field: FieldInfo, value: Any) -> bool:
+    kind: Any = Annotated[(field.annotation, *field.metadata)]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def variables_of(model: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, FieldInfo]:

@@ -17,7 +17,7 @@ from kvcache._version import __version__
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, paint, size
 from kvcache.config import KVCacheConfig
-from kvcache.environment import read_environment
+from kvcache.environment import problems_in, read_environment
 from kvcache.memory import free_bytes
 from sinks import known_schemes
 
@@ -110,12 +110,15 @@ def _version(name: str) -> str | None:
 
 
 def _environment() -> Iterator[Finding]:
-    """Which settings come from variables; what they accept is for `kvcache config` to say."""
+    """Which settings come from variables, and whether they can be used; `kvcache config` looks at all together."""
     found = read_environment(KVCacheConfig, os.environ)
     warning = found.warning(KVCacheConfig)
     if warning is not None:
         yield Finding("environment", "note", printable(warning))
-    if found.variables or warning is None:
+    problems = problems_in(KVCacheConfig, os.environ)
+    for problem in problems:
+        yield Finding("environment", "problem", printable(problem))
+    if (found.variables or warning is None) and not problems:
         yield Finding("environment", "ok", f"settings: {', '.join(found.variables) or 'none'}")
 
 

@@ -85,6 +85,41 @@ def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("KVCACHE_HEAD_DIM", "x", "head_dim: given 'x'; accepted: an integer from 1 to 2147483647"),
+        (
+            "KVCACHE_TOKENS_PER_BLOCK",
+            "3",
+            "tokens_per_block: given '3'; accepted: a power of two, at least 1, at most 2**30",
+        ),
+        ("KVCACHE_LOG__FSYNC", "z", "log.fsync: given 'z'; accepted: group or never"),
+        (
+            "KVCACHE_MAX_ATTENTION_WINDOW",
+            "1,x",
+            "max_attention_window: given '1,x'; accepted: windows in tokens, one per layer or fewer, or none",
+        ),
+    ],
+)
+def test_unusable_variable(
+    kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
+    """A variable whose value no configuration takes is a problem, in the words of `kvcache config`."""
+    monkeypatch.setenv("KVCACHE_DTYPE", "float16")
+    monkeypatch.setenv(variable, value)
+    done = kvcache("doctor", "--json")
+    assert (done.code, findings(done)["environment"]) == (1, ("problem", f"{variable}: {says}"))
+    assert kvcache("config").err == f"kvcache: error: {variable}: {says}\n"
+
+
+def test_variables_that_others_complete(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether variables fit what a file says is not known here, and no problem."""
+    monkeypatch.setenv("KVCACHE_NUM_KV_HEADS", "1,2,3")
+    monkeypatch.setenv("KVCACHE_MAX_ATTENTION_WINDOW", "none")
+    assert kvcache("doctor").code == 0
+
+
 def test_few_files(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A low limit of open files is noted with what raises it."""
     monkeypatch.setattr("resource.getrlimit", lambda which: (256, 256))

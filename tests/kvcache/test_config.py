@@ -291,6 +291,15 @@ class TestLoad:
         }
         assert KVCacheConfig.load(toml, env=env) == KVCacheConfig.load(toml, env={})
 
+    @pytest.mark.parametrize(
+        "names", [["TCP_PORT"], ["X_SERVICE_HOST"], ["X_SERVICE_HOST", "X_SERVICE_PORT", "Y_PORT"]]
+    )
+    def test_what_ends_like_a_variable_of_a_service(self, toml: Path, names: list[str]) -> None:
+        """A name that merely ends so, without the others that Kubernetes gives every Service, is told."""
+        with pytest.warns(UserWarning, match="and (is|are) ignored") as caught:
+            KVCacheConfig.load(toml, env={f"KVCACHE_{name}": "1" for name in names})
+        assert all(f"KVCACHE_{name}" in str(caught[0].message) for name in names)
+
     def test_error_names_the_sources(self, toml: Path) -> None:
         """An error says which file and which variables the settings came from."""
         with pytest.raises(ConfigError) as caught:
