@@ -106,6 +106,18 @@ def _sequences(handles: bytes, known: Known) -> str:
     return _whose(int(unpacked[0]), known) if len(unpacked) == 1 else f"sequences={len(unpacked)}"
 
 
+def _transfers(transfers: bytes) -> str:
+    """All by their numbers: those that follow each other as 2..9."""
+    spans: list[list[int]] = []
+    for number in unpack_i64(transfers).tolist():
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    listed = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in spans)
+    return f"transfer{'' if listed.isdigit() else 's'}={listed}"
+
+
 def _blocks(slots: bytes) -> str:
     return f"blocks={len(slots) // 4}"
 
@@ -139,7 +151,8 @@ def _cache_created(e: CacheCreated, known: Known) -> str:
 
 def _epoch_started(e: EpochStarted, known: Known) -> str:
     before = "" if e.previous_epoch is None else f" after={e.previous_epoch} clean={_yes(e.clean)}"
-    return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {text(e.software)}"
+    software = " ".join(map(text, e.software[:TEXT_LENGTH_MAX].split(" ")))
+    return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {software}"
 
 
 def _state_exported(e: StateExported, known: Known) -> str:
@@ -243,8 +256,8 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     TokensAppended: _tokens_appended,
     ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
     SequenceRemoved: _sequence_removed,
-    TransferLanded: lambda e, known: f"transfers={len(e.transfers) // 8}",
-    TransferFailed: lambda e, known: f"transfers={len(e.transfers) // 8} reason={text(e.reason)}",
+    TransferLanded: lambda e, known: _transfers(e.transfers),
+    TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
     CacheCleared: lambda e, known: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
     Checkpoint: lambda e, known: (
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"

@@ -323,7 +323,7 @@ class TestConditions:
         assert [line.split(maxsplit=2)[2] for line in done.out.splitlines()] == [
             "sequences=2 group=0 blocks=3 why=prompt",
             "sequences=2 group=0 blocks=2 why=decode",
-            "transfers=1",
+            "transfer=5",
         ]
         for nobody in ("None", "0", "8"):
             assert kvcache("events", log, "--request", nobody).out == ""

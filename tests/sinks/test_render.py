@@ -31,7 +31,7 @@ from tests.sinks.helpers import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
 LINES = [
     "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)",
-    "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by 'kvcache 1'",
+    "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by kvcache 1",
     "StateExported     blocks=2 sequences=1 transfers=1",
     "Gap               missing=3..9 reason=overflow",
     "SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3 lora=adapter salt=abababab",
@@ -46,8 +46,8 @@ LINES = [
     "TokensAppended    sequences=2 tokens=3",
     "ContextComputed   #7 tokens=40",
     "SequenceRemoved   #7 tokens=815 computed=814 stored=3 freed=2",
-    "TransferLanded    transfers=2",
-    "TransferFailed    transfers=1 reason='lost device'",
+    "TransferLanded    transfers=12..14,16",
+    "TransferFailed    transfer=12 reason='lost device'",
     "CacheCleared      removed=3+4 unnamed=2",
     "Checkpoint        c0ffee00 sequences=2 cached=3+4",
     "SymbolsInterned   pages=2 items=1 cdcdcdcd",
