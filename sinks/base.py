@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -36,6 +36,8 @@ _PORT_SHOWN = 6
 LOGIN_IGNORED = (
     "it asks nobody who he is, so a user and a password would be ignored and protect nothing: leave them out"
 )
+_PLACE = re.compile(r"`\$\.(\w+)`$")
+"""Where msgspec says which option does not fit."""
 _LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
 """At the start of a path: a login whose // was forgotten."""
 
@@ -199,7 +201,17 @@ class SinkURL:
         try:
             return msgspec.convert(dict(self.options), declared, strict=False)
         except msgspec.ValidationError as error:
-            raise SinkURLError(str(self), f"bad option: {error}; known options: {known}") from None
+            reason = f"bad option: {error}{_choices(declared, str(error))}"
+            raise SinkURLError(str(self), f"{reason}; known options: {known}") from None
+
+
+def _choices(declared: type[msgspec.Struct], problem: str) -> str:
+    """What the option that does not fit accepts, if that is one of a few words."""
+    place = _PLACE.search(problem)
+    hint = get_type_hints(declared).get(place[1]) if place else None
+    return (
+        f"; {place[1]} is one of {', '.join(get_args(hint))}" if place and get_origin(hint) is Literal else ""
+    )
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -135,6 +135,21 @@ class TestOptions:
         with pytest.raises(SinkURLError, match=r"int.*\$\.replay.*known options: tokens, replay"):
             SinkURL.parse("x:?replay=many").read_options(Options)
 
+    @pytest.mark.parametrize(
+        ("url", "says"),
+        [
+            ("stdout:?format=xml", r"\$\.format`; format is one of text, jsonl; known options"),
+            (
+                "zmq+pub://127.0.0.1:5557?salts=foo",
+                r"\$\.salts`; salts is one of digest, plain; known options",
+            ),
+        ],
+    )
+    def test_choices_are_named(self, url: str, says: str) -> None:
+        """Where only a few words are accepted, these are named."""
+        with pytest.raises(SinkURLError, match=says):
+            open_sink(url, SinkContext(32, 4))
+
 
 class TestErrors:
     @pytest.mark.parametrize(
