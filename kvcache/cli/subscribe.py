@@ -27,6 +27,8 @@ _PATIENCE_SECONDS = 2.0
 _LAST_SECOND = 1e9 * 9
 """In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
+_ENVELOPE = ("seq", "index", "ts", "rank", "topic", "replayed")
+"""What every JSON line begins with; null where a line is about no batch."""
 _TYPE_WIDTH = max(map(len, _COLORS))
 
 
@@ -39,7 +41,8 @@ def add_parser(commands: Any, **options: Any) -> None:
             "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
             "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
         ),
-        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does.",
+        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
+        "what Missed, Restated and Restarted say.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="where it publishes, as tcp://127.0.0.1:5557")
@@ -58,7 +61,8 @@ def add_parser(commands: Any, **options: Any) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type, fields",
+        help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type, fields; of the lines "
+        "about missed batches, a state told anew and a restart those before type are null",
     )
 
 
@@ -153,12 +157,14 @@ def _lines(report: Report) -> Iterator[str]:
 def _interruption(report: Missed | Restated | Restarted) -> str:
     from events.subscriber import Restarted, Restated
 
+    if isinstance(report, Restated):
+        # Not how many lie between: numbers that follow the clock may jump by millions.
+        numbers = f"{report.first - 1} to {report.last + 1}"
+        return f"the publisher tells its whole state anew; its numbers go on from {numbers}"
     if isinstance(report, Restarted):
         return f"the publisher restarted: batch {report.first} came after {report.last}"
     batches = count(report.last - report.first + 1, "batch", "batches")
     span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
-    if isinstance(report, Restated):
-        return f"the publisher tells its state in place of {batches} ({span})"
     fate = "got by replay, above" if report.recovered else f"lost: {report.reason}"
     return f"missed {batches} ({span}), {fate}"
 
@@ -206,7 +212,7 @@ def _json_lines(report: Report) -> Iterator[str]:
     if not isinstance(report, Received):
         fields = msgspec.structs.asdict(report)
         span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
-        yield _json({"type": type(report).__name__, **span, **fields})
+        yield _json({**dict.fromkeys(_ENVELOPE), "type": type(report).__name__, **span, **fields})
         return
     envelope = {"ts": _nanoseconds(report.batch.ts), "rank": report.batch.rank, "topic": report.topic}
     for number, event in enumerate(report.batch.events):

@@ -45,7 +45,7 @@ def faults(value: Any) -> Iterator[str]:
 
 def _as_documented(key: str, said: Any) -> bool:
     if said is None:
-        return key not in ("seq", "index", "level", "config")
+        return key not in ("level", "config")
     if key == "ts":
         return type(said) is int and 10**18 < said < 10**19
     if key == "level" or key.endswith("_level"):
