@@ -1,7 +1,7 @@
-"""``kvcache config``: the settings that would hold here, and where each comes from.
+"""``kvcache config``: the settings that an engine would get here (`KVCacheConfig.load`), and where each comes from.
 
-What `kvcache run` takes from its requests cannot be known here, and is shown as such: a file that `run` accepts
-is accepted here, too.
+Where nothing is given, `kvcache run` has some defaults of its own, and takes some settings from its requests. That is
+told beside what an engine gets, and a file that `run` accepts is accepted here, too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def add_parser(commands: Any, **options: Any) -> None:
         "config",
         **options,
         description="Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults.",
-        epilog="Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON holds no\n"
-        "settings that `kvcache run` takes from its requests.",
+        epilog="Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
+        "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
+        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or max_tokens.",
     )
     parser.set_defaults(run=run)
     settings.add_options(parser)
@@ -53,21 +54,23 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(config.model_dump(mode="json", exclude=set(derived)))
         return 0
     rows = [
-        (name, f"({derived[name]})", "run derives it")
+        (name, "(missing)" if name in _PLACEHOLDERS else _spelled(value), _default(name, derived[name]))
         if name in derived
-        else (name, _spelled(value), settings.origin(name, sources) or _default(name))
+        else (name, _spelled(value), settings.origin(name, sources) or _default(name, None))
         for name, value in _leaves(config)
     ]
     out.table(("setting", "value", "from"), rows)
     return 0
 
 
-def _default(name: str) -> str:
-    """Say that it is the default, and where `kvcache run` has another."""
+def _default(name: str, derived: str | None) -> str:
+    """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
     own: Any = settings.RUN_DEFAULTS
     for step in name.split("."):
         own = own.get(step, ...) if isinstance(own, dict) else ...
-    return "default" if own is ... else f"default ({_spelled(own)} in run)"
+    in_run = derived if derived is not None else None if own is ... else _spelled(own)
+    default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
+    return default if in_run is None else f"{default} ({in_run} in run)"
 
 
 def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

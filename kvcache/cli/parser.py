@@ -17,7 +17,7 @@ COMMANDS = {
     "events": "the events of a log, all or a choice",
     "match": "what a prompt would reuse, block by block",
     "subscribe": "listen to a live stream of KV events",
-    "config": "the effective settings, or their schema",
+    "config": "the settings that an engine gets here, or their schema",
     "doctor": "what this machine offers, and what is missing",
     "completion": "a completion script for bash or zsh",
 }

@@ -43,17 +43,21 @@ def test_json(kvcache: Kvcache, tmp_path: Path) -> None:
 
 
 def test_what_run_derives(kvcache: Kvcache) -> None:
-    """What `kvcache run` takes from its requests is no error; it is shown as such, and missing in the JSON."""
+    """What an engine has to give, or gets, is told with what `kvcache run` has instead; the JSON leaves it out."""
     done = kvcache("config")
     assert (done.code, done.err) == (0, "")
     shown = {line.split()[0]: " ".join(line.split()[1:]) for line in done.out.splitlines()}
-    for name in ("max_sequence_length", "primary_blocks", "secondary_blocks"):
-        assert shown[name] == "(from the requests) run derives it"
+    for name in ("max_sequence_length", "primary_blocks"):
+        assert shown[name] == "(missing) an engine has to give it (from the requests in run)"
+    assert shown["secondary_blocks"] == "none default (from the requests in run)"
     assert shown["tokens_per_block"] == "32 default (64 in run)"
     assert shown["log.overflow"] == "drop default (block in run)"
     found = json.loads(kvcache("config", "--json", "--set", "primary_blocks=3").out)
     assert {"max_sequence_length", "primary_blocks", "secondary_blocks"} & set(found) == {"primary_blocks"}
-    assert "(as many as primary)" in kvcache("config", "--set", "primary_blocks=3").out
+    assert (
+        "  none       default (as many as primary in run)\n"
+        in kvcache("config", "--set", "primary_blocks=3").out
+    )
 
 
 @pytest.mark.parametrize(
