@@ -87,7 +87,8 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "--speed",
         default="max",
         metavar="real|N|max",
-        help="keep the trace's times, N times as fast, or ignore them (max)",
+        help="keep the trace's times, N times as fast, or ignore them (max: events are dated from 2026-01-01 on, "
+        "20 ms a step, so that equal runs write equal logs)",
     )
 
 
@@ -204,7 +205,7 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
     writer = directory.open_log(config.log, _log_id(args, source, config), resume=args.resume)
     if not (args.json or out.quiet):
         removed = directory.temporary and not args.keep
-        describe_start(out, source, config, sizes, directory.path, temporary=removed)
+        describe_start(out, source, config, sizes, clock, directory.path, temporary=removed)
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
     manager, tensors = _open_manager(sinks, config, sizes, writer, clock)

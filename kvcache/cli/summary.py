@@ -18,7 +18,7 @@ from kvcache.cli.verification import Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.stats import Stats
-from kvcache.workload import CopyTotals, RunResult
+from kvcache.workload import CopyTotals, RunResult, StepClock
 from sinks import SinkStats
 
 if TYPE_CHECKING:
@@ -117,7 +117,14 @@ def _sink_json(sink: SinkStats) -> dict[str, Any]:
 
 
 def describe_start(
-    out: Output, source: Source, config: KVCacheConfig, pools: PoolSizes | None, log: Path, *, temporary: bool
+    out: Output,
+    source: Source,
+    config: KVCacheConfig,
+    pools: PoolSizes | None,
+    clock: StepClock,
+    log: Path,
+    *,
+    temporary: bool,
 ) -> None:
     """Say what is about to be played into what."""
     layout = Layout.of(config)
@@ -133,10 +140,19 @@ def describe_start(
                 f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens",
             ),
             ("tensors", tensors),
+            *_time(clock),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),
         ]
     )
     out.line()
+
+
+def _time(clock: StepClock) -> list[tuple[str, str]]:
+    """What the events' times are, where they are no real ones."""
+    if clock.speed is not None:
+        return []
+    dated = f"events are dated from 2026-01-01 on, a step is {clock.step_ms} ms"
+    return [("time", f"simulated: {dated} (--speed real: the clock's)")]
 
 
 def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> None:
