@@ -9,8 +9,8 @@ only. A file that holds something already is refused unless ``?append=1``: one t
 be mixed up with another run's by accident. One writer per file.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
-one is begun; ``&keep=5`` such older files are kept, ``.1`` the newest. Lines are never cut: one that is longer than
-`max_bytes` has a file of its own.
+one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Lines are never cut: one that is
+longer than `max_bytes` has a file of its own.
 
 Whoever rotates files from outside, as logrotate does, moves or removes the file: within a second the sink notices
 that its path has another file or none, and opens that, or a new one. `FileSink.reopen` does it at once; `kvcache run`
@@ -38,6 +38,8 @@ FILE_MODE = 0o600
 LOOK_SECONDS = 1.0
 """How often the sink looks whether its path still has the file that it writes to."""
 KEEP = 5
+MOST_KEPT = 1000
+"""Each rotation renames all of them."""
 
 
 class FileOptions(msgspec.Struct, frozen=True):
@@ -78,7 +80,10 @@ class FileSink:
         """Append one line. Raises OSError after cutting off what was written of it."""
         line = to_json(batch, self._key_bytes, tokens=self.needs_tokens) + b"\n"
         self.tick()
-        if self._max_bytes and self._size and self._size + len(line) > self._max_bytes:
+        if self._is_full(len(line)) and not self._is_in_place():
+            # What is there now may be another's file, which is not ours to move.
+            self.reopen()
+        if self._is_full(len(line)):
             self._take(rotate(self._path, self._keep, FILE_MODE))
         try:
             write_all(self._fd, line)
@@ -105,6 +110,9 @@ class FileSink:
         """Close the file."""
         descriptor, self._fd = self._fd, -1
         os.close(descriptor)
+
+    def _is_full(self, more: int) -> bool:
+        return bool(self._max_bytes and self._size and self._size + more > self._max_bytes)
 
     def _opened(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -138,6 +146,7 @@ class FileSink:
             return
         if not self._append:
             self._refuse_what_was_kept(status.st_size)
+        self._refuse_directories()
         if status.st_size and not self._ends_with_newline():
             # A writer was killed in the middle of a line. It stays a line of its own.
             write_all(fd, b"\n")
@@ -146,10 +155,20 @@ class FileSink:
         instead = "remove it, choose another, or add ?append=1"
         if size:
             raise SinkError(f"{self._path} is not empty: {instead}")
-        for number in range(1, self._keep + 1 if self._max_bytes else 1):
-            older = older_file(self._path, number)
+        for older in self._older():
             if os.path.lexists(older):
                 raise SinkError(f"{older} would be taken for an older file of this run: {instead}")
+
+    def _refuse_directories(self) -> None:
+        for older in self._older():
+            if older.is_dir():
+                raise SinkError(
+                    f"{older} is a directory, in the place of an older file: move it, or choose another path"
+                )
+
+    def _older(self) -> list[Path]:
+        count = self._keep if self._max_bytes else 0
+        return [older_file(self._path, number) for number in range(1, count + 1)]
 
     def _ends_with_newline(self) -> bool:
         with self._path.open("rb") as file:
@@ -189,8 +208,8 @@ def _max_bytes(url: SinkURL, options: FileOptions) -> int:
         max_bytes = parse_bytes(options.max_bytes)
     except ValueError as error:
         raise SinkURLError(str(url), f"bad option: max_bytes={error}") from None
-    if options.keep < 0:
-        raise SinkURLError(str(url), "bad option: keep must be at least 0")
+    if not 0 <= options.keep <= MOST_KEPT:
+        raise SinkURLError(str(url), f"bad option: keep must be at least 0 and at most {MOST_KEPT}")
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
     return max_bytes

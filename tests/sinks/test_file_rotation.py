@@ -106,6 +106,13 @@ class TestSize:
         opened(tmp_path / "e.jsonl", "").close()
         assert (tmp_path / "e.jsonl.2").read_text() == "kept\n"
 
+    def test_a_directory_among_older_files_is_refused(self, tmp_path: Path) -> None:
+        """With append=1, too: no file could take its place, and it would be moved along."""
+        (tmp_path / "e.jsonl.2").mkdir()
+        with pytest.raises(SinkError, match=r"e\.jsonl\.2 is a directory.*move it"):
+            opened(tmp_path / "e.jsonl", "?max_bytes=1KiB&keep=2&append=1")
+        opened(tmp_path / "e.jsonl", "?max_bytes=1KiB&keep=1&append=1").close()
+
     def test_what_fails_moves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Where no new file can be made, batches are lost one by one, older files stay, and it goes on afterwards."""
         path = tmp_path / "e.jsonl"
@@ -145,6 +152,7 @@ class TestSize:
         [
             ("?max_bytes=100", "needs a number .*64MiB"),
             ("?max_bytes=1KiB&keep=-1", "keep must be at least 0"),
+            ("?max_bytes=1KiB&keep=1001", "keep must be .*at most 1000"),
             ("?keep=3", "max_bytes= makes, which is not given"),
             ("?max_bytes=0&keep=3", "max_bytes= makes, which is not given"),
         ],
@@ -213,6 +221,37 @@ class TestMoved:
         sink.close()
         header, line = path.read_bytes().splitlines()
         assert (header, from_json(line).seq) == (b"a header", 1)
+
+    def test_only_its_own_file_is_rotated(self, tmp_path: Path, clock: Callable[[float], None]) -> None:
+        """A file put at the path since the last look is continued, not moved for the size of the one before it."""
+        path, moved = tmp_path / "e.jsonl", tmp_path / "old"
+        sink = opened(path, "?max_bytes=1KiB&keep=1")
+        for seq in range(7):
+            sink.write(make_batch(seq))
+        path.rename(moved)
+        path.write_text("a header\n")
+        for seq in range(7, 12):
+            sink.write(make_batch(seq))
+        sink.close()
+        assert path.read_text().startswith("a header\n")
+        assert sorted(tmp_path.iterdir()) == [path, moved]
+        lines = [*moved.read_bytes().splitlines(), *path.read_bytes().splitlines()[1:]]
+        assert [from_json(line).seq for line in lines] == list(range(12))
+
+    def test_a_directory_at_the_path_stays(self, tmp_path: Path, clock: Callable[[float], None]) -> None:
+        """A directory put at the path is not taken for an older file: batches are lost until it is gone."""
+        path = tmp_path / "e.jsonl"
+        sink = opened(path, "?max_bytes=150B&keep=2")
+        sink.write(make_batch(0))
+        path.rename(tmp_path / "old")
+        path.mkdir()
+        with pytest.raises(IsADirectoryError):
+            sink.write(make_batch(1))
+        assert path.is_dir()
+        path.rmdir()
+        sink.write(make_batch(2))
+        sink.close()
+        assert seqs(path) == [2]
 
     def test_a_file_that_was_cut_counts_from_there(
         self, tmp_path: Path, clock: Callable[[float], None]
