@@ -78,8 +78,8 @@ class Copier(Protocol):
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Start a batch of copies without hazards among them; it runs after all earlier batches.
 
-        A batch that cannot be carried out gives a ticket that fails. Slots that do not exist are a
-        mistake of the caller and raise ValueError before anything moves.
+        A batch that cannot be carried out gives a ticket that fails; the manager takes whatever is raised here for
+        that, too. Slots that do not exist are a mistake of the caller and raise ValueError before anything moves.
         """
         ...
 

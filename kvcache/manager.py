@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +23,7 @@ from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
-from kvcache.errors import OutOfBlocks, Unsupported, UsageError
+from kvcache.errors import ManagerBusy, OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
@@ -383,7 +384,9 @@ class KVCacheManager(Reading, Observed):
             if self.transfers is not None:
                 self._start_transfers()
                 self.transfers.wait()
-            self._poll()
+            # A ticket that calls the manager says nothing about its copies, and closing asks no second time.
+            with suppress(ManagerBusy):
+                self._poll()
         finally:
             # Who does not want to wait for copies any longer still wants what has happened recorded.
             if self._guard.failure is None:

@@ -4,7 +4,8 @@ Deciding never waits for bytes. While events are published the engine only notes
 `start` arranges all of them in as few batches as their order allows and submits these; `poll` tells which
 transfers have landed or failed, so that the manager can make events of that, and `recorded` says that it has.
 
-A ticket that raises anything at all has failed: whether the bytes will ever come is unknown then. With it goes
+A ticket that raises anything at all has failed, and so has a batch that the copier does not even take: whether the
+bytes will ever come is unknown then. With it goes
 whatever was noted before that was recorded, since it may have been copied from there: what was not started never
 will be, and what becomes of the rest is of no interest. It still writes to its slots. Whoever has them next is safe,
 because batches run in the order of submission, and the compute stream waits for the ticket of each `start`.
@@ -66,7 +67,7 @@ class _Batch:
             try:
                 self._ticket.wait()
             except ManagerBusy:
-                raise
+                pass
             except Exception as failure:  # noqa: BLE001
                 self.outcome = _reason(failure)
 
@@ -110,10 +111,9 @@ class TransferEngine:
             self._pending.append(_Transfer(event.transfer, copy))
 
     def start(self) -> Ticket:
-        """Submit everything noted. The ticket stands for all of it.
+        """Submit everything noted. The ticket stands for all of it, and fails with what the copier does not take.
 
-        Before the forward pass the compute stream must be made to wait for it (`wait_on`). Raises
-        ValueError for slots that do not exist.
+        Before the forward pass the compute stream must be made to wait for it (`wait_on`).
         """
         transfers, self._pending = self._pending, []
         batches = schedule([transfer.copy for transfer in transfers])
@@ -123,9 +123,15 @@ class TransferEngine:
     def _submit(self, transfers: list[_Transfer]) -> Ticket:
         """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
         copies = [each.copy for each in transfers if not each.copy.moves_nothing]
-        ticket = self._copier.submit(copies) if copies else FinishedTicket()
+        ticket = self._ticket_of(copies) if copies else FinishedTicket()
         self._in_flight.append(_Batch(tuple(each.transfer for each in transfers), ticket))
         return ticket
+
+    def _ticket_of(self, copies: list[Copy]) -> Ticket:
+        try:
+            return self._copier.submit(copies)
+        except Exception as failure:  # noqa: BLE001  the events stand, so their copies must end in some way
+            return FinishedTicket(_reason(failure))
 
     def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from cuda_ops.simulated import FailingCopier, LateCopier
 from events.feed import Change, Cleared, Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.block_manager import GIVEN_UP
-from kvcache.errors import ComputationLost, TransfersPending
+from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
@@ -83,6 +85,53 @@ def test_failed_offload_clears_the_cache() -> None:
     assert isinstance(cleared, CacheCleared)
     assert cleared.unnamed == 1
     engine.verify()
+
+
+class Refuses:
+    """A copier that takes no batch while `error` is one."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        if self.error is not None:
+            raise self.error
+        return FinishedTicket()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("out of memory, token 424242"), "RuntimeError"),
+        (ValueError("slot 7"), "ValueError"),
+        (CopyFailed("no device"), "no device"),
+        (ManagerBusy(), "ManagerBusy"),
+    ],
+)
+def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception, reason: str) -> None:
+    """Whatever submit raises is told by the ticket and by poll; everything begins again, and the manager goes on."""
+    copier = Refuses(error)
+    manager = KVCacheManager(strategies.config(primary_blocks=6, secondary_blocks=6), copier=copier)
+    manager.add_sequence("old", [1] * 12)
+    manager.store_context_blocks("old", 12)
+    manager.remove_sequence("old")
+    manager.add_sequence("new", [2] * 12)
+    ticket = manager.start_transfers()
+    assert ticket is not None
+    ticket.wait_on()
+    with pytest.raises(CopyFailed, match=reason):
+        ticket.wait()
+    polled = manager.poll()
+    assert {told for _, told in polled.failed} == {reason}
+    assert dict(polled.cut) == {"new": 0}
+    assert manager.count_reusable([1] * 12) == 0
+    copier.error = None
+    manager.remove_sequence("new")
+    manager.add_sequence("next", [3] * 12)
+    manager.start_transfers()
+    assert manager.poll().failed == ()
+    manager.check()
+    manager.close()
 
 
 def test_all_running_sequences_begin_again() -> None:

@@ -289,6 +289,31 @@ def test_a_ticket_that_calls_the_manager_has_not_failed() -> None:
     assert len(manager.poll().landed) == 2
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_closing_with_a_ticket_that_calls_the_manager(waits: bool, tmp_path: Path) -> None:
+    """Its copies stay open in the log, which has everything else and replays."""
+    manager = two_copies([], [], log=tmp_path / "log")
+    fingerprint = manager.fingerprint()
+
+    class Calls(FinishedTicket):
+        def done(self) -> bool:
+            return bool(manager.poll())
+
+        def wait(self) -> None:
+            if waits:
+                manager.poll()
+
+    assert manager.transfers is not None
+    for batch in manager.transfers._in_flight:
+        batch._ticket = Calls()
+    manager.close()
+    with pytest.raises(ManagerClosed):
+        manager.flush()
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.fingerprint == fingerprint
+    assert not replayed.checkpoints_failed
+
+
 def test_closing_that_is_interrupted_records_what_happened(tmp_path: Path) -> None:
     """Who does not wait for copies any longer still has a log of everything, which replays."""
     manager = two_copies([KeyboardInterrupt()], log=tmp_path / "log")
