@@ -150,6 +150,39 @@ def test_nothing_found(kvcache: Kvcache, log: Path, asked: tuple[Any, ...]) -> N
         assert (done.code, done.out, done.err.count("kvcache: error: ")) == (2, "", 1)
 
 
+def keys_of(value: Any, place: str = "") -> Iterator[str]:
+    """The keys in JSON by their path; levels and places in lists are no part of it."""
+    for item in value if isinstance(value, list) else ():
+        yield from keys_of(item, place)
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key in LEVEL_NAMES:
+            yield from keys_of(inner, place)
+        else:
+            yield place + key
+            yield from keys_of(inner, f"{place}{key}.")
+
+
+@pytest.mark.parametrize("command", ["run", "replay", "match", "doctor"])
+def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path, command: str) -> None:
+    """Each command's table has each key that it says, and no other ones on top."""
+    options = ("--no-pools",) if command in ("replay", "match") else ()
+    summary = kvcache(
+        *("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 60, "--check-feed", "--json", *options),
+        *("--log", tmp_path / "log", "--set", "max_sequence_length=900"),
+    )
+    args = {"replay": ["replay", tmp_path / "log"], "match": ["match", tmp_path / "log", "--request", 3]}
+    said = summary if command == "run" else kvcache(*args.get(command, [command]), "--json")
+    found = set(keys_of(json.loads(said.out)))
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    words = re.findall("`([^`]+)`", "\n".join(line for line in section.splitlines() if line[:3] == "| `"))
+    assert found - set(words) <= {
+        f"partial.{word}" for word in ("block", "level", "slot", "name", "num_tokens", "landed")
+    }
+    firsts = re.findall(r"(?m)^\| (.*?) \|", section)
+    assert {word for first in firsts for word in re.findall("`([^`]+)`", first)} <= found
+
+
 def test_documented() -> None:
     """The page names what the tests look at."""
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
