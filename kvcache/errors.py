@@ -277,13 +277,21 @@ class InvariantViolated(InternalError):
 
 
 class Poisoned(InternalError):
-    """An earlier call failed halfway, so the state cannot be trusted. `cause` names the first failure."""
+    """An earlier call ended halfway, so the state cannot be trusted. `cause` names the first failure.
 
-    def __init__(self, cause: str) -> None:
-        super().__init__(cause)
+    `interrupted`: it was no bug, but a KeyboardInterrupt, SystemExit or the like in the middle of the call.
+    """
+
+    def __init__(self, cause: str, interrupted: bool = False) -> None:
+        super().__init__(cause, interrupted)
         self.cause = cause
+        self.interrupted = interrupted
 
     def __str__(self) -> str:
+        if self.interrupted:
+            return (
+                f"an earlier call of the manager was interrupted halfway ({self.cause}): create a new manager"
+            )
         return f"the manager stopped at an earlier failure ({self.cause}): create a new one, and report the failure"
 
 

@@ -22,7 +22,7 @@ class Guard:
     Used as a context manager around the part of a command that must happen whole.
     """
 
-    __slots__ = ("_owner_name", "busy", "closed", "deferred", "failure", "owner")
+    __slots__ = ("_owner_name", "busy", "closed", "deferred", "failure", "interrupted", "owner")
 
     def __init__(self) -> None:
         self.owner = get_ident()
@@ -31,6 +31,8 @@ class Guard:
         """Whether a call is in progress."""
         self.closed = False
         self.failure: str | None = None
+        self.interrupted = False
+        """Whether the failure was the caller's wish, as by Ctrl-C, and no bug."""
         self.deferred: Callable[[], None] | None = None
         """What is to be done when the call in progress has ended."""
 
@@ -43,7 +45,7 @@ class Guard:
         """Say why the manager must not be called now."""
         self.refuse_other_threads()
         if self.failure is not None:
-            raise Poisoned(self.failure)
+            raise Poisoned(self.failure, self.interrupted)
         if self.closed:
             raise ManagerClosed
         raise ManagerBusy
@@ -62,7 +64,7 @@ class Guard:
     ) -> None:
         # A refusal for lack of room is decided before the first event.
         if error is not None and not isinstance(error, CapacityError):
-            self.failure = _told(error)
+            self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
 
 
 def _told(error: BaseException) -> str:

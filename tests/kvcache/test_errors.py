@@ -70,7 +70,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
         "law": "a slot is in two places",
         "detail": "slot 3",
     },
-    Poisoned("KeyError: 3"): {"cause": "KeyError: 3"},
+    Poisoned("KeyError: 3"): {"cause": "KeyError: 3", "interrupted": False},
 }
 """An instance of every error that is raised, and its fields."""
 

@@ -500,3 +500,23 @@ def test_a_failure_at_any_event_stops_the_manager(name: str) -> None:
         with pytest.raises(Poisoned, match="RuntimeError"):
             manager.flush()
         manager.close()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_halfway_is_told_as_one(kind: type[BaseException]) -> None:
+    """Ctrl-C in the middle of a command needs a new manager, and nobody is asked to report it as a bug."""
+    manager = cache()
+
+    def interrupt(event: object) -> None:
+        raise kind
+
+    manager.bus.subscribe(interrupt)
+    with pytest.raises(kind):
+        manager.remove_sequence("a")
+    with pytest.raises(
+        Poisoned, match=rf"interrupted halfway \({kind.__name__}.*create a new manager"
+    ) as told:
+        manager.flush()
+    assert "report" not in str(told.value)
+    assert told.value.interrupted
+    manager.close()
