@@ -15,6 +15,9 @@ import numpy as np
 from events.types import RequestId
 from kvcache.errors import UsageError
 
+LONGEST_ID = 1024
+"""Characters of a request id, which events and error texts repeat."""
+
 
 def checked_integer(value: object, what: str) -> int:
     """A plain int that the log can hold: other kinds of integers (numpy's) are converted."""
@@ -62,11 +65,14 @@ def checked_flag(value: object, what: str) -> bool:
 
 
 def checked_request_id(value: object) -> RequestId:
-    """A plain str or int. A flag is neither: to Python True is 1, and would name that request."""
+    """A plain str or int of bounded size. A flag is neither: to Python True is 1, and would name that request."""
     if type(value) is int and -(2**63) <= value < 2**64:
         return value
     if isinstance(value, str):
-        return checked_text(value, "a request id")
+        text = checked_text(value, "a request id")
+        if len(text) > LONGEST_ID:
+            raise UsageError(f"a request id must have at most {LONGEST_ID} characters, not {len(text)}")
+        return text
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return checked_integer(value, "an integer request id")
     raise UsageError(f"a request id must be a string or an integer, not {type(value).__name__}")

@@ -38,6 +38,17 @@ from collections.abc import Sequence
 
 from events.types import RequestId
 
+_SHOWN_CHARACTERS = 80
+"""Of a request id that is longer, texts repeat so much."""
+
+
+def _shown(request_id: RequestId) -> str:
+    # Python writes no integer with thousands of digits.
+    if isinstance(request_id, int):
+        return repr(request_id) if request_id.bit_length() <= 64 else "(an integer beyond 64 bits)"
+    cut = request_id[:_SHOWN_CHARACTERS]
+    return repr(request_id) if cut == request_id else f"{cut!r}..."
+
 
 class KVCacheError(Exception):
     """Base of all errors of the cache manager."""
@@ -75,8 +86,10 @@ class DuplicateRequest(UsageError):
 
     def __str__(self) -> str:
         if self.in_batch:
-            return f"request {self.request_id!r} is in this call twice: give each request an id of its own"
-        return f"request {self.request_id!r} is running already: remove it first, or choose another id"
+            return (
+                f"request {_shown(self.request_id)} is in this call twice: give each request an id of its own"
+            )
+        return f"request {_shown(self.request_id)} is running already: remove it first, or choose another id"
 
 
 class UnknownRequest(UsageError):
@@ -87,7 +100,7 @@ class UnknownRequest(UsageError):
         self.request_id = request_id
 
     def __str__(self) -> str:
-        return f"request {self.request_id!r} is not running: it was never added, or was removed already"
+        return f"request {_shown(self.request_id)} is not running: it was never added, or was removed already"
 
 
 class InvalidTokens(UsageError):
@@ -151,7 +164,7 @@ class ComputationLost(UsageError):
 
     def __str__(self) -> str:
         return (
-            f"a copy failed, and {self.computed} tokens of request {self.request_id!r} are still computed: "
+            f"a copy failed, and {self.computed} tokens of request {_shown(self.request_id)} are still computed: "
             "call poll(), which tells all such requests, and compute the rest again"
         )
 

@@ -67,6 +67,8 @@ class KVCacheManager(Reading, Observed):
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
+        if state is not None and not isinstance(state, CacheState):
+            raise UsageError(f"state must be a CacheState, not {type(state).__name__}")
         if state is not None and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         self.config = config

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from events.log import LogStats
+from kvcache.arguments import checked_integer
 from kvcache.errors import Unsupported, UsageError
 from kvcache.journal import Journal
 from kvcache.stats import Stats
@@ -44,8 +45,15 @@ class Observed:
     def wait_subscribers(
         self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`."""
-        return self._journal.outlets.wait_subscribers(count, timeout, stop)
+        """Wait until each feed for routers has `count` readers; False after `timeout` seconds or once `stop()`.
+
+        May be called from any thread.
+        """
+        count = checked_integer(count, "count")
+        if not callable(stop):
+            raise UsageError(f"stop must be a function, not {type(stop).__name__}")
+        seconds = _up_to(_LONGEST_WAIT_MS / 1000, timeout, "timeout must be a number")
+        return self._journal.outlets.wait_subscribers(count, seconds, stop)
 
     @property
     def feeds(self) -> tuple[RouterFeed, ...]:
@@ -70,8 +78,13 @@ class Observed:
 def _seconds(timeout_ms: Any) -> float | None:
     if timeout_ms is None:
         return None
-    number: Any = timeout_ms if isinstance(timeout_ms, Real) else None
+    return _up_to(_LONGEST_WAIT_MS, timeout_ms, "timeout_ms must be a number or None") / 1000
+
+
+def _up_to(longest: float, wait: Any, must: str) -> float:
+    """A wait from 0 to the longest one; raises UsageError, saying what it `must` be."""
+    number: Any = wait if isinstance(wait, Real) else None
     # NaN is neither.
     if number is not None and (number <= 0 or number > 0):
-        return float(max(0, min(number, _LONGEST_WAIT_MS))) / 1000
-    raise UsageError(f"timeout_ms must be a number or None, not {type(timeout_ms).__name__} or NaN")
+        return float(max(0, min(number, longest)))
+    raise UsageError(f"{must}, not {type(wait).__name__} or NaN")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -171,7 +172,13 @@ def open_log(
 def _directory(log: object) -> Path:
     if not isinstance(log, str | PathLike):
         raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
-    return Path(log)
+    try:
+        path = Path(log)
+        if b"\0" not in os.fsencode(path):
+            return path
+    except Exception as error:  # noqa: BLE001
+        raise UsageError(f"log names no directory: {type(error).__name__}") from None
+    raise UsageError("log names no directory: a path has no NUL character")
 
 
 def _check_sink(sink: object) -> None:

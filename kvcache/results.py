@@ -46,7 +46,8 @@ class Request:
 
     `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
     (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
-    extra ids, be they all 0, shares nothing with one without.
+    extra ids, be they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at
+    most 1024 characters.
     """
 
     request_id: RequestId

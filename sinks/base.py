@@ -16,6 +16,7 @@ Errors::
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -174,6 +175,16 @@ class SinkURL:
 
     def __repr__(self) -> str:
         return f"SinkURL({str(self)!r})"
+
+    def file_path(self, path: str) -> Path:
+        """A path that stands in the URL, if the system can have such a name; raises SinkURLError otherwise."""
+        try:
+            encoded = os.fsencode(path)
+        except UnicodeEncodeError:
+            raise SinkURLError(str(self), "a file's path must be Unicode text, not lone surrogates") from None
+        if b"\0" in encoded:
+            raise SinkURLError(str(self), "a file's path has no NUL character (%00)")
+        return Path(path)
 
     @property
     def has_login(self) -> bool:

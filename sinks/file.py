@@ -54,7 +54,7 @@ class FileOptions(msgspec.Struct, frozen=True):
 class FileSink:
     """Appends batches to a file as JSON lines; one that would grow beyond `max_bytes` (0: any size) is rotated."""
 
-    def __init__(self, path: str, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:
+    def __init__(self, path: str | Path, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:
         # Whatever the process does, it is the same file.
         self._path = Path(path).absolute()
         self._key_bytes = key_bytes
@@ -200,7 +200,7 @@ def create(url: SinkURL, context: SinkContext) -> FileSink:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
-    return FileSink(url.path, options, context.key_bytes, _max_bytes(url, options))
+    return FileSink(url.file_path(url.path), options, context.key_bytes, _max_bytes(url, options))
 
 
 def _max_bytes(url: SinkURL, options: FileOptions) -> int:

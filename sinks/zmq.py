@@ -155,7 +155,7 @@ def _state_path(
     url: SinkURL, options: ZMQOptions, settings: ZMQSettings, context: SinkContext
 ) -> Path | None:
     if options.state is not None:
-        return Path(options.state) if options.state else None
+        return url.file_path(options.state) if options.state else None
     if context.state_dir is None or not url.port:
         return None
     host = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)

@@ -53,7 +53,8 @@ def segment_paths(directory: Path) -> list[Path]:
 
 def is_log(directory: Path) -> bool:
     """Whether a writer has been here."""
-    names = os.listdir(directory) if directory.is_dir() else []
+    # pathlib's is_dir raises for a name that is too long.
+    names = os.listdir(directory) if os.path.isdir(directory) else []
     return any(name == LOCK_NAME or _NAME.fullmatch(name) for name in names)
 
 

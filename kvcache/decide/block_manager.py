@@ -117,7 +117,7 @@ class BlockManager:
             request_id = checked_request_id(request_id)
         handle = self._state.handles.get(request_id)
         if handle is None:
-            raise UnknownRequest(request_id)
+            raise UnknownRequest(checked_request_id(request_id))
         return self._state.sequences[handle]
 
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:

@@ -468,3 +468,11 @@ class TestFollowing:
                 if not writing.is_alive():
                     log.flush()
             writing.join()
+
+
+def test_a_name_that_no_system_has_is_no_log(tmp_path: Path) -> None:
+    """A name that is too long, a link to itself, and a NUL are told as any other place without a log."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / ("x" * 300), tmp_path / "loop", tmp_path / "a\0b"):
+        with pytest.raises(NotALog):
+            list(LogReader(path))

@@ -51,7 +51,8 @@ def cache(**options: Any) -> KVCacheManager:
     return manager
 
 
-NO_IDS: list[Any] = [None, True, 1.0, b"a", [1], {}, Odd(fail), np.array([1, 2]), "\ud800", 2**64]
+NO_IDS: list[Any] = [None, True, 1.0, b"a", [1], {}, Odd(fail), np.array([1, 2]), "\ud800", 2**64, 10**5000]
+NO_IDS.append("a" * 1025)
 BY_ID: dict[str, Callable[[KVCacheManager, Any], Any]] = {
     "add_sequence": lambda m, each: m.add_sequence(each, [1]),
     "can_add": lambda m, each: m.can_add([Request(each, [1])]),
@@ -135,6 +136,13 @@ CALLS: list[tuple[str, Callable[[KVCacheManager], Any]]] = [
     ("flag as an array", lambda m: m.remove_sequence("a", np.array([1, 2]))),  # type: ignore[arg-type]
     ("flag as a number", lambda m: m.remove_sequence("a", 1)),  # type: ignore[arg-type]
     ("token that fails", lambda m: m.add_tokens(["a"], [Odd(fail)])),
+    ("wait for text", lambda m: m.wait_subscribers("x")),  # type: ignore[arg-type]
+    ("wait for 10**400", lambda m: m.wait_subscribers(10**400)),
+    ("wait for readers of text", lambda m: m.wait_subscribers(1, "x")),  # type: ignore[arg-type]
+    ("wait for readers of None", lambda m: m.wait_subscribers(1, None)),  # type: ignore[arg-type]
+    ("wait for readers of NaN", lambda m: m.wait_subscribers(1, float("nan"))),
+    ("wait for readers of an array", lambda m: m.wait_subscribers(1, np.array([1, 2]))),  # type: ignore[arg-type]
+    ("wait until a number", lambda m: m.wait_subscribers(1, 0, 5)),  # type: ignore[arg-type]
     ("wait of text", lambda m: m.get_latest_events("x")),  # type: ignore[arg-type]
     ("wait of no number", lambda m: m.get_latest_events(float("nan"))),
 ]
@@ -156,6 +164,16 @@ def test_any_long_wait_is_a_wait(timeout_ms: float) -> None:
     manager.store_context_blocks("c", 3)
     manager.flush()
     assert [event["data"]["type"] for event in manager.get_latest_events(timeout_ms)] == ["stored"]
+
+
+@pytest.mark.parametrize(
+    "timeout",
+    [1e308, float("inf"), 10**400, -(10**400), Fraction(1, 3), np.float32(1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_timeout_for_readers_is_one(timeout: Any) -> None:
+    """Without feeds there is nobody to wait for, however long that may take."""
+    assert cache().wait_subscribers(1, timeout)
 
 
 def test_polling_without_a_buffer_is_refused() -> None:
@@ -188,6 +206,10 @@ def test_numbers_are_converted_before_anything_is_looked_up() -> None:
         {"pools": 5},
         {"log": 5},
         {"log": b"log"},
+        {"log": "a\0b"},
+        {"log": "\ud800"},
+        {"state": 5},
+        {"state": []},
         {"sinks": None},
         {"sinks": 5},
         {"sinks": "stdout:"},

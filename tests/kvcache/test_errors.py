@@ -159,3 +159,10 @@ def test_every_leaf_is_raised_somewhere() -> None:
                 error = node.func if isinstance(node, ast.Call) else node.exc
                 made.add(error.id if isinstance(error, ast.Name) else None)
     assert {leaf.__name__ for leaf in LEAVES} - made == set()
+
+
+@pytest.mark.parametrize("request_id", [10**5000, -(2**70), "a" * 10**6], ids=["huge", "large", "text"])
+def test_texts_repeat_no_long_id(request_id: int | str) -> None:
+    """An id of any length is told in one short line, though Python writes no integer of thousands of digits."""
+    for error in (UnknownRequest(request_id), DuplicateRequest(request_id), ComputationLost(request_id, 3)):
+        assert len(str(error)) < 300

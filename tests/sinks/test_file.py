@@ -44,6 +44,14 @@ def test_keeps_whole_batches_with_tokens(tmp_path: Path) -> None:
     assert read(path) == [BATCH, make_batch(4)]
 
 
+@pytest.mark.parametrize("path", ["a%00b", "\ud800"])
+def test_what_is_no_name_of_a_file_is_refused(path: str) -> None:
+    """A path that no system has is told with the URL, not when it is opened, and so is that of a feed's numbers."""
+    for url in (f"file:{path}", f"zmq+pub://127.0.0.1:5557?state={path}"):
+        with pytest.raises(SinkURLError, match="a file's path"):
+            open_sink(url, CONTEXT)
+
+
 def test_leaves_tokens_out_by_default(tmp_path: Path) -> None:
     """Token ids reach the disk only if asked for."""
     path = tmp_path / "events.jsonl"
