@@ -1,26 +1,75 @@
-"""The connections behind a ZeroMQ socket: who is there, how to get rid of one, and who we are to them.
+"""The connections behind a ZeroMQ socket: who is there, how much it says, how to get rid of it, and who we are to it.
 
-ZeroMQ tells over which connection a message came (its descriptor), and by a monitor which connections begin and end.
-It has no call to end one, so that is done to the connection itself: ZeroMQ then drops all that waits for it.
+ZeroMQ tells over which connection a message came (its descriptor), and by a monitor which connections begin and end. It
+bounds the size of a frame, but neither how many frames a message has nor how many messages a peer sends before anybody
+reads them; and it has no call to end a connection. So what a peer has sent is asked of the system, where that can tell
+(Linux), and who sends more than subscribers and readers of replays have reason to is cut off.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import socket as sockets
+import struct
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from events.diagnostics import get_logger
+
+ALLOWED_BYTES, ALLOWED_PER_SECOND = 16 << 10, 4 << 10
+"""What a peer may send at the start, and then from second to second: a thousand times what a router does."""
+MAX_CONNECTIONS = 1000
+SILENCE_SECONDS = 60.0
+"""A complaint is logged once in this time, however often there is reason for it."""
+
+_TCP_INFO = getattr(sockets, "TCP_INFO", None)
+_COUNTS = struct.Struct("=QQ")
+_COUNTS_AT = 120
+"""Where Linux tells of a connection how many bytes the peer has acknowledged, and how many it has sent."""
+
+_log = get_logger("sinks")
+
+
+class Complaints:
+    """Warnings about peers, who could otherwise fill the log."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._told: dict[str, float] = {}
+        self._untold: dict[str, int] = {}
+
+    def tell(self, event: str, reason: str) -> None:
+        """Log it, unless that was done lately; then it is counted for the next time."""
+        now = self._monotonic()
+        if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
+            self._untold[event] = self._untold.get(event, 0) + 1
+            return
+        self._told[event] = now
+        _log.warning(event, reason=reason, times_since_last=self._untold.pop(event, 0))
+
 
 class Peers:
     """Who is connected to a bound socket. For the thread that owns the socket."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        complaints: Complaints,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._socket = socket
+        self._port = port_of(endpoint_of(socket))
+        self._complaints, self._monotonic = complaints, monotonic
+        # What begins before this is asked for belongs to nobody, so it comes right after binding.
         self._monitor = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
-        self.connected: set[int] = set()
+        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self.connected: dict[int, float] = {}
+        """Since when each is there."""
 
     def refresh(self) -> list[int]:
         """Note who came; returns those that left."""
@@ -29,11 +78,27 @@ class Peers:
             message = recv_monitor_message(self._monitor)
             connection = int(message["value"])
             if message["event"] == zmq.Event.ACCEPTED:
-                self.connected.add(connection)
+                self.connected[connection] = self._monotonic()
             else:
-                self.connected.discard(connection)
+                self.connected.pop(connection, None)
                 left.append(connection)
+            if len(self.connected) > self._most:
+                self.cut_off(connection, "there are too many connections")
         return left
+
+    def police(self) -> None:
+        """Cut off who has sent more than there is reason to; to be called often, as it bounds what can have come."""
+        now = self._monotonic()
+        for connection, since in self.connected.items():
+            sent = traffic(connection)[1]
+            if sent > ALLOWED_BYTES + ALLOWED_PER_SECOND * (now - since):
+                self.cut_off(connection, "it sends without end")
+
+    def cut_off(self, connection: int | None, reason: str) -> None:
+        """End a connection; nothing happens to a descriptor that has become something else."""
+        self._complaints.tell("peer_cut_off", reason)
+        if connection is not None:
+            _hang_up(connection, self._port)
 
     def close(self) -> None:
         """End the monitor; before the socket is closed."""
@@ -49,8 +114,22 @@ def connection_of(message: zmq.Frame) -> int | None:
         return None
 
 
-def hang_up(connection: int, port: int) -> None:
-    """End a connection to this port; nothing happens to a descriptor that has become something else."""
+def traffic(connection: int) -> tuple[int, int]:
+    """Bytes that the peer has taken, and that it has sent; zeros where the system does not tell."""
+    if _TCP_INFO is None:
+        return 0, 0
+    with suppress(OSError, struct.error):
+        peer = sockets.socket(fileno=connection)
+        try:
+            told = peer.getsockopt(sockets.IPPROTO_TCP, _TCP_INFO, _COUNTS_AT + _COUNTS.size)
+        finally:
+            peer.detach()  # it is ZeroMQ's
+        taken, sent = _COUNTS.unpack_from(told, _COUNTS_AT)
+        return taken, sent
+    return 0, 0
+
+
+def _hang_up(connection: int, port: int) -> None:
     # A copy, so that what is looked at is what is ended, whoever closes the descriptor meanwhile.
     with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
         if peer.getsockname()[1] == port:

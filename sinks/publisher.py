@@ -4,31 +4,32 @@ It is an XPUB in manual mode: it hands over what subscribers say, and a subscrip
 admitted. Just then one message can be sent to that subscriber alone. So a router that connects late, or again, hears
 of nothing that it cannot understand, and those that were there before are not disturbed.
 
-SECURITY: anybody who can connect can send anything. What is read in one go is bounded, who talks too much is cut off,
-and a message that is no subscription, by which ZeroMQ loses count of whose subscription is whose, closes the socket
-for all if there is any doubt: they connect again by themselves.
+SECURITY: anybody who can connect can send anything. What is read in one go is bounded, who sends too much is cut off
+(`sinks.peers`), and the socket is closed for all, who connect again by themselves, in two cases: if what was said
+cannot be worked off, and if a message is no subscription, by which ZeroMQ loses count of whose subscription is whose.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
-from events.diagnostics import get_logger
 from events.formats.vllm import encode_seq
 from sinks.base import SinkError
-from sinks.peers import Peers, connection_of, endpoint_of, hang_up, port_of
+from sinks.peers import Complaints, Peers, connection_of, endpoint_of, port_of, traffic
 
-READ_AT_ONCE = 200
+READ_AT_ONCE, READ_SECONDS = 1000, 0.003
 """What subscribers say is read in such portions, so that they cannot keep the feed from its work."""
-TALK_PER_SECOND = 1000
-"""Who says more is cut off: a subscriber says a word when it comes and one when it goes."""
+BEHIND_SECONDS = 1.0
+"""When they have said more than was read for so long, everybody has to come anew."""
+MAX_PREFIX_BYTES = 256
 TOLD_AT_ONCE = 4
-"""Large first messages that may be on their way; further subscribers wait until one has been taken."""
+"""Different large first messages that may be on their way; further subscribers wait until one has been taken."""
+IDLE_SECONDS = 1.0
+"""While others wait, who takes nothing of its first message for so long is cut off."""
 LARGE_BYTES = 64 << 10
 REOPEN_SECONDS, REOPEN_TRIES = 1.0, 100
 
@@ -38,8 +39,6 @@ than sending."""
 _COME, _GO = b"\x01", b"\x00"
 """What a subscriber's message begins with; a topic's beginning follows."""
 
-_log = get_logger("sinks")
-
 
 @dataclass(frozen=True, slots=True)
 class _Newcomer:
@@ -47,13 +46,16 @@ class _Newcomer:
     connection: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Told:
     """A large first message on its way."""
 
     tracker: zmq.MessageTracker
-    connection: int | None
-    since: float
+    payload: bytes
+    connection: int
+    taken: int
+    """Bytes that were taken when it was looked at last."""
+    moved_at: float
 
 
 class Publisher:
@@ -66,10 +68,10 @@ class Publisher:
         self,
         bind: Callable[[int], zmq.Socket[bytes]],
         port: int,
-        stall_seconds: float,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bind, self._stall_seconds, self._monotonic = bind, stall_seconds, monotonic
+        self._bind, self._monotonic = bind, monotonic
+        self._complaints = Complaints(monotonic)
         self.topic = b""
         self._open(port)
 
@@ -77,16 +79,16 @@ class Publisher:
         self._socket = self._bind(port)
         _address_newcomers(self._socket, False)
         self._socket.copy_threshold = LARGE_BYTES
-        self._peers = Peers(self._socket)
+        self._peers = Peers(self._socket, self._complaints, self._monotonic)
         self.endpoint = endpoint_of(self._socket)
         self._port = port_of(self.endpoint)
         self._newcomer: _Newcomer | None = None
         self._topics: dict[int, set[bytes]] = {}
         self._told: set[int] = set()
-        """Connections that were told; a further subscription needs no second telling."""
+        """Connections that were told and have heard everything since; a further subscription needs no telling."""
         self._on_their_way: list[_Told] = []
-        self._talk: Counter[int] = Counter()
-        self._talk_since = self._monotonic()
+        self._behind_since: float | None = None
+        """Since when there has been more to read than was read."""
 
     @property
     def subscribers(self) -> int:
@@ -101,17 +103,26 @@ class Publisher:
         send(encode_seq(seq), _MORE)
         send(payload, _LAST)
 
+    def look_around(self) -> None:
+        """See who is there, and who must go; to be called often."""
+        self._forget_who_left()
+        self._peers.police()
+
     def newcomer_waits(self) -> bool:
         """Hear what subscribers say, up to one that waits to be admitted, or as much as is bearable."""
-        self._forget_who_left()
+        deadline = self._monotonic() + READ_SECONDS
         for _ in range(READ_AT_ONCE):
             if self._newcomer is not None:
                 return self._may_tell()
             try:
                 message = self._socket.recv(_LAST, copy=False)
             except zmq.Again:
-                break
+                self._behind_since = None
+                return False
             self._hear(message)
+            if self._monotonic() > deadline:
+                break
+        self._fall_behind()
         return False
 
     def admit(self, first: tuple[int, bytes] | None) -> None:
@@ -119,10 +130,11 @@ class Publisher:
         newcomer, self._newcomer = self._newcomer, None
         assert newcomer is not None
         self._socket.setsockopt(zmq.SUBSCRIBE, newcomer.prefix)
-        if newcomer.connection is not None:
-            self._told.add(newcomer.connection)
-        if first is None or newcomer.connection not in self._peers.connected:
+        if newcomer.connection is None or newcomer.connection not in self._peers.connected:
             return  # sent to nobody in particular, it would go to all
+        self._told.add(newcomer.connection)
+        if first is None:
+            return
         seq, payload = first
         _address_newcomers(self._socket, True)
         self._socket.send(self.topic, _MORE)
@@ -130,7 +142,9 @@ class Publisher:
         tracker = self._socket.send(payload, _LAST, copy=False, track=True)
         _address_newcomers(self._socket, False)
         if not tracker.done:
-            self._on_their_way.append(_Told(tracker, newcomer.connection, self._monotonic()))
+            taken = traffic(newcomer.connection)[0]
+            told = _Told(tracker, payload, newcomer.connection, taken, self._monotonic())
+            self._on_their_way.append(told)
 
     def close(self) -> None:
         """Close the socket; what was sent is still delivered as long as it lingers."""
@@ -143,9 +157,9 @@ class Publisher:
         text, connection = message.bytes, connection_of(message)
         word, prefix = text[:1], text[1:]
         self._forget_who_left()
-        if connection is not None and self._talks_too_much(connection):
-            hang_up(connection, self._port)
-        if word == _COME:
+        if len(prefix) > MAX_PREFIX_BYTES:
+            self._peers.cut_off(connection, "it subscribes to what cannot be a topic")
+        elif word == _COME:
             self._come(prefix, connection)
         elif word == _GO and connection is None:
             # Somebody left, and its connection's number may be another one's by now.
@@ -159,14 +173,18 @@ class Publisher:
     def _come(self, prefix: bytes, connection: int | None) -> None:
         if connection in self._peers.connected:
             self._topics.setdefault(connection, set()).add(prefix)
-        if self.topic.startswith(prefix) and connection not in self._told:
-            self._newcomer = _Newcomer(prefix, connection)
-        else:
+        if not self.topic.startswith(prefix):
+            return  # nothing is published that it could hear
+        if connection in self._told:
             self._socket.setsockopt(zmq.SUBSCRIBE, prefix)
+        else:
+            self._newcomer = _Newcomer(prefix, connection)
 
     def _go(self, prefix: bytes, connection: int | None) -> None:
         topics = self._topics.get(connection, set()) if connection is not None else set()
         topics.discard(prefix)
+        if connection is not None and not any(self.topic.startswith(each) for each in topics):
+            self._told.discard(connection)  # it does not hear everything any more
         if not topics:
             self._topics.pop(connection, None)  # type: ignore[arg-type]  # None is not in it
 
@@ -175,27 +193,23 @@ class Publisher:
             self._topics.pop(connection, None)
             self._told.discard(connection)
 
-    def _talks_too_much(self, connection: int) -> bool:
+    def _fall_behind(self) -> None:
         now = self._monotonic()
-        if now - self._talk_since > 1.0:
-            self._talk.clear()
-            self._talk_since = now
-        self._talk[connection] += 1
-        if self._talk[connection] == TALK_PER_SECOND:
-            _log.warning("subscriber_cut_off", reason="it subscribes and unsubscribes without end")
-        return self._talk[connection] % TALK_PER_SECOND == 0
+        if self._behind_since is None:
+            self._behind_since = now
+        elif now - self._behind_since > BEHIND_SECONDS:
+            self._reopen("peers say more than can be read")
 
     def _meet_stranger(self, connection: int | None) -> None:
         """A message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
-        if connection is not None:
-            hang_up(connection, self._port)
+        self._peers.cut_off(connection, "it sends what is no subscription")
         if self._socket.poll(0):
-            _log.warning("feed_reopened", reason="a peer sent what is no subscription")
-            self.close()
-            self._reopen()
+            self._reopen("a peer sent what is no subscription")
 
-    def _reopen(self) -> None:
-        """Bind again, once ZeroMQ has closed the old socket, which it does in its own time."""
+    def _reopen(self, reason: str) -> None:
+        """Close the socket and bind again, once ZeroMQ has let go of the port, which it does in its own time."""
+        self._complaints.tell("feed_reopened", reason)
+        self.close()
         for left in reversed(range(REOPEN_TRIES)):
             try:
                 self._open(self._port)
@@ -207,13 +221,17 @@ class Publisher:
                 return
 
     def _may_tell(self) -> bool:
-        """Whether there is room for another large message; who takes none in time is cut off."""
+        """Whether there is room for another large message; who takes nothing of its own is cut off."""
         self._on_their_way = [told for told in self._on_their_way if not told.tracker.done]
-        if len(self._on_their_way) < TOLD_AT_ONCE:
+        if len({id(told.payload) for told in self._on_their_way}) < TOLD_AT_ONCE:
             return True
-        oldest = self._on_their_way[0]
-        if self._monotonic() - oldest.since > self._stall_seconds and oldest.connection is not None:
-            hang_up(oldest.connection, self._port)
+        now = self._monotonic()
+        for told in self._on_their_way:
+            taken = traffic(told.connection)[0]
+            if taken > told.taken:
+                told.taken, told.moved_at = taken, now
+            elif now - told.moved_at > IDLE_SECONDS:
+                self._peers.cut_off(told.connection, "it takes nothing of what it is told")
         return False
 
 

@@ -29,7 +29,7 @@ import zmq
 
 from events.diagnostics import get_logger
 from events.formats.vllm import END_OF_REPLAY, encode_seq
-from sinks.peers import connection_of, endpoint_of, hang_up, port_of
+from sinks.peers import Complaints, Peers, connection_of
 from sinks.replay_ring import ReplayRing
 from sinks.snapshot import Encode, Join, Snapshot
 
@@ -44,7 +44,7 @@ SHARED_BYTES = 4096
 """Larger payloads are not copied for each reader."""
 MAX_PADDED = 10_000_000
 """Empty batches that an answer may need; where it would be more, nobody would wait for its end, and it gets none."""
-STOP_POLL_MS = 50
+STOP_POLL_MS = 20
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
 
@@ -100,7 +100,7 @@ class ReplayServer:
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
-        self._port = port_of(endpoint_of(socket))
+        self._peers = Peers(socket, Complaints())
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
@@ -141,9 +141,12 @@ class ReplayServer:
             while not self._stopping.is_set():
                 if self._socket.poll(timeout):
                     self._receive()
+                self._peers.refresh()
+                self._peers.police()
                 self._begin_answers()
                 timeout = self._take_turns()
         finally:
+            self._peers.close()
             self._socket.close()
 
     def _receive(self) -> None:
@@ -204,7 +207,7 @@ class ReplayServer:
         if not self._warned:
             self._warned = True
             reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
-            _log.warning("feed_numbers_went_back", asked=asked, next=end, reason=reason)
+            _log.warning("feed_numbers_went_back", asked=min(asked, 2**64), next=end, reason=reason)
 
     def _from_snapshot(self, snapshot: Snapshot, start: int) -> Iterator[Numbered]:
         """The state and what was sent since; only the latter if `start` lies there."""
@@ -307,9 +310,7 @@ class ReplayServer:
         if now - answer.moved_at < self._stall_seconds:
             return True
         self.dropped += 1
-        _log.warning("replay_reader_dropped", seconds=self._stall_seconds)
-        if answer.connection is not None:
-            hang_up(answer.connection, self._port)
+        self._peers.cut_off(answer.connection, "it takes nothing of what it asked for")
         return False
 
 

@@ -25,8 +25,10 @@ from sinks.replay_server import STALL_SECONDS, ReplayServer
 from sinks.router_feed import FeedBatch, FeedState
 from sinks.snapshot import Snapshot
 
-MAX_INBOUND_BYTES = 4096
-"""Subscriptions and requests are short; whoever sends more is cut off."""
+MAX_INBOUND_BYTES = 512
+"""Subscriptions and requests are short; whoever sends a longer frame is cut off."""
+HANDSHAKE_MS = 5000
+"""Who has not said by then what it is goes."""
 REPLAY_HWM = 256
 """Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
 INBOUND_HWM = 100
@@ -130,6 +132,7 @@ class ZMQTransport:
     def tick(self, take_state: Callable[[], FeedState]) -> None:
         """Tell newcomers what there is, and make the state that readers of replays need."""
         replay = self.replay
+        self._publisher.look_around()
         for _ in range(NEWCOMERS_AT_ONCE):
             if not self._publisher.newcomer_waits():
                 break
@@ -178,9 +181,7 @@ class ZMQTransport:
         settings = self._settings
         # Opened again, it has the ports that readers know.
         port = settings.port or port_of(self.endpoint)
-        self._publisher = Publisher(
-            lambda port: self._bound(zmq.XPUB, port, settings.hwm), port, settings.stall_seconds
-        )
+        self._publisher = Publisher(lambda port: self._bound(zmq.XPUB, port, settings.hwm), port)
         self.endpoint = self._publisher.endpoint
         self.topic = self._publisher.topic = _topic(settings, self.endpoint).encode()
         if settings.replay_port is not None:
@@ -205,6 +206,7 @@ class ZMQTransport:
             zmq.RCVHWM: INBOUND_HWM,
             zmq.LINGER: min(int(self._settings.linger_seconds * 1000), INT32),
             zmq.MAXMSGSIZE: MAX_INBOUND_BYTES,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
             zmq.TCP_KEEPALIVE: 1,
             zmq.IPV6: int(":" in self._settings.host),
         }

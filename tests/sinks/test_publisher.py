@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket as sockets
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from sinks.feed_numbers import FeedNumbers
+from sinks.publisher import TOLD_AT_ONCE
 from sinks.replay_server import ANSWERS_AT_ONCE
 from sinks.router_feed import RouterFeed
 from sinks.zmq_transport import VLLM, ZMQSettings, ZMQTransport
@@ -45,6 +48,15 @@ def follow(router: Router, worker: Worker) -> State:
         seq = int.from_bytes(frame, "big")
         router.reader.take_payload(payload)
     return router.reader.state
+
+
+def raw_peer(endpoint: str, kind: bytes) -> sockets.socket:
+    """A connection that speaks ZeroMQ's protocol (ZMTP 3.0) without its library, so that it may say anything."""
+    peer = sockets.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    peer.sendall(greeting + b"\x04" + bytes((len(ready),)) + ready)
+    return peer
 
 
 class TestNewcomers:
@@ -145,6 +157,10 @@ class TestNewcomers:
             worker.settle()
             assert not router.live.poll(100)
             assert worker.feed.subscribers == 1
+            router.live.subscribe(b"")  # what it has not heard meanwhile it is told
+            router.reader.take_payload(router.welcome()[2])
+            assert len(router.reader.state) == 2
+            router.live.unsubscribe(b"")
             router.live.unsubscribe(b"other")
             wait_for(lambda: worker.feed.subscribers == 0)
 
@@ -171,7 +187,8 @@ class TestNewcomers:
             assert live.poll(int(WAIT * 1000))
             router.reader.take_payload(live.recv_multipart()[2])
             assert len(router.reader.state) >= 55_000
-            assert len(worker.transport._publisher._on_their_way) <= 4
+            on_their_way = worker.transport._publisher._on_their_way
+            assert len({id(told.payload) for told in on_their_way}) <= TOLD_AT_ONCE
 
 
 class TestHarm:
@@ -211,7 +228,7 @@ class TestHarm:
                 stop.set()
                 thread.join()
             wait_for(lambda: worker.feed.subscribers == 1)
-        assert {log["event"] for log in logs} == {"subscriber_cut_off"}
+        assert {"peer_cut_off"} <= {log["event"] for log in logs} <= {"peer_cut_off", "feed_reopened"}
 
     @pytest.mark.parametrize(
         "words", [[b"hello"], [b"hello", b"\x02", b"", b"\x01kv@"], [b"\xff" * 4000] * 300]
@@ -244,6 +261,42 @@ class TestHarm:
                 assert len(expected) == 3 * (len(worker.source.slots) - 1) + 1
                 for reader in (router, *others):
                     assert follow(reader, worker) == expected
+
+    @pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="what a peer has sent, Linux alone tells"
+    )
+    @pytest.mark.parametrize("replay", [False, True])
+    def test_who_sends_without_end_is_cut_off(self, router: Router, replay: bool) -> None:
+        """A message whose end never comes, which ZeroMQ would keep until it does, on either socket."""
+        with Worker("coalesce=0") as worker, capture_logs() as logs:
+            router.subscribe(worker)
+            router.welcome()
+            endpoint = worker.transport.replay_endpoint if replay else worker.transport.endpoint
+            assert endpoint is not None
+            part = b"\x01\xc8" + b"\x01" + bytes(199)  # "more follows", 200 bytes
+            with raw_peer(endpoint, b"DEALER" if replay else b"SUB") as hostile:
+                deadline = time.monotonic() + WAIT
+                with contextlib.suppress(OSError):
+                    while time.monotonic() < deadline:
+                        hostile.sendall(part)
+            wait_for(lambda: bool(logs))
+            assert {log["event"] for log in logs} == {"peer_cut_off"}
+            worker.put(worker.source.store(1, 1))
+            assert router.receive()
+            assert len(router.replay(worker, 0)) == last_seq(worker) + 1
+
+    def test_too_many_connections_are_refused(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Bare connections beyond the bound are ended at once, and a router that was there goes on."""
+        monkeypatch.setattr("sinks.peers.MAX_CONNECTIONS", 10)
+        with Worker("coalesce=0") as worker, capture_logs() as logs, contextlib.ExitStack() as stack:
+            router.subscribe(worker)
+            router.welcome()
+            port = int(worker.transport.endpoint.rpartition(":")[2])
+            for _ in range(40):
+                stack.enter_context(sockets.create_connection(("127.0.0.1", port)))
+            wait_for(lambda: bool(logs) and len(worker.transport._publisher._peers.connected) <= 10)
+            worker.put(worker.source.store(1, 1))
+            assert router.receive()
 
 
 class TestReplayFlood:
@@ -288,4 +341,4 @@ class TestReplayFlood:
                 router.reader.take_payload(frames[3])
             assert len(router.reader.state) == 6000
             assert server.dropped >= 1
-        assert {log["event"] for log in logs} == {"replay_reader_dropped"}
+        assert {"peer_cut_off"} <= {log["event"] for log in logs} <= {"peer_cut_off", "feed_reopened"}

@@ -405,7 +405,7 @@ class TestReplay:
             while int.from_bytes(router.receive()[1], "big") < last_seq(worker):
                 pass
             assert len(router.replay(worker, last_seq(worker))) == 1
-        assert [log["event"] for log in logs] == ["replay_reader_dropped"]
+        assert [log["event"] for log in logs] == ["peer_cut_off"]
 
     def test_a_reader_that_goes_away_is_forgotten(self, router: Router) -> None:
         """Its answer ends at once, and the next reader gets its own."""
