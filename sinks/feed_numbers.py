@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import time
 import zlib
 from pathlib import Path
@@ -30,6 +31,7 @@ FILE_MODE = 0o600
 
 _MAGIC = "kvcache feed numbers 1"
 _CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32 ([0-9a-f]{8})\n")
+_MOST_BYTES = 4096
 
 
 class FeedNumbers:
@@ -119,7 +121,7 @@ def clock_number() -> int:
 def _read(path: Path) -> int | None:
     """The first number that is not reserved; None without a file."""
     try:
-        content = path.read_bytes()
+        content = _content(path)
     except FileNotFoundError:
         return None
     match = _CONTENT.fullmatch(content)
@@ -131,12 +133,26 @@ def _read(path: Path) -> int | None:
     return int(match[2])
 
 
+def _content(path: Path) -> bytes:
+    """What the file holds, up to more than it should; raises SinkError for what is no file: a pipe may never end."""
+    # A link would be replaced by a file with the first reservation.
+    if path.is_symlink():
+        raise SinkError(f"{path} is a symbolic link: name the file itself with state=")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise SinkError(f"{path} is no regular file: name another place with state=")
+        return os.read(descriptor, _MOST_BYTES)
+    finally:
+        os.close(descriptor)
+
+
 def _write(path: Path, reserved: int) -> None:
     """Replace the file: at any moment a crash leaves the old content or the new."""
     content = f"{_MAGIC}\nreserved {reserved}\n".encode()
     content += f"crc32 {zlib.crc32(content):08x}\n".encode()
     unfinished = path.with_name(path.name + ".new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     _write_synced(os.open(unfinished, flags, FILE_MODE), content)
     unfinished.replace(path)
     sync_directory(path.parent)

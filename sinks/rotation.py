@@ -18,7 +18,7 @@ def rotate(path: Path, keep: int, mode: int) -> int:
     Raises OSError. What is likely to fail, making a file, comes first, and has changed nothing where it fails.
     """
     unfinished = path.with_name(f"{path.name}.new")
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(unfinished, flags, mode)
     try:
         for number in range(keep - 1, 0, -1):

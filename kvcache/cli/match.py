@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from events.log import LogReader
 from events.rich_tokens import RichTokens
@@ -26,6 +26,8 @@ from kvcache.results import Match, MatchedBlock
 from kvcache.tokens import pack_tokens
 
 Prompt = tuple[Namespace, RichTokens]
+LONGEST_TEXT = 1 << 26
+"""Characters of token ids that are read."""
 
 
 def add_parser(commands: Any, **options: Any) -> None:
@@ -86,8 +88,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt:
-    text = sys.stdin.read() if args.tokens == "-" else _read_text(args.tokens)
     origin = _origin(args.tokens)
+    text = _read(sys.stdin) if args.tokens == "-" else _read_text(args.tokens)
+    if len(text) > LONGEST_TEXT:
+        raise UsageError(f"{origin} holds more than {LONGEST_TEXT:,} characters: no prompt is that long")
     try:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
     except (ValueError, RecursionError):
@@ -106,9 +110,15 @@ def _origin(tokens: str) -> str:
     return "stdin" if tokens == "-" else tokens
 
 
+def _read(file: TextIO) -> str:
+    """All of it, or more than is allowed: some files have no end."""
+    return file.read(LONGEST_TEXT + 1)
+
+
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:
+            return _read(file)
     except UnicodeDecodeError:
         return "no numbers"
 

@@ -189,6 +189,22 @@ class TestTokens:
         (tmp_path / "p").write_bytes(np.arange(100, dtype=np.int32).tobytes() + b"\xff")
         assert "does not hold token ids" in kvcache("match", salted, "--tokens", tmp_path / "p").err
 
+    def test_no_end(self, kvcache: Kvcache, salted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What goes on and on is not read for ever, and refused."""
+
+        class Endless(io.StringIO):
+            def read(self, size: int | None = -1, /) -> str:
+                assert size is not None
+                assert size > 0
+                return "0 " * (size // 2 + 1)
+
+        monkeypatch.setattr("sys.stdin", Endless())
+        done = kvcache("match", salted, "--tokens", "-")
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert "stdin holds more than 67,108,864 characters" in done.err
+        monkeypatch.setattr("kvcache.cli.match.LONGEST_TEXT", 1000)
+        assert "/dev/zero holds more than 1,000" in kvcache("match", salted, "--tokens", "/dev/zero").err
+
     def test_missing_file(self, kvcache: Kvcache, salted: Path) -> None:
         """A file that is not there is named."""
         done = kvcache("match", salted, "--tokens", "/nowhere/p")

@@ -248,6 +248,33 @@ def test_a_damaged_file_is_refused_by_name(path: Path) -> None:
     opened(path).close()
 
 
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_pipe_is_no_file_of_numbers(path: Path, unfinished: bool) -> None:
+    """Nobody waits for the other end of a pipe that has the name of the file, or of the one that replaces it."""
+    pipe = path.with_name(path.name + ".new") if unfinished else path
+    os.mkfifo(pipe)
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(5)
+    try:
+        with pytest.raises((SinkError, OSError), match=r"no regular file: name another place|No such device"):
+            opened(path).take()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+def test_a_link_is_no_file_of_numbers(path: Path) -> None:
+    """It would be replaced by the first reservation, and a feed that opens what it points to would begin again."""
+    path.symlink_to(path.with_name("elsewhere"))
+    with pytest.raises(SinkError, match="symbolic link: name the file itself"):
+        opened(path)
+
+
 def test_two_feeds_cannot_share_a_file(path: Path) -> None:
     """The second one is refused and told who has it, until the first one closes."""
     first = opened(path)
