@@ -55,7 +55,11 @@ def raw_peer(endpoint: str, kind: bytes) -> sockets.socket:
     peer = sockets.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])))
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-    peer.sendall(greeting + b"\x04" + bytes((len(ready),)) + ready)
+    peer.sendall(greeting)
+    assert len(peer.recv(64, sockets.MSG_WAITALL)) == 64
+    peer.sendall(b"\x04" + bytes((len(ready),)) + ready)
+    _, length = peer.recv(2, sockets.MSG_WAITALL)
+    assert peer.recv(length, sockets.MSG_WAITALL)[:6] == b"\x05READY"
     return peer
 
 
