@@ -129,9 +129,12 @@ class TransferEngine:
 
     def _ticket_of(self, copies: list[Copy]) -> Ticket:
         try:
-            return self._copier.submit(copies)
+            ticket = self._copier.submit(copies)
         except Exception as failure:  # noqa: BLE001  the events stand, so their copies must end in some way
             return FinishedTicket(_reason(failure))
+        if all(callable(getattr(ticket, method, None)) for method in ("done", "wait", "wait_on")):
+            return ticket
+        return FinishedTicket(f"submit returned no ticket but {type(ticket).__name__}")
 
     def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
         """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.

@@ -88,15 +88,18 @@ def test_failed_offload_clears_the_cache() -> None:
 
 
 class Refuses:
-    """A copier that takes no batch while `error` is one."""
+    """A copier that raises `error`, or returns nothing, until it is `mended`."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
+        self.mended = False
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
+        if self.mended:
+            return FinishedTicket()
         if self.error is not None:
             raise self.error
-        return FinishedTicket()
+        return None  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +109,10 @@ class Refuses:
         (ValueError("slot 7"), "ValueError"),
         (CopyFailed("no device"), "no device"),
         (ManagerBusy(), "ManagerBusy"),
+        (None, "submit returned no ticket but NoneType"),
     ],
 )
-def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception, reason: str) -> None:
+def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception | None, reason: str) -> None:
     """Whatever submit raises is told by the ticket and by poll; everything begins again, and the manager goes on."""
     copier = Refuses(error)
     manager = KVCacheManager(strategies.config(primary_blocks=6, secondary_blocks=6), copier=copier)
@@ -125,7 +129,7 @@ def test_a_batch_that_the_copier_does_not_take_has_failed(error: Exception, reas
     assert {told for _, told in polled.failed} == {reason}
     assert dict(polled.cut) == {"new": 0}
     assert manager.count_reusable([1] * 12) == 0
-    copier.error = None
+    copier.mended = True
     manager.remove_sequence("new")
     manager.add_sequence("next", [3] * 12)
     manager.start_transfers()
