@@ -243,7 +243,15 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("num_sequences", None),
 ]
 """All that reads or changes the state, with arguments that are right; None: a property."""
-ANY_THREAD = {"stats", "sink_stats", "reopen_sinks", "get_latest_events", "feeds", "wait_subscribers"}
+ANY_THREAD = {
+    "feeds",
+    "get_latest_events",
+    "log_stats",
+    "reopen_sinks",
+    "sink_stats",
+    "stats",
+    "wait_subscribers",
+}
 FIXED = {"max_tokens"}
 
 
