@@ -27,6 +27,7 @@ MAX_CONNECTIONS = 1000
 SILENCE_SECONDS = 60.0
 """A complaint is logged once in this time, however often there is reason for it."""
 
+_READABLE = int(zmq.POLLIN)
 _TCP_INFO = getattr(sockets, "TCP_INFO", None)
 _COUNTS = struct.Struct("=QQ")
 _COUNTS_AT = 120
@@ -73,8 +74,9 @@ class Peers:
 
     def refresh(self) -> list[int]:
         """Note who came; returns those that left."""
-        left = []
-        while self._monitor.poll(0):
+        left: list[int] = []
+        # What `poll` finds out, without making a poller for it.
+        while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             message = recv_monitor_message(self._monitor)
             connection = int(message["value"])
             if message["event"] == zmq.Event.ACCEPTED:

@@ -125,7 +125,8 @@ class ZMQTransport:
             self._snapshot.append(payload)
             if self._snapshot.worn or self._snapshot.last_seq != batch.seq:
                 self._forget_snapshot()
-        self._ring.append(batch.seq, payload)
+        if self.replay is not None:
+            self._ring.append(batch.seq, payload)
         self._last = (batch.seq, b"")
         self._publisher.send(batch.seq, payload)
 
