@@ -30,7 +30,7 @@ MAX_INBOUND_BYTES = 512
 HANDSHAKE_MS = 5000
 """Who has not said by then what it is goes."""
 REPLAY_HWM = 256
-"""Messages of an answer that wait in the socket. They may be of `MAX_CHUNK_BYTES`, so not more of them."""
+"""Messages of an answer that wait in the socket; each may be as large as a piece of the state, so not more of them."""
 INBOUND_HWM = 100
 """What peers say waits with them, not here: a socket takes in all that its connections have room for."""
 NEWCOMERS_AT_ONCE = 100
