@@ -4,8 +4,8 @@
 
 The manager is driven as an engine would: up to 32 requests in flight; the full blocks of a prompt are stored at
 admission (before the next one of the same step), then one token per step and sequence, blocks stored as they fill.
-Making the token ids is not counted; everything else is: hashing, deciding, applying, encoding, and the log's own
-thread. Each mode runs in a process of its own, several times and in turn; the minimum counts, because whatever else
+Token ids are made before anything is counted; everything else is: hashing, deciding, applying, encoding, and the log's
+own thread. Each mode runs in a process of its own, several times and in turn; the minimum counts, because whatever else
 the machine does can only add to it.
 
 Set otherwise than by default: partial reuse is off, because the peers reuse full blocks; the log is not forced to the
@@ -50,12 +50,11 @@ feed for routers (projected, encoded and sent over ZMQ, one batch per step, as t
 
 
 class Clock:
-    """CPU time of the process less that of making tokens; on request, wall time by kind of call."""
+    """CPU time of the process from now on; on request, wall time by kind of call."""
 
     def __init__(self, *, by_call: bool) -> None:
         self._by_call = by_call
         self.calls: defaultdict[str, float] = defaultdict(float)
-        self._synthesis = 0.0
         self._started = time.process_time()
 
     def timed(self, function: Any) -> Any:
@@ -72,24 +71,16 @@ class Clock:
 
         return counting
 
-    def uncounted(self, function: Any, *args: Any) -> Any:
-        """Call without counting the CPU time."""
-        started = time.process_time()
-        result = function(*args)
-        self._synthesis += time.process_time() - started
-        return result
-
     @property
     def cpu(self) -> float:
         """CPU seconds that count."""
-        return time.process_time() - self._started - self._synthesis
+        return time.process_time() - self._started
 
 
 class Engine:
     """Requests in flight."""
 
     def __init__(self, manager: KVCacheManager, clock: Clock) -> None:
-        self.clock = clock
         self.add_sequence = clock.timed(manager.add_sequence)
         self.store_context_blocks = clock.timed(manager.store_context_blocks)
         self.add_tokens = clock.timed(manager.add_tokens)
@@ -102,9 +93,8 @@ class Engine:
         self.hit_tokens = 0
         self.waits = 0
 
-    def admit(self, number: int, request: TraceRequest) -> bool:
+    def admit(self, number: int, prompt: Any, output: list[int]) -> bool:
         """Admit and prefill one request; False: no room now."""
-        prompt, output = self.clock.uncounted(_tokens, number, request)
         try:
             admission = self.add_sequence(number, prompt)
         except OutOfBlocks:
@@ -132,13 +122,13 @@ def _tokens(number: int, request: TraceRequest) -> tuple[Any, list[int]]:
     return prompt_tokens(request.hash_ids, request.input_length), output
 
 
-def drive(manager: KVCacheManager, requests: list[TraceRequest], clock: Clock) -> Engine:
-    """Run the workload."""
+def drive(manager: KVCacheManager, requests: list[tuple[Any, list[int]]], clock: Clock) -> Engine:
+    """Run the workload: prompts and outputs."""
     engine = Engine(manager, clock)
     waiting = 0
     while waiting < len(requests) or engine.running:
         while waiting < len(requests) and len(engine.running) < IN_FLIGHT:
-            if not engine.admit(waiting, requests[waiting]):
+            if not engine.admit(waiting, *requests[waiting]):
                 break
             waiting += 1
         engine.decode()
@@ -165,6 +155,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         enable_partial_reuse=False,
         block_hash=MODES[mode],
     )
+    tokens = [_tokens(number, request) for number, request in enumerate(requests)]
     with tempfile.TemporaryDirectory() as directory:
         gc.collect()
         gc.freeze()
@@ -173,7 +164,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
             LogWriter(f"{directory}/log", overflow="block", fsync="never") if mode.startswith("log") else None
         )
         manager = KVCacheManager(config, log=log, sinks=[feed(config)] if mode.startswith("wire") else [])
-        engine = drive(manager, requests, clock)
+        engine = drive(manager, tokens, clock)
         clock.timed(manager.close)()
         cpu = clock.cpu
         stats = manager.stats()

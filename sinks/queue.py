@@ -50,6 +50,9 @@ class Loss:
         return EventBatch(self.last_seq, self.ts, (Gap(self.first_seq, self.last_seq, self.reason),))
 
 
+_ROOM = 16
+"""This part of a queue must be free before a `put` goes on that met a full one."""
+
 Queued = tuple[EventBatch, int]
 """A batch and its size in bytes as counted. A plain tuple, because making a named one takes ten times as long."""
 
@@ -83,7 +86,8 @@ class BatchQueue:
         self._refusal: str | None = None
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._put_waits = False
+        self._waiting: Queued | None = None
+        """What a `put` waits with."""
         self._wake = threading.Event()
         self.put_batches = self._put_events = self._put_bytes = 0
         self._left_events = self._left_bytes = 0
@@ -112,7 +116,7 @@ class BatchQueue:
             item = self._items.popleft()
             if not isinstance(item, Loss):
                 self._count_left(item)
-            if self._put_waits:
+            if self._waiting is not None and self._has_room(self._waiting):
                 self._room.notify()
             return item
 
@@ -169,11 +173,8 @@ class BatchQueue:
 
     def _put_slowly(self, item: Queued) -> None:
         with self._lock:
-            while self._overflow == "block" and not self._refusal and not self._fits(item):
-                self._wake.set()
-                self._put_waits = True
-                self._room.wait()
-            self._put_waits = False
+            if self._overflow == "block" and not self._fits(item):
+                self._wait_for_room(item)
             if self._refusal:
                 self._drop_newest(item, self._refusal)
             elif self._overflow == "drop_newest" and not self._fits(item):
@@ -182,11 +183,24 @@ class BatchQueue:
                 self._drop_oldest_until_fits(item)
                 self._items.append(item)
 
-    def _fits(self, item: Queued) -> bool:
-        """Whether `item`, which is counted already, is alone or within the bounds."""
+    def _wait_for_room(self, item: Queued) -> None:
+        self._waiting = item
+        while not self._refusal and not self._has_room(item):
+            self._wake.set()
+            self._room.wait()
+        self._waiting = None
+
+    def _has_room(self, item: Queued) -> bool:
+        """Whether many more would fit: who went on at once would wait again, at two switches of threads per batch."""
+        return self._fits(item, self._max_events // _ROOM, self._max_bytes // _ROOM)
+
+    def _fits(self, item: Queued, free_events: int = 0, free_bytes: int = 0) -> bool:
+        """Whether `item`, which is counted already, is alone or leaves so much free."""
         total = self._put_bytes - self._left_bytes
         events = self._put_events - self._left_events
-        return total == item[1] or (total <= self._max_bytes and events <= self._max_events)
+        return total == item[1] or (
+            total <= self._max_bytes - free_bytes and events <= self._max_events - free_events
+        )
 
     def _drop_newest(self, item: Queued, reason: str) -> None:
         self._count_dropped(item)

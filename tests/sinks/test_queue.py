@@ -103,6 +103,22 @@ def test_block_waits_for_room() -> None:
     assert [batch.seq for batch in take_all(queue)] == [1, 2, 3]
 
 
+def test_a_blocked_put_waits_for_room_for_many() -> None:
+    """Engine and sink do not take turns batch by batch: a sixteenth of the queue is free before the engine goes on."""
+    queue = filled("block", 64, max_events=64)
+    thread = threading.Thread(target=queue.put, args=(make_batch(64),))
+    thread.start()
+    queue.wait(WAIT)
+    for _ in range(4):
+        queue.take()
+    thread.join(0.05)
+    assert thread.is_alive()
+    queue.take()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    assert [batch.seq for batch in take_all(queue)] == list(range(5, 65))
+
+
 def test_refuse_releases_a_blocked_put() -> None:
     """A sink that is given up does not leave the engine waiting."""
     queue = filled("block", 3)
