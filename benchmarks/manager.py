@@ -26,8 +26,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from events.hashing import ALGORITHMS, DEFAULT_ALGORITHM
 from events.log import LogWriter
+from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.errors import OutOfBlocks
 from kvcache.workload.mooncake import TraceRequest, read_trace

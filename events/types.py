@@ -17,16 +17,16 @@ from enum import StrEnum
 import msgspec
 
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
-from events.parts import GroupCreated as GroupCreated
-from events.parts import GroupExported as GroupExported
-from events.parts import Namespace as Namespace
-from events.parts import Pages as Pages
-from events.parts import PoolCreated as PoolCreated
-from events.parts import RequestId as RequestId
-from events.parts import SequenceExported as SequenceExported
-from events.parts import SymbolPage as SymbolPage
-from events.parts import TransferExported as TransferExported
 from events.spelled import JsonText, Level
+from events.structs import GroupCreated as GroupCreated
+from events.structs import GroupExported as GroupExported
+from events.structs import Namespace as Namespace
+from events.structs import Pages as Pages
+from events.structs import PoolCreated as PoolCreated
+from events.structs import RequestId as RequestId
+from events.structs import SequenceExported as SequenceExported
+from events.structs import SymbolPage as SymbolPage
+from events.structs import TransferExported as TransferExported
 
 PRIMARY = 0
 SECONDARY = 1

@@ -16,9 +16,9 @@ from kvcache._version import __version__
 if TYPE_CHECKING:
     from kvcache import errors, replay
     from kvcache.config import KVCacheConfig, LogConfig
+    from kvcache.inputs.multimodal import MultimodalItem
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
-    from kvcache.multimodal import MultimodalItem
     from kvcache.results import Admission, Request
 
 __all__ = [
@@ -40,7 +40,7 @@ _HOMES = {
     "KVCacheManager": "kvcache.manager",
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
-    "MultimodalItem": "kvcache.multimodal",
+    "MultimodalItem": "kvcache.inputs.multimodal",
     "Request": "kvcache.results",
 }
 """The module of each name; a name that is missing here is a module itself."""

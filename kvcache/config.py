@@ -31,9 +31,9 @@ from pydantic import (
     model_validator,
 )
 
-from kvcache.config_problems import Accepts, problems_of, quoted
-from kvcache.environment import read_environment
 from kvcache.errors import ConfigError
+from kvcache.settings.environment import read_environment
+from kvcache.settings.problems import Accepts, problems_of, quoted
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
@@ -120,7 +120,7 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        from kvcache.config_schema import describe
+        from kvcache.settings.schema import describe
 
         schema = handler(core)
         describe(cls, handler.resolve_ref_schema(schema)["properties"])

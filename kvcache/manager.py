@@ -18,11 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from events.types import EventBatch, RequestId
-from kvcache.arguments import checked_flag, checked_integer, checked_range, listed, time_from
-from kvcache.bookkeeping import served_layout
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
+from kvcache.device.bookkeeping import served_layout
+from kvcache.device.transfers import engine_for
 from kvcache.errors import ManagerBusy, OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
@@ -30,15 +30,15 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive
-from kvcache.journal import Journal, cache_created
-from kvcache.multimodal import MultimodalItem
+from kvcache.inputs.arguments import checked_flag, checked_integer, checked_range, listed, time_from
+from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.observed import Observed
-from kvcache.outlets import LogTarget, Outlets
-from kvcache.reading import Reading
-from kvcache.refusals import RefusalNotes
+from kvcache.query import Reading
+from kvcache.record.journal import Journal, cache_created
+from kvcache.record.outlets import LogTarget, Outlets
+from kvcache.record.refusals import RefusalNotes
 from kvcache.results import Admission, PollResult, Request, StoreResult
-from kvcache.tokens import Tokens, pack_counts, pack_tokens
-from kvcache.transfer import engine_for
 from sinks import Sink, SinkContext, SinkRunner
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from events.log import LogStats
-from kvcache.arguments import checked_integer
 from kvcache.errors import Unsupported, UsageError
-from kvcache.journal import Journal
+from kvcache.inputs.arguments import checked_integer
+from kvcache.record.journal import Journal
 from kvcache.stats import Stats
 from sinks import SinkStats
 
 if TYPE_CHECKING:
-    from sinks.router_feed import RouterFeed
+    from sinks.router.feed import RouterFeed
 
 _LONGEST_WAIT_MS = 1e12
 """30 years: platforms refuse to wait for much longer."""

@@ -23,11 +23,11 @@ try:
 except ImportError as error:
     raise ImportError("pools need torch: install kvcache[torch]") from error
 
-from cuda_ops.cpu import TorchCopier
 from cuda_ops.host_memory import pinned_zeros
+from cuda_ops.torch_copier import TorchCopier
+from kvcache.device.memory import free_bytes
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout, PoolLayout
-from kvcache.memory import free_bytes
 
 LOWER_PRIMARY = "primary_blocks or max_tokens"
 LOWER_SECONDARY = "secondary_blocks or host_cache_size"

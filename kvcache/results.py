@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from events.types import RequestId
 from kvcache.decide.window_manager import Swap
-from kvcache.multimodal import MultimodalItem
-from kvcache.tokens import Tokens
+from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.tokens import Tokens
 
 
 class BlockTable(Protocol):

@@ -13,7 +13,7 @@ from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import AllocateReason, MoveReason
 from kvcache.fold.state import CacheState
-from kvcache.own_tokens import OwnTokens
+from kvcache.record.own_tokens import OwnTokens
 
 _Gauges = tuple[int, int, int, int, int]
 """Blank slots, primary and secondary; unreferenced ones; sequences."""

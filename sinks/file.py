@@ -30,8 +30,7 @@ import msgspec
 from events.codec import to_json
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.quantities import parse_bytes
-from sinks.rotation import older_file, rotate
+from sinks.units import parse_bytes
 from sinks.writing import PartlyWritten, write_all
 
 FILE_MODE = 0o600
@@ -84,7 +83,7 @@ class FileSink:
             # What is there now may be another's file, which is not ours to move.
             self.reopen()
         if self._is_full(len(line)):
-            self._take(rotate(self._path, self._keep, FILE_MODE))
+            self._take(_rotate(self._path, self._keep, FILE_MODE))
         try:
             write_all(self._fd, line)
         except PartlyWritten as error:
@@ -168,7 +167,7 @@ class FileSink:
 
     def _older(self) -> list[Path]:
         count = self._keep if self._max_bytes else 0
-        return [older_file(self._path, number) for number in range(1, count + 1)]
+        return [_older_file(self._path, number) for number in range(1, count + 1)]
 
     def _ends_with_newline(self) -> bool:
         with self._path.open("rb") as file:
@@ -213,3 +212,36 @@ def _max_bytes(url: SinkURL, options: FileOptions) -> int:
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
     return max_bytes
+
+
+def _older_file(path: Path, number: int) -> Path:
+    """The path of an older file; 1 is the newest."""
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _rotate(path: Path, keep: int, mode: int) -> int:
+    """Make `path` the newest of `keep` older files, and return the descriptor of a new file there, for appending.
+
+    Raises OSError. What is likely to fail, making a file, comes first, and has changed nothing where it fails.
+    """
+    unfinished = path.with_name(f"{path.name}.new")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(unfinished, flags, mode)
+    try:
+        for number in range(keep - 1, 0, -1):
+            _move(_older_file(path, number), _older_file(path, number + 1))
+        if keep:
+            _move(path, _older_file(path, 1))
+        unfinished.replace(path)
+    except BaseException:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    return descriptor
+
+
+def _move(source: Path, target: Path) -> None:
+    # Somebody may have removed it, which was his right.
+    with contextlib.suppress(FileNotFoundError):
+        source.replace(target)

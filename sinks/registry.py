@@ -19,7 +19,7 @@ ENTRY_POINT_GROUP = "kvcache.sinks"
 
 SinkFactory = Callable[[SinkURL, SinkContext], Sink]
 
-_BUILT_IN = {"file": "sinks.file", "stdout": "sinks.stdout", "zmq+pub": "sinks.zmq"}
+_BUILT_IN = {"file": "sinks.file", "stdout": "sinks.stdout", "zmq+pub": "sinks.router.zmq"}
 
 
 def open_sink(url: str, context: SinkContext) -> Sink:

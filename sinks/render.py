@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from events.numbers import epoch_of, first_number
+from events.ids import epoch_of, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
 from events.spelled import LEVEL_NAMES
 from events.types import (

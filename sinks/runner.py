@@ -122,6 +122,8 @@ class SinkRunner:
         self._state: State = "running"
         self._forked = False
         self._opened = threading.Event()
+        self._started = threading.Event()
+        """Whether `start` has returned, or `close` was called."""
         self._closing = threading.Event()
         self._deadline = 0.0
         self._thread: threading.Thread | None = None
@@ -144,6 +146,7 @@ class SinkRunner:
         if self._open_failed:
             self.close()
             raise SinkOpenError(self.name, self._last_error or "it failed")
+        self._started.set()
 
     def close(self) -> None:
         """Deliver what is queued, within the drain time, and let the sink close. Further calls do nothing."""
@@ -152,6 +155,7 @@ class SinkRunner:
         self._queue.refuse("closed")
         self._deadline = time.monotonic() + self._drain_seconds
         self._closing.set()
+        self._started.set()
         self._queue.wake()
         if self._thread is not None:
             self._thread.join(self._drain_seconds + GRACE_SECONDS)
@@ -201,6 +205,7 @@ class SinkRunner:
                 # What is put stays in the queue: the sink has missed nothing yet.
                 self._report_quarantine()
         self._opened.set()
+        self._started.wait()  # which refuses a sink that could not be opened in time
         while self._serve() and self._recover():
             pass
         if self._may_go_on():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from events.hashing import salt_digest
+from events.tokens.names import salt_digest
 
 MAX_SALTS = 1 << 16
 """The salts used last are known, no more."""

@@ -24,18 +24,18 @@ import zmq
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
-from events.continuity import Missed, Received
 from events.formats.vllm import Hash
-from events.index import Index
 from events.packed import NAME_BYTES
-from events.subscriber import Subscriber
+from events.subscribe.continuity import Missed, Received
+from events.subscribe.index import Index
+from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.errors import CapacityError
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
-from sinks.router_feed import FeedBatch, RouterFeed
-from sinks.zmq_transport import ZMQTransport
+from sinks.router.feed import FeedBatch, RouterFeed
+from sinks.router.transport import ZMQTransport
 from tests.conftest import ROOT
 
 WAIT = 20.0

@@ -21,8 +21,8 @@ from events.types import EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.exported_state import COLUMNS, export
 from kvcache.fold.state import CacheState
+from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.manager import KVCacheManager
-from kvcache.multimodal import MultimodalItem
 from kvcache.results import Request
 
 Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from events import subscriber
-from events.continuity import Continuity, Missed, Received
-from events.feed import Change, Cleared, Feed, Stored
+from events.feed.fold import Change, Cleared, Feed, Stored
+from events.subscribe import subscriber
+from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
 from tests.chaos import CONFIG, WAIT, ChildEngine, Engine, HalfReader, LossyForwarder, Router, Site

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from events.index import Index
 from events.packed import NAME_BYTES
-from events.subscriber import Subscriber
+from events.subscribe.index import Index
+from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
-from sinks.router_feed import RouterFeed
-from sinks.zmq_transport import ZMQTransport
+from sinks.router.feed import RouterFeed
+from sinks.router.transport import ZMQTransport
 from tests.sinks.helpers import WAIT
 
 BATCHES = 72_000

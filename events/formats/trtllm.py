@@ -11,7 +11,7 @@ from typing import Any
 
 from events.formats.vllm_encode import adapter_name
 from events.packed import TOKEN_BYTES, names_of_keys, unpack_i32, unpack_names
-from events.rich_tokens import RichTokens
+from events.tokens.rich import RichTokens
 from events.types import BlocksMoved, BlocksStored, BlocksUpdated, GroupCreated, Namespace
 
 Data = dict[str, Any]

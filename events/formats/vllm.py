@@ -5,7 +5,7 @@ who misses some asks its replay socket (a ROUTER, so ask with a DEALER) with an 
 wanted, and is sent ``"", topic, number, batch`` for each batch from there on, then an end marker with the number -1
 and an empty batch. Until vLLM 0.25 answers had no topic; `parse_answer` reads both.
 
-Batches are written by `encode_batch` from the changes of an `events.feed.Feed`, and read by `decode_batch`, which
+Batches are written by `encode_batch` from the changes of an `events.feed.fold.Feed`, and read by `decode_batch`, which
 knows more forms than `encode_batch` writes.
 """
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from events.feed_changes import Change, Cleared, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import GroupCreated, Namespace
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
-from events.durable import Lock, sync_directory, sync_file
+from events.log.durable import Lock, sync_directory, sync_file
 from events.log.frames import (
     AFTER_LOSS,
     CLOSED,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from events.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
+from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import (
     LOCK_NAME,

@@ -17,6 +17,7 @@ from typing import Self
 from zlib import crc32
 
 from events.errors import LogDamaged, LogTooNew
+from events.ids import MAX_EPOCH
 from events.log.frames import (
     FRAME_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
@@ -29,7 +30,6 @@ from events.log.frames import (
     parse_segment_header,
     seed_of,
 )
-from events.numbers import MAX_EPOCH
 from events.types import FORMAT_VERSION
 
 LOCK_NAME = "LOCK"

@@ -17,8 +17,8 @@ from kvcache._version import __version__
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, paint, size
 from kvcache.config import KVCacheConfig
-from kvcache.environment import problems_in, read_environment
-from kvcache.memory import free_bytes
+from kvcache.device.memory import free_bytes
+from kvcache.settings.environment import problems_in, read_environment
 from sinks import known_schemes
 
 _OF_CORE = ("msgspec", "numpy", "pydantic", "pyzmq", "structlog")

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from events.log import LogReader
-from events.rich_tokens import RichTokens
 from events.spelled import LEVEL_NAMES
-from events.symbols import SymbolTable, has_symbols
+from events.tokens.rich import RichTokens
+from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.cli.arguments import integer, natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
+from kvcache.decide.lookup import lookup, namespace_of
 from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
-from kvcache.lookup import lookup, namespace_of
+from kvcache.inputs.tokens import pack_tokens
 from kvcache.replay import BeyondEnd, Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
-from kvcache.tokens import pack_tokens
 
 Prompt = tuple[Namespace, RichTokens]
 LONGEST_TEXT = 1 << 26

@@ -46,9 +46,9 @@ class OwnFeed:
 
     def __init__(self, manager: KVCacheManager) -> None:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
-        from events.index import Index
-        from events.subscriber import Subscriber
-        from sinks.zmq_transport import ZMQTransport
+        from events.subscribe.index import Index
+        from events.subscribe.subscriber import Subscriber
+        from sinks.router.transport import ZMQTransport
 
         # The last one: sinks that the user asked for come first.
         transport = manager.feeds[-1].transports[0]

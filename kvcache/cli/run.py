@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
-from kvcache.bookkeeping import served_layout
 from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
 from kvcache.cli.hangup import at_hangup
@@ -29,6 +28,7 @@ from kvcache.cli.stopping import StopSignals
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import LogDisagrees, nothing_to_verify, verify_own_log
 from kvcache.config import KVCacheConfig
+from kvcache.device.bookkeeping import served_layout
 from kvcache.errors import KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
@@ -36,7 +36,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.workload import DriveOptions, RunResult, StepClock, TimedCopier, drive, parse_speed
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, SinkURL, open_sink
-from sinks.router_feed import RouterFeed
+from sinks.router.feed import RouterFeed
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools, PoolSizes

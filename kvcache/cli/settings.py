@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from kvcache.cli.output import Output
 from kvcache.config import KVCacheConfig, LogConfig, merged, read_file
-from kvcache.environment import ENV_NESTING, ENV_PREFIX, read_environment
 from kvcache.errors import ConfigError, UsageError
+from kvcache.settings.environment import ENV_NESTING, ENV_PREFIX, read_environment
 
 Values = dict[str, Any]
 

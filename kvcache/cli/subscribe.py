@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from events.endpoints import host_of
+from events.subscribe.endpoints import host_of
 from kvcache.cli.arguments import positive
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.stopping import StopSignals
@@ -18,8 +18,8 @@ from sinks.render import NAME_DIGITS, text
 
 if TYPE_CHECKING:
     from events.formats.vllm import Hash, VLLMEvent
-    from events.index import Index
-    from events.subscriber import Missed, Report, Restarted, Restated, Subscriber
+    from events.subscribe.index import Index
+    from events.subscribe.subscriber import Missed, Report, Restarted, Restated, Subscriber
 
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
@@ -69,8 +69,8 @@ def add_parser(commands: Any, **options: Any) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
     # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
-    from events.index import Index
-    from events.subscriber import Subscriber
+    from events.subscribe.index import Index
+    from events.subscribe.subscriber import Subscriber
 
     for endpoint in (args.endpoint, args.replay):
         if endpoint is not None:
@@ -141,7 +141,7 @@ def _events(report: Report) -> tuple[VLLMEvent, ...]:
 
 def _lines(report: Report) -> Iterator[str]:
     """For people."""
-    from events.subscriber import Received
+    from events.subscribe.subscriber import Received
 
     if not isinstance(report, Received):
         yield paint(f"{'':>9}  {_interruption(report)}", "yellow")
@@ -155,7 +155,7 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _interruption(report: Missed | Restated | Restarted) -> str:
-    from events.subscriber import Restarted, Restated
+    from events.subscribe.subscriber import Restarted, Restated
 
     if isinstance(report, Restated):
         # Not how many lie between: numbers that follow the clock may jump by millions.
@@ -207,7 +207,7 @@ def _hex(name: Hash) -> str:
 
 def _json_lines(report: Report) -> Iterator[str]:
     """For programs; hashes in hex digits, since many read numbers as floats."""
-    from events.subscriber import Received
+    from events.subscribe.subscriber import Received
 
     if not isinstance(report, Received):
         fields = msgspec.structs.asdict(report)
@@ -251,7 +251,7 @@ def _json(value: Any) -> str:
 
 def _summary(index: Index) -> str:
     """What was heard, and what is resident now as far as it was told."""
-    from events.index import GPU, HOST, STORAGE
+    from events.subscribe.index import GPU, HOST, STORAGE
 
     blocks = f"{count(index.count(GPU), 'block')} on GPU, {index.count(HOST):,} in host memory"
     if index.count(STORAGE):

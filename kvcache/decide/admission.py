@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from events.symbols import SymbolTable
+from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decide.decoding import packed_handles
 from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockManager
@@ -17,7 +17,7 @@ from kvcache.fold.matching import PathMatch
 from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.incoming import Incoming
+from kvcache.inputs.requests import Incoming
 
 
 @dataclass(frozen=True, slots=True)

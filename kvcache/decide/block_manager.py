@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
-from events.numbers import numbers_left
+from events.ids import numbers_left
 from events.types import (
     PRIMARY,
     AllocateReason,
@@ -27,7 +27,6 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
-from kvcache.arguments import checked_request_id
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
@@ -38,7 +37,8 @@ from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLo
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.incoming import Incoming
+from kvcache.inputs.arguments import checked_request_id
+from kvcache.inputs.requests import Incoming
 from kvcache.results import StoreResult
 
 GIVEN_UP = "given up, since another copy failed"

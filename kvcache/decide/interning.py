@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 
-from events import symbols
-from events.rich_tokens import RichTokens
+from events.tokens import symbols
+from events.tokens.rich import RichTokens
 from events.types import Event, SymbolPage, SymbolsForgotten, SymbolsInterned
 from kvcache.errors import OutOfSymbols
 from kvcache.fold.state import CacheState

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 
-from events.hashing import chain_symbols
 from events.packed import NAME_BYTES, names_of_keys
+from events.tokens.names import chain_symbols
 from events.types import (
     PRIMARY,
     SECONDARY,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from array import array
 
 from events import types as ev
-from events.numbers import MAX_NUMBER
+from events.ids import MAX_NUMBER
 from events.packed import NAME_BYTES
-from events.sequence_tokens import RunningTokens
+from events.tokens.sequences import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group_state import GroupState

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from events.symbols import rich_end
+from events.tokens.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.group_state import GroupState

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from events.numbers import MAX_NUMBER
+from events.ids import MAX_NUMBER
 from events.packed import SLOT_BYTES
 from events.types import (
     PRIMARY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from events.sequence_tokens import SequenceTokens
+from events.tokens.sequences import SequenceTokens
 from events.types import Namespace, RequestId
 from kvcache.fold.prefix_tree import Node
 

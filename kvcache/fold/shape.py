@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from events.hashing import ALGORITHMS
+from events.tokens.names import ALGORITHMS
 from events.types import CacheCreated
 from kvcache.errors import invariant
 

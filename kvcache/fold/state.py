@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from events import types as ev
-from events.hashing import ALGORITHMS, HashAlgorithm
-from events.numbers import MAX_NUMBER
-from events.sequence_tokens import RunningTokens
-from events.symbols import SymbolTable, rich_end
+from events.ids import MAX_NUMBER
+from events.tokens.names import ALGORITHMS, HashAlgorithm
+from events.tokens.sequences import RunningTokens
+from events.tokens.symbols import SymbolTable, rich_end
 from events.types import Namespace, RequestId
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.blocks import BlockFold, Transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from events.symbols import pages_in
+from events.tokens.symbols import pages_in
 
 if TYPE_CHECKING:
     from kvcache.fold.state import CacheState

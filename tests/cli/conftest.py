@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
-from events import symbols
+from events.tokens import symbols
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.cli import main
 from tests.conftest import ROOT

@@ -13,7 +13,7 @@ import pytest
 from events.codec import to_dict
 from events.log import LogReader, LogWriter
 from events.packed import pack_i32, pack_i64, pack_u32, unpack_i32, unpack_i64
-from events.parts import SequenceExported, TransferExported
+from events.structs import SequenceExported, TransferExported
 from events.types import (
     AdmissionRefused,
     AllocateReason,

@@ -19,7 +19,7 @@ import pytest
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from events.codec import from_json
 from events.log import LogReader
-from events.subscriber import Subscriber
+from events.subscribe.subscriber import Subscriber
 from events.types import EpochStarted
 from kvcache.cli import main
 from kvcache.cli import run as run_module

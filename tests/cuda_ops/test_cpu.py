@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuda_ops.copier import Copy, CopyFailed
-from cuda_ops.cpu import (
+from cuda_ops.torch_copier import (
     TorchCopier,
     byte_rows,
     copy_part_by_rows,
@@ -141,7 +141,7 @@ def test_trouble_in_torch_fails_the_ticket(monkeypatch: pytest.MonkeyPatch) -> N
     def out_of_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory left\nand a long table")
 
-    monkeypatch.setattr("cuda_ops.cpu.copy_blocks", out_of_memory)
+    monkeypatch.setattr("cuda_ops.torch_copier.copy_blocks", out_of_memory)
     ticket = TorchCopier([[storage(1, "NHD")]]).submit([Copy(0, 1, slots(0), slots(0))])
     with pytest.raises(CopyFailed, match=r"no memory left$"):
         ticket.done()

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copy, CopyFailed
-from cuda_ops.cpu import TorchCopier
 from cuda_ops.hazards import split
 from cuda_ops.streams import CopyStreams, EventTicket, Job
+from cuda_ops.torch_copier import TorchCopier
 
 SLOTS = 4
 CPU = torch.device("cpu")

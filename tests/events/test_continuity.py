@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.continuity import Continuity, Missed, Received, Restarted, Restated
 from events.formats.vllm import Message
+from events.subscribe.continuity import Continuity, Missed, Received, Restarted, Restated
 from tests.events.publisher import CLEARED, batch
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from events.durable import LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
+from events.log.durable import LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from tests.conftest import ROOT
 
 FULL = 51
@@ -156,7 +156,7 @@ class TestLock:
         """A killed process holds nothing."""
         path = tmp_path / "LOCK"
         code = (
-            "import sys; from pathlib import Path; from events.durable import take_lock\n"
+            "import sys; from pathlib import Path; from events.log.durable import take_lock\n"
             "take_lock(Path(sys.argv[1])); print('held', flush=True); input()"
         )
         with subprocess.Popen(

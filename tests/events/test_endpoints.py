@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import zmq
 
-from events.endpoints import EndpointError, host_of
+from events.subscribe.endpoints import EndpointError, host_of
 
 CONNECTABLE = {
     "tcp://127.0.0.1:5557": "127.0.0.1",

@@ -12,9 +12,9 @@ import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
-from events.feed import Change, Cleared, Feed, Removed, Stored
+from events.feed.fold import Change, Cleared, Feed, Removed, Stored
 from events.packed import NAME_BYTES, pack_i64, pack_u32
-from events.symbols import has_symbols
+from events.tokens.symbols import has_symbols
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
 from kvcache.errors import CapacityError

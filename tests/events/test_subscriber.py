@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.continuity import Missed, Received, Report, Restarted
-from events.feed import Change, Cleared, Removed, Stored
+from events.feed.fold import Change, Cleared, Removed, Stored
 from events.formats.vllm import decode_batch, encode_batch
-from events.index import GPU, HOST, STORAGE, Block, Index, level_of
 from events.packed import pack_i32
-from events.subscriber import EndpointError, Subscriber
+from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.index import GPU, HOST, STORAGE, Block, Index, level_of
+from events.subscribe.subscriber import EndpointError, Subscriber
 from events.types import Namespace
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events import symbols as module
 from events.packed import pack_i32, pack_u32
-from events.rich_tokens import ItemSpan, RichTokens
-from events.symbols import UNKNOWN, SymbolTable, has_symbols, pages_in, rich_end
+from events.tokens import symbols as module
+from events.tokens.rich import ItemSpan, RichTokens
+from events.tokens.symbols import UNKNOWN, SymbolTable, has_symbols, pages_in, rich_end
 from events.types import (
     CacheCreated,
     ContextComputed,

@@ -24,9 +24,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from events import symbols as symbols_module
 from events.log import LogReader
-from events.symbols import UNKNOWN
+from events.tokens import symbols as symbols_module
+from events.tokens.symbols import UNKNOWN
 from events.types import (
     PRIMARY,
     SECONDARY,

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from events.log import LogReader
-from kvcache import bookkeeping, errors
+from kvcache import errors
+from kvcache.device import bookkeeping
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
 from kvcache.manager import KVCacheManager
 from kvcache.results import Request

@@ -190,8 +190,8 @@ def test_every_field_is_described() -> None:
 def test_descriptions_cost_imports_nothing(run_python: RunPython) -> None:
     """The source is read for a schema only: importing the settings does not load what reads it."""
     code = (
-        "import sys, kvcache.config; before = 'kvcache.config_schema' in sys.modules\n"
-        "kvcache.config.KVCacheConfig.model_json_schema(); print(before, 'kvcache.config_schema' in sys.modules)"
+        "import sys, kvcache.config; before = 'kvcache.settings.schema' in sys.modules\n"
+        "kvcache.config.KVCacheConfig.model_json_schema(); print(before, 'kvcache.settings.schema' in sys.modules)"
     )
     assert run_python(code).stdout.split() == ["False", "True"]
 

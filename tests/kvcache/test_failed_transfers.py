@@ -10,7 +10,7 @@ import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
 from cuda_ops.simulated import FailingCopier, LateCopier
-from events.feed import Change, Cleared, Feed
+from events.feed.fold import Change, Cleared, Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.block_manager import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending

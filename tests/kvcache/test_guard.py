@@ -18,8 +18,8 @@ from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap
 from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
+from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.manager import KVCacheManager
-from kvcache.multimodal import MultimodalItem
 from kvcache.replay import replay
 from kvcache.results import Request
 from tests import strategies

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from events.hashing import ALGORITHMS, salt_digest, salt_id
-from events.rich_tokens import ItemSpan, RichTokens
+from events.tokens.names import ALGORITHMS, salt_digest, salt_id
+from events.tokens.rich import ItemSpan, RichTokens
 from events.types import Namespace
 from kvcache.manager import KVCacheManager
 from tests import strategies

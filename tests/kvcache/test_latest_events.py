@@ -11,8 +11,8 @@ import pytest
 from events.log import LogWriter
 from events.types import Gap
 from kvcache.fold.prefix_tree import runs_below
+from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.manager import KVCacheManager
-from kvcache.multimodal import MultimodalItem
 from kvcache.replay import replay
 from kvcache.results import Request
 from tests.kvcache.test_replay import Traffic, config

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.lookup import lookup, namespace_of
+from kvcache.decide.lookup import lookup, namespace_of
+from kvcache.inputs.tokens import pack_tokens
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.tokens import pack_tokens
 from tests import strategies
 
 
@@ -53,7 +53,7 @@ def test_longest_prefix_but_for_the_last_token(tokens: list[int], blocks: int, p
 def test_counting_blocks_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler asks `count_reusable` for each prompt that waits, so it must not describe what it counts."""
     manager = cache()
-    monkeypatch.delattr("kvcache.lookup.MatchedBlock")
+    monkeypatch.delattr("kvcache.decide.lookup.MatchedBlock")
     assert manager.count_reusable([1, 2, 3, 4, 5]) == 2
 
 

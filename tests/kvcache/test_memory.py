@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.memory import free_bytes
+from kvcache.device.memory import free_bytes
 
 
 def container(directory: Path, limit: str, used: int, inactive_file: int) -> Path:

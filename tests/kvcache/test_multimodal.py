@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from events import symbols
-from events.feed import Cleared, Feed, Removed, Stored
+from events.feed.fold import Cleared, Feed, Removed, Stored
 from events.formats.vllm import BlockStored, decode_batch, encode_batch
 from events.log import LogReader
+from events.tokens import symbols
 from events.types import Event, EventBatch, SequenceAdded, StateExported, SymbolsForgotten, SymbolsInterned
 from kvcache import KVCacheManager, MultimodalItem, Request
+from kvcache.decide.lookup import lookup, namespace_of
 from kvcache.errors import (
     InvalidTokens,
     InvariantViolated,
@@ -29,8 +30,7 @@ from kvcache.errors import (
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
-from kvcache.lookup import lookup, namespace_of
-from kvcache.multimodal import rich_tokens
+from kvcache.inputs.multimodal import rich_tokens
 from kvcache.replay import replay
 from tests import strategies
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, epoch_of, first_number, numbers_left
 from events.log import LogReader, LogWriter
-from events.numbers import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, epoch_of, first_number, numbers_left
 from events.types import EpochStarted, SequenceAdded, StateExported
 from kvcache.errors import OutOfNumbers
 from kvcache.fold.check import check

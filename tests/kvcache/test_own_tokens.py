@@ -12,9 +12,9 @@ import pytest
 from events.bus import EventBus
 from events.log import LogReader
 from events.types import Namespace, SequenceAdded, SequenceRemoved, TransferFailed
-from kvcache import own_tokens
 from kvcache.cli.summary import _requests
 from kvcache.manager import KVCacheManager
+from kvcache.record import own_tokens
 from kvcache.stats import Stats, StatsCounter
 from kvcache.workload.summary import RunCounts, StepTimes
 from tests import strategies

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from events.feed import Feed
+from events.feed.fold import Feed
 from events.types import PRIMARY, BlocksMoved, BlocksRemoved, BlocksUpdated, EventBatch
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from events.ids import first_number
 from events.log import LogReader, LogWriter
-from events.numbers import first_number
 from events.types import BlocksStored, Checkpoint, EpochStarted, EventBatch, Gap, SequenceAdded
 from kvcache.config import KVCacheConfig
 from kvcache.errors import CapacityError, ConfigError, InvariantViolated, Unsupported
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.journal import cache_created
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
-from kvcache.outlets import open_log
+from kvcache.record.journal import cache_created
+from kvcache.record.outlets import open_log
 from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
 from kvcache.results import Request
 from tests import strategies

@@ -10,7 +10,8 @@ import pytest
 from events.codec import batch_without_tokens, from_json
 from events.log import LogWriter
 from events.types import EventBatch
-from kvcache import KVCacheConfig, KVCacheManager, outlets
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.record import outlets
 from sinks import SinkRunner
 from tests.sinks.helpers import PLANTED, RecordingSink
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, Ticket
-from cuda_ops.cpu import TorchCopier
 from cuda_ops.simulated import FailingCopier, LateCopier
+from cuda_ops.torch_copier import TorchCopier
 from events.bus import EventBus
 from events.packed import pack_i32
 from events.types import BlocksCopied, BlocksMoved, MoveReason
-from kvcache.transfer import TransferEngine
+from kvcache.device.transfers import TransferEngine
 
 SLOTS, TOKENS = 6, 4
 CHOSEN = "batch 0 was chosen to fail"

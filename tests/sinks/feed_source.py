@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from events.feed import Change, Cleared, Removed, Stored
+from events.feed.fold import Change, Cleared, Removed, Stored
 from events.packed import pack_i32
 from events.types import (
     AnyEvent,
@@ -28,7 +28,7 @@ from events.types import (
     SequenceAdded,
     StateExported,
 )
-from sinks.router_feed import FeedBatch, FeedState
+from sinks.router.feed import FeedBatch, FeedState
 
 BLOCK = 4
 """Tokens per block."""

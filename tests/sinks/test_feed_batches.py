@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.feed import Change, Cleared, Removed, Stored
+from events.feed.fold import Change, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
-from sinks.feed_batches import at_most, change_bytes, in_batches
+from sinks.router.batches import at_most, change_bytes, in_batches
 from sinks.salts import MAX_SALT_BYTES
 from tests.sinks.feed_source import BLOCK, Reader, names, state_of, tokens
 

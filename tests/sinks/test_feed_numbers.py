@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sinks import SinkError
-from sinks.feed_numbers import FeedNumbers
+from sinks.router.numbers import FeedNumbers
 from tests.conftest import ROOT, RunPython
 from tests.syncs import SYNCS, record_syncs
 
@@ -198,7 +198,7 @@ def test_no_crash_point_makes_a_number_appear_twice(
 def test_a_killed_process_leaves_no_number_to_be_used_again(path: Path) -> None:
     """Three processes are killed while they take numbers; all that any of them has shown rise."""
     code = (
-        "import sys; from pathlib import Path; from sinks.feed_numbers import FeedNumbers\n"
+        "import sys; from pathlib import Path; from sinks.router.numbers import FeedNumbers\n"
         "numbers = FeedNumbers(Path(sys.argv[1]), 8); numbers.open()\n"
         "while True: print(numbers.take(), flush=True)"
     )
@@ -288,7 +288,7 @@ def test_a_forked_child_does_not_keep_the_file_locked(path: Path, run_python: Ru
     """After a close the file can be opened again, though a child that was forked before is still there."""
     # In a process without threads, which alone may fork wherever it is.
     code = (
-        "import os; from pathlib import Path; from sinks.feed_numbers import FeedNumbers\n"
+        "import os; from pathlib import Path; from sinks.router.numbers import FeedNumbers\n"
         f"path = Path({str(path)!r})\n"
         "numbers = FeedNumbers(path); numbers.open()\n"
         "reader, writer = os.pipe()\n"

@@ -15,11 +15,11 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from sinks.feed_numbers import FeedNumbers
-from sinks.publisher import TOLD_AT_ONCE
-from sinks.replay_server import ANSWERS_AT_ONCE
-from sinks.router_feed import RouterFeed
-from sinks.zmq_transport import VLLM, ZMQSettings, ZMQTransport
+from sinks.router.feed import RouterFeed
+from sinks.router.numbers import FeedNumbers
+from sinks.router.publisher import TOLD_AT_ONCE
+from sinks.router.replay_server import ANSWERS_AT_ONCE
+from sinks.router.transport import VLLM, ZMQSettings, ZMQTransport
 from tests.sinks.feed_source import Reader, Source, State
 from tests.sinks.helpers import WAIT
 from tests.sinks.test_router_feed import wait_for
@@ -291,7 +291,7 @@ class TestHarm:
 
     def test_too_many_connections_are_refused(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
         """Bare connections beyond the bound are ended at once, and a router that was there goes on."""
-        monkeypatch.setattr("sinks.peers.MAX_CONNECTIONS", 10)
+        monkeypatch.setattr("sinks.router.peers.MAX_CONNECTIONS", 10)
         with Worker("coalesce=0") as worker, capture_logs() as logs, contextlib.ExitStack() as stack:
             router.subscribe(worker)
             router.welcome()

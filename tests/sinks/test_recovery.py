@@ -15,15 +15,16 @@ import pytest
 from structlog.testing import capture_logs
 
 from events.codec import from_json
-from events.index import Index
-from events.subscriber import Subscriber
+from events.subscribe.index import Index
+from events.subscribe.subscriber import Subscriber
 from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
-from sinks import SinkContext, SinkRunner, SinkStats, feed_numbers, open_sink
-from sinks.router_feed import RouterFeed
+from sinks import SinkContext, SinkRunner, SinkStats, open_sink
+from sinks.router import numbers as feed_numbers
+from sinks.router.feed import RouterFeed
+from sinks.router.transport import ZMQTransport
 from sinks.runner import State
-from sinks.zmq_transport import ZMQTransport
 from tests.conftest import RunPython
 from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
 from tests.sinks.test_router_feed import wait_for
@@ -162,10 +163,19 @@ class TestRunner:
         assert sink.seqs() == [0, 1]
         assert gaps(sink.stream) == []
 
-    def test_one_that_start_has_refused_is_not_tried_again(self) -> None:
+    def test_one_that_start_has_refused_is_not_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """After SinkOpenError nothing goes on in the background."""
         sink = Broken("open")
         runner = SinkRunner(sink, "refused", **QUICK)
+        heard = runner._opened.wait
+
+        def wait_and_dawdle(seconds: float) -> bool:
+            """As on a machine that lets the starting thread wait for a processor."""
+            opened = heard(seconds)
+            time.sleep(0.1)
+            return opened
+
+        monkeypatch.setattr(runner._opened, "wait", wait_and_dawdle)
         with pytest.raises(Exception, match="could not be opened"):
             runner.start()
         assert runner._thread is not None

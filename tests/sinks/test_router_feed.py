@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from events.feed import Cleared, Removed, Stored
+from events.feed.fold import Cleared, Removed, Stored
 from events.types import EventBatch, Namespace
 from sinks import SinkRunner
-from sinks.feed_numbers import FeedNumbers
-from sinks.router_feed import FeedBatch, RouterFeed
+from sinks.router.feed import FeedBatch, RouterFeed
+from sinks.router.numbers import FeedNumbers
 from tests.sinks.feed_source import BLOCK, RecordingTransport, Source, name, names, state_of, tokens
 from tests.sinks.helpers import WAIT, RecordingSink, make_batch
 

@@ -11,12 +11,12 @@ import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from events.hashing import salt_digest
+from events.tokens.names import salt_digest
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.replay import replay
 from sinks import salts
+from sinks.router.transport import ZMQTransport
 from sinks.salts import MAX_SALT_BYTES, PlainSalts
-from sinks.zmq_transport import ZMQTransport
 from tests.sinks.helpers import WAIT
 
 SECRET = "tenant-4711-secret"

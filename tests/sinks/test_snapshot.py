@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from events.feed_changes import Change, Cleared, Stored
+from events.feed.changes import Change, Cleared, Stored
 from events.types import GroupCreated, Namespace
-from sinks.router_feed import FeedState
-from sinks.snapshot import MIN_TAIL_BYTES, Snapshot
+from sinks.router.feed import FeedState
+from sinks.router.snapshot import MIN_TAIL_BYTES, Snapshot
 from tests.sinks.feed_source import BLOCK, names, tokens
 
 

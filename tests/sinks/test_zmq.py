@@ -19,9 +19,9 @@ from structlog.testing import capture_logs
 
 from events.types import EventBatch
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_schemes, open_sink
-from sinks.feed_numbers import FeedNumbers
-from sinks.router_feed import RouterFeed
-from sinks.zmq_transport import VLLM, ZMQSettings, ZMQTransport
+from sinks.router.feed import RouterFeed
+from sinks.router.numbers import FeedNumbers
+from sinks.router.transport import VLLM, ZMQSettings, ZMQTransport
 from tests.conftest import ROOT
 from tests.sinks.feed_source import Reader, Source
 from tests.sinks.helpers import WAIT

@@ -1,0 +1,1 @@
+"""What routers may see of a cache: a fold over its events, and what it tells."""

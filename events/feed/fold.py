@@ -1,0 +1,350 @@
+"""What routers may see: a fold of events into stores and removals of blocks.
+
+A router learns of full blocks only, of a block only when its bytes are where it says, of a parent before its
+children, of a removal from the leaves up, and of no block twice while it is resident in a level. Offload and
+onboard appear as a removal from one level at once and, when the copy has landed, a store in the other.
+
+The fold keeps for each slot what a router needs to be told about its block, so that the whole visible state can be
+told again at any time (`Feed.snapshot`). It runs once, before any queue that may lose something: a fold that missed
+a batch can never be right again until it meets a `StateExported`.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from events import types as ev
+from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.extra_keys import told
+from events.feed.slots import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
+from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.tokens.sequences import NamedTokens, RunningTokens
+from events.tokens.symbols import SymbolTable
+from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
+
+_unpack_handles = struct.Struct("<q").iter_unpack
+_unpack_numbers = struct.Struct("<I").iter_unpack
+_HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
+
+
+class Feed:
+    """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
+
+    def __init__(self) -> None:
+        self.groups: tuple[GroupCreated, ...] = ()
+        self.lost = False
+        """Batches are missing: nothing is said until the whole state comes (`StateExported`)."""
+        self._beginning = False
+        """A cache was created in this batch: a state in it is the one that the cache begins with."""
+        self.last_seq: int | None = None
+        self.tokens_per_block = 1
+        self._key_bytes = 0
+        self._columns: list[tuple[Columns, Columns]] = []
+        self._sequences: dict[int, NamedTokens] = {}
+        self._running = RunningTokens(self._sequences)
+        self._symbols = SymbolTable()
+        self._transfers: dict[int, tuple[int, int, array[int]]] = {}
+        """Copy to (group, level, slots from the shallowest block on)."""
+        self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
+        """Per group, by the parent that is not visible yet: consecutive blocks, as (level, slots, names)."""
+        self._hidden: list[set[bytes]] = []
+        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
+        self._changes: list[Change] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Gap: self._meet_gap,
+            ev.CacheCreated: self._create,
+            ev.StateExported: self._install,
+            ev.SequenceAdded: self._add_sequence,
+            ev.TokensAppended: self._running.append,
+            ev.BlocksStored: self._store,
+            ev.BlocksFilled: self._fill,
+            ev.BlocksMoved: self._move,
+            ev.BlocksRemoved: self._remove,
+            ev.SequenceRemoved: self._remove_sequence,
+            ev.TransferLanded: self._land,
+            ev.TransferFailed: self._fail,
+            ev.CacheCleared: self._clear,
+            ev.SymbolsInterned: self._symbols.intern,
+            ev.SymbolsForgotten: self._symbols.forget,
+        }
+
+    def fold(self, batch: ev.EventBatch) -> list[Change]:
+        """What the batch changes for routers, in order."""
+        expected = None if self.last_seq is None else self.last_seq + 1
+        if expected is not None and batch.seq != expected:
+            self.lost = True
+        handlers = self._handlers
+        for event in batch.events:
+            kind = type(event)
+            handler = handlers.get(kind)
+            if handler is not None and (not self.lost or kind in _HEARD_WHEN_LOST):
+                handler(event)
+        self.last_seq, self._beginning = batch.seq, False
+        changes, self._changes = self._changes, []
+        return changes
+
+    def snapshot(self) -> Iterator[Change]:
+        """Everything visible at the time of this call, as stores, parents first; what is folded later changes nothing.
+
+        A store has all blocks of one prefix up to where it branches. A block on its way to another level that something
+        visible hangs behind is stored, and removed again at the end.
+        """
+        frozen = [freeze(levels) for levels in self._columns]
+        return _told_blocks(frozen, self._symbols.copy())
+
+    def resident(self, group: int, level: int) -> set[bytes]:
+        """The names that routers know in this level."""
+        return self._columns[group][level].announced_names()
+
+    # -- the stream
+
+    def _meet_gap(self, gap: ev.Gap) -> None:
+        """A log's own loss does not concern a feed that has seen those batches."""
+        if self.last_seq is None or gap.last_seq > self.last_seq:
+            self.lost = True
+
+    def _create(self, event: ev.CacheCreated) -> None:
+        self.lost, self._beginning = False, True
+        self.groups = event.groups
+        self.tokens_per_block, self._key_bytes = event.tokens_per_block, event.key_bytes
+        self._forget()
+        self._changes.append(Cleared())
+
+    def _forget(self) -> None:
+        size = self.tokens_per_block
+        self._columns = [
+            (Columns(group.num_blocks[PRIMARY], size), Columns(group.num_blocks[SECONDARY], size))
+            for group in self.groups
+        ]
+        self._hidden = [set() for _ in self.groups]
+        self._sequences.clear()
+        self._running.forget()
+        self._symbols.clear()
+        self._transfers.clear()
+        self._waiting = [{} for _ in self.groups]
+
+    def _clear(self, event: ev.CacheCleared) -> None:
+        for levels in self._columns:
+            for columns in levels:
+                columns.clear()
+        for hidden in self._hidden:
+            hidden.clear()
+        for waiting in self._waiting:
+            waiting.clear()
+        self._changes.append(Cleared())
+
+    def _add_sequence(self, event: ev.SequenceAdded) -> None:
+        self._sequences[event.handle] = NamedTokens(array("i", event.tokens), event.namespace)
+
+    def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
+        del self._sequences[event.handle]
+        self._running.forget()
+
+    # -- blocks
+
+    def _store(self, event: ev.BlocksStored) -> None:
+        size = self.tokens_per_block
+        slots = array("i", event.slots)
+        if event.last_tokens < size:
+            slots.pop()  # routers see full blocks only
+        count = len(slots)
+        if not count:
+            return
+        names = names_of_keys(event.keys, self._key_bytes)[: count * NAME_BYTES]
+        sequence = self._sequences[event.handle]
+        first = event.first_block * size
+        tokens = sequence.packed(first, first + count * size)
+        self._place(
+            slots, Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
+        )
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
+        columns = self._columns[group][PRIMARY]
+        # Then all parents are visible and all symbols are tokens, which is nearly always so.
+        usual = not (self._hidden[group] or self._symbols.pages)
+        key_at = parent_at = 0
+        blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
+        for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
+            sequence = self._sequences[handle]
+            stored = Stored(
+                group,
+                PRIMARY,
+                keys[key_at : key_at + NAME_BYTES],
+                parents[parent_at : parent_at + NAME_BYTES],
+                sequence.packed(block * size, (block + 1) * size),
+                size,
+                sequence.namespace,
+            )
+            key_at += self._key_bytes
+            parent_at += NAME_BYTES
+            if usual and not sequence.namespace.uses_extra_ids:
+                columns.write_one(slot, stored, ANNOUNCED)
+                self._changes.append(stored)
+            else:
+                self._place(array("i", (slot,)), stored)
+
+    def _place(self, slots: array[int], stored: Stored) -> None:
+        """Note blocks that were computed, and announce them if their parent is there."""
+        group, level, names = stored.group, stored.level, stored.names
+        columns = self._columns[group][level]
+        if self._is_visible(group, stored.parent):
+            columns.write(slots, stored, ANNOUNCED)
+            self._announce(stored)
+        else:
+            columns.write(slots, stored, WAITING)
+            self._hidden[group].update(_split(names))
+            self._wait(stored, slots)
+
+    def _is_visible(self, group: int, parent: bytes) -> bool:
+        # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet.
+        return parent not in self._hidden[group]
+
+    def _wait(self, stored: Stored, slots: array[int]) -> None:
+        self._waiting[stored.group].setdefault(stored.parent, []).append((stored.level, slots, stored.names))
+
+    def _announce(self, stored: Stored) -> None:
+        """Tell of blocks that are visible now, and of all that has waited for that."""
+        visible = deque([stored])
+        while visible:
+            stored = visible.popleft()
+            self._changes.append(told(stored, self._symbols))
+            hidden, waiting = self._hidden[stored.group], self._waiting[stored.group]
+            if not hidden:
+                continue
+            names = _split(stored.names)
+            hidden.difference_update(names)
+            for name in names if waiting else ():
+                for level, slots, kept in waiting.pop(name, ()):
+                    # Some may have been moved or removed meanwhile; what hung behind those waits for other parents.
+                    for piece in self._columns[stored.group][level].pieces(slots, kept, WAITING):
+                        visible.extend(self._show(stored.group, level, piece))
+
+    def _show(self, group: int, level: int, slots: array[int]) -> Iterator[Stored]:
+        """Mark consecutive blocks as visible and yield them, or let them wait for their parent."""
+        columns = self._columns[group][level]
+        stored = columns.read(slots, group, level)
+        if self._is_visible(group, stored.parent):
+            columns.set_state(slots, ANNOUNCED)
+            yield stored
+        else:
+            columns.set_state(slots, WAITING)
+            self._wait(stored, slots)
+
+    def _withdraw(self, group: int, level: int, slots: bytes, names: bytes) -> None:
+        """The blocks of these names are not in these slots any more, shallowest last."""
+        columns, hidden = self._columns[group][level], self._hidden[group]
+        if hidden:
+            hidden.difference_update(_split(columns.names_in(slots)))
+        told = columns.take_out(slots, names)
+        if told:
+            self._changes.append(Removed(group, level, told))
+
+    def _remove(self, event: ev.BlocksRemoved) -> None:
+        waiting = self._waiting[event.group]
+        for name in _split(event.names) if waiting else ():
+            waiting.pop(name, None)  # what hung behind it was removed before
+        self._withdraw(event.group, event.level, event.slots, event.names)
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        source, target = (
+            self._columns[event.group][event.from_level],
+            self._columns[event.group][event.to_level],
+        )
+        from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
+        leaves_first = event.why == MoveReason.OFFLOAD
+        if leaves_first:
+            from_slots.reverse()
+            to_slots.reverse()
+        target.copy_from(source, from_slots, to_slots, event.transfer)
+        full = _split(source.names_in(event.from_slots))
+        from_slots.reverse()
+        names = event.names if leaves_first else b"".join(_split(event.names)[::-1])
+        self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
+        self._hidden[event.group].update(full)
+        if event.transfer:
+            self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
+        else:
+            self._arrive(event.group, event.to_level, to_slots, 0)
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer in array("q", event.transfers):
+            moved = self._transfers.pop(transfer, None)
+            # Else it was a copy of the start of a block, which is stored when the rest is computed.
+            if moved is not None:
+                self._arrive(*moved, transfer)
+
+    def _arrive(self, group: int, level: int, slots: array[int], transfer: int) -> None:
+        for chain in self._columns[group][level].chains(slots, transfer):
+            for stored in self._show(group, level, chain):
+                self._announce(stored)
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        """What is cached goes with the `CacheCleared` that follows."""
+        for transfer in array("q", event.transfers):
+            self._transfers.pop(transfer, None)
+
+    # -- the whole state
+
+    def _install(self, event: ev.StateExported) -> None:
+        """Begin with an exported state, unless this fold has it already."""
+        if not self.lost and not self._beginning:
+            return
+        self.lost = False
+        self._forget()
+        self._symbols.install(event)
+        for sequence in event.sequences:
+            self._sequences[sequence.handle] = NamedTokens(array("i", sequence.tokens), sequence.namespace)
+        for group, exported in enumerate(event.groups):
+            self._install_group(group, exported)
+        for item in event.transfers:
+            slots = array("i", item.slots)
+            if item.level == SECONDARY:
+                slots.reverse()  # offloads name the deepest block first
+            self._transfers[item.transfer] = (item.group, item.level, slots)
+        self._changes = [Cleared(), *self.snapshot()]
+
+    def _install_group(self, group: int, exported: ev.GroupExported) -> None:
+        numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9)
+        slots = array("i", exported.slots)
+        size, tokens_at, block = self.tokens_per_block, 0, 0
+        last_names: list[bytes] = []
+        namespaces: list[Namespace] = []
+        for parent, count, last_tokens, level, _, _, _, _, transfer in numbers.tolist():
+            full = count - (last_tokens < size)
+            keys = exported.keys[block * self._key_bytes : (block + count) * self._key_bytes]
+            names = names_of_keys(keys, self._key_bytes)
+            namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
+            above = last_names[parent] if parent >= 0 else b""
+            last_names.append(names[-NAME_BYTES:])
+            tokens = exported.symbols[tokens_at : tokens_at + full * size * TOKEN_BYTES]
+            stored = Stored(group, level, names[: full * NAME_BYTES], above, tokens, size, namespaces[-1])
+            at = slots[block : block + full]
+            state = IN_FLIGHT if transfer else ANNOUNCED if self._is_visible(group, above) else WAITING
+            self._columns[group][level].write(at, stored, state, transfer)
+            if state != ANNOUNCED:
+                self._hidden[group].update(_split(stored.names))
+            if state == WAITING:
+                self._wait(stored, at)
+            tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
+            block += count
+
+
+def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:
+    for group, blocks in enumerate(groups):
+        for change in visible_blocks(group, blocks):
+            yield told(change, symbols) if isinstance(change, Stored) else change
+
+
+def _split(names: bytes) -> list[bytes]:
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
+__all__ = ["ABSENT", "Change", "Cleared", "Feed", "Removed", "Stored"]

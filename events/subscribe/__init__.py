@@ -1,0 +1,1 @@
+"""The other end of a router feed: sockets, order, and what is known then."""

@@ -1,0 +1,117 @@
+"""What a router knows of one publisher: which blocks are where, folded from its messages.
+
+As simple as it can be, so that it can serve as a measure: it counts what a publisher should never send, instead of
+making something of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Hash, Unknown, VLLMBatch
+from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
+
+GPU, HOST, STORAGE = 0, 1, 2
+"""Levels of residency, from the fastest on."""
+_LEVELS = {"GPU": GPU, "CPU": HOST, "CPU_PINNED": HOST, "CPU_TIER1": HOST}
+
+
+class Block(NamedTuple):
+    """What is known of a resident block."""
+
+    parent: Hash | None
+    """The block before it; None at the start of a prompt."""
+    tokens: tuple[int | tuple[int, ...], ...]
+    """Empty if the publisher did not say which, or not which belong to which block."""
+
+
+class Index:
+    """The blocks of one publisher."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, int], dict[Hash, Block]] = {}
+        """By (group, level), then by hash, in the order in which they came."""
+        self.batches = 0
+        self.events = 0
+        self.unknown_events = 0
+        self.orphans = 0
+        """Stores whose parent is resident nowhere in the group."""
+        self.repeated_stores = 0
+        """Blocks that were stored where they were already."""
+        self.unknown_removals = 0
+        """Blocks that were removed from where they were not."""
+        self.missed_batches = 0
+        """Batches that are lost: the blocks may be wrong since."""
+        self.recovered_batches = 0
+        self.restated = 0
+        """Times that the publisher told its whole state in place of what was missed."""
+        self.restarts = 0
+
+    def fold(self, report: Report) -> None:
+        """Take in what a subscriber reports."""
+        if isinstance(report, Received):
+            self.apply(report.batch)
+        elif isinstance(report, Missed):
+            count = report.last - report.first + 1
+            if report.recovered:
+                self.recovered_batches += count
+            else:
+                self.missed_batches += count
+        elif isinstance(report, Restated):
+            self.restated += 1
+        else:
+            assert isinstance(report, Restarted)
+            self.restarts += 1
+            self.blocks.clear()
+
+    def apply(self, batch: VLLMBatch) -> None:
+        """Take in one batch."""
+        self.batches += 1
+        self.events += len(batch.events)
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    self._remove(event)
+                case AllBlocksCleared():
+                    self.blocks.clear()
+                case Unknown():
+                    self.unknown_events += 1
+
+    def resident(self, group: int = 0, level: int = GPU) -> set[Hash]:
+        """The hashes of all blocks in a level of a group."""
+        return set(self.blocks.get((group, level), ()))
+
+    def count(self, level: int) -> int:
+        """How many blocks of all groups are in a level."""
+        return sum(len(blocks) for (_, its), blocks in self.blocks.items() if its == level)
+
+    def _store(self, event: BlockStored) -> None:
+        group = event.group_idx or 0
+        parent = event.parent_block_hash
+        if parent is not None and not self._knows(group, parent):
+            self.orphans += 1
+        blocks = self.blocks.setdefault((group, level_of(event.medium)), {})
+        size, tokens = event.block_size, event.token_ids
+        # With holes (sliding windows), or without tokens, nothing says which tokens are whose.
+        aligned = len(tokens) == len(event.block_hashes) * size
+        for number, name in enumerate(event.block_hashes):
+            if name in blocks:
+                self.repeated_stores += 1
+            blocks[name] = Block(parent, tokens[number * size : (number + 1) * size] if aligned else ())
+            parent = name
+
+    def _knows(self, group: int, name: Hash) -> bool:
+        return any(name in self.blocks.get((group, level), ()) for level in (GPU, HOST, STORAGE))
+
+    def _remove(self, event: BlockRemoved) -> None:
+        blocks = self.blocks.get((event.group_idx or 0, level_of(event.medium)), {})
+        for name in event.block_hashes:
+            if blocks.pop(name, None) is None:
+                self.unknown_removals += 1
+
+
+def level_of(medium: str | None) -> int:
+    """The level that the name of a medium stands for; no name is the GPU, and what is not known is storage."""
+    return GPU if medium is None else _LEVELS.get(medium.upper(), STORAGE)

@@ -1,0 +1,206 @@
+"""Bytes follow events: what the events say was moved is copied here, and its arrival is reported back.
+
+Deciding never waits for bytes. While events are published the engine only notes the copies they ask for;
+`start` arranges all of them in as few batches as their order allows and submits these; `poll` tells which
+transfers have landed or failed, so that the manager can make events of that, and `recorded` says that it has.
+
+A ticket that raises anything at all has failed, and so has a batch that the copier does not even take: whether the
+bytes will ever come is unknown then. With it goes
+whatever was noted before that was recorded, since it may have been copied from there: what was not started never
+will be, and what becomes of the rest is of no interest. It still writes to its slots. Whoever has them next is safe,
+because batches run in the order of submission, and the compute stream waits for the ticket of each `start`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTicket, Ticket
+from cuda_ops.hazards import schedule
+from events.packed import unpack_i32
+from events.types import PRIMARY, BlocksCopied, BlocksMoved, Event
+from kvcache.errors import ManagerBusy, UsageError
+from kvcache.layout import Layout
+
+_ARRIVED = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A noted copy, and the id in its event."""
+
+    transfer: int
+    copy: Copy
+
+
+class _Batch:
+    """Submitted copies. What the ticket has told is kept here, since it may be unable to tell it again."""
+
+    __slots__ = ("_ticket", "outcome", "transfers")
+
+    def __init__(self, transfers: tuple[int, ...], ticket: Ticket) -> None:
+        self.transfers = transfers
+        """Their ids; none if it does not matter any more what becomes of them."""
+        self._ticket = ticket
+        self.outcome: str | None = None
+        """`_ARRIVED`, or why it has not; None: not known yet."""
+
+    def has_ended(self) -> bool:
+        """Ask, without blocking."""
+        if self.outcome is None:
+            try:
+                if self._ticket.done():
+                    self.outcome = _ARRIVED
+            except ManagerBusy:
+                raise  # this says nothing about the copies
+            except Exception as failure:  # noqa: BLE001  a copier's bug must not take with it what has landed
+                self.outcome = _reason(failure)
+        return self.outcome is not None
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        if self.outcome is None:
+            try:
+                self._ticket.wait()
+            except ManagerBusy:
+                pass
+            except Exception as failure:  # noqa: BLE001
+                self.outcome = _reason(failure)
+
+
+class TransferEngine:
+    """Carries out the copies that events ask for. Each event has a transfer id of its own, higher than those before."""
+
+    events: tuple[type[Event], ...] = (BlocksMoved, BlocksCopied)
+    """What `on_event` is to be subscribed to."""
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._pending: list[_Transfer] = []
+        self._in_flight: deque[_Batch] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """Whether copies are noted and not started."""
+        return bool(self._pending)
+
+    def pending_targets(self, group: int, level: int) -> set[int]:
+        """The slots of a level that copies which are noted and not started will write."""
+        copies = [noted.copy for noted in self._pending]
+        return {
+            slot
+            for copy in copies
+            if copy.group == group and copy.target_level == level
+            for slot in copy.target.tolist()
+        }
+
+    def on_event(self, event: Any) -> None:
+        """Note the copy that an event asks for."""
+        if isinstance(event, BlocksMoved):
+            if event.transfer:
+                source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
+                copy = Copy(event.from_level, event.to_level, source, target, group=event.group)
+                self._pending.append(_Transfer(event.transfer, copy))
+        elif isinstance(event, BlocksCopied):
+            source, target = np.array([event.source], np.int32), np.array([event.target], np.int32)
+            copy = Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group)
+            self._pending.append(_Transfer(event.transfer, copy))
+
+    def start(self) -> Ticket:
+        """Submit everything noted. The ticket stands for all of it, and fails with what the copier does not take.
+
+        Before the forward pass the compute stream must be made to wait for it (`wait_on`).
+        """
+        transfers, self._pending = self._pending, []
+        batches = schedule([transfer.copy for transfer in transfers])
+        started = [self._submit([transfers[index] for index in batch]) for batch in batches]
+        return JoinedTicket(started)
+
+    def _submit(self, transfers: list[_Transfer]) -> Ticket:
+        """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
+        copies = [each.copy for each in transfers if not each.copy.moves_nothing]
+        ticket = self._ticket_of(copies) if copies else FinishedTicket()
+        self._in_flight.append(_Batch(tuple(each.transfer for each in transfers), ticket))
+        return ticket
+
+    def _ticket_of(self, copies: list[Copy]) -> Ticket:
+        try:
+            ticket = self._copier.submit(copies)
+        except Exception as failure:  # noqa: BLE001  the events stand, so their copies must end in some way
+            return FinishedTicket(_reason(failure))
+        if all(callable(getattr(ticket, method, None)) for method in ("done", "wait", "wait_on")):
+            return ticket
+        return FinishedTicket(f"submit returned no ticket but {type(ticket).__name__}")
+
+    def poll(self) -> tuple[list[int], list[tuple[int, str]]]:
+        """Return the ids of the transfers that have landed, and those that failed and why. Never blocks.
+
+        Both are in the order of their events, and are told again until they are `recorded`. Behind a failed batch
+        nothing lands.
+        """
+        landed: list[int] = []
+        failed: list[tuple[int, str]] = []
+        for batch in self._in_flight:
+            if not batch.has_ended():
+                break
+            if batch.outcome:
+                failed += [(transfer, batch.outcome) for transfer in batch.transfers]
+            elif not failed:
+                landed += batch.transfers
+        return sorted(landed), sorted(failed)
+
+    def recorded(self) -> None:
+        """What `poll` has told last is known; after a failure nothing that was noted so far matters any more."""
+        failed = False
+        while self._in_flight and self._in_flight[0].outcome is not None:
+            batch = self._in_flight.popleft()
+            failed = failed or bool(batch.outcome and batch.transfers)
+        if failed:
+            self._pending.clear()
+            for batch in self._in_flight:
+                batch.transfers = ()
+
+    def wait(self) -> None:
+        """Block until everything started has landed or failed; `poll` then tells which."""
+        for batch in self._in_flight:
+            batch.wait()
+
+
+def engine_for(
+    pools: Any, copier: Copier | None, layout: Layout, *, fill_blank: bool = False
+) -> TransferEngine | None:
+    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
+
+    With `fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
+    pools that another manager has.
+    """
+    if pools is not None:
+        methods = ("copier", "refuse_taken", "take", "give_back")
+        if not all(callable(getattr(pools, method, None)) for method in methods):
+            raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
+        if getattr(pools, "layout", layout) != layout:
+            raise UsageError(
+                "the pools have another layout than the config: make them by Pools(Layout.of(config))"
+            )
+        pools.refuse_taken()
+    if copier is None and pools is not None:
+        copier = pools.copier()
+    if copier is None:
+        return None
+    if not callable(getattr(copier, "submit", None)):
+        raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+    if pools is not None and fill_blank:
+        from kvcache.device.blank_fill import FillingEngine  # which extends what is above
+
+        return FillingEngine(copier, pools)
+    return TransferEngine(copier)
+
+
+def _reason(failure: Exception) -> str:
+    """Why a batch did not arrive. Of what is no `CopyFailed` only the type is told: its text may say anything."""
+    reason = str(failure.reason) if isinstance(failure, CopyFailed) else ""
+    return reason or type(failure).__name__

@@ -1,0 +1,1 @@
+"""What becomes of events: the journal, log and sinks, recent events and counters."""

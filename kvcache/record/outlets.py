@@ -1,0 +1,198 @@
+"""Where flushed batches go: the log and the sinks. The manager's only contact with files, threads and sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from events.codec import batch_without_tokens
+from events.errors import LogWriteFailed
+from events.log import LogWriter
+from events.types import EpochStarted, EventBatch, Gap
+from kvcache._version import __version__
+from kvcache.config import LogConfig
+from kvcache.errors import UsageError
+from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
+from sinks.router.feed import RouterFeed
+
+_ROOM_SECONDS = 2.0
+LogTarget = LogWriter | str | PathLike[str] | None
+
+
+class Outlets:
+    """Hands batches over without waiting (unless the log is told to block rather than drop)."""
+
+    def __init__(
+        self, log: LogWriter | None, runners: Sequence[SinkRunner], *, tokens_by_default: bool = True
+    ) -> None:
+        self.log = log
+        self._runners = list(runners)
+        self._whole: list[SinkRunner] = []
+        self._without_tokens: list[SinkRunner] = []
+        for runner in self._runners:
+            gets = tokens_by_default if runner.needs_tokens is None else runner.needs_tokens
+            (self._whole if gets else self._without_tokens).append(runner)
+        feeds = [(runner, runner.sink) for runner in self._runners if isinstance(runner.sink, RouterFeed)]
+        self._feeds = tuple(feeds)
+        self.feeds = tuple(feed for _, feed in feeds)
+        self.may_lose = log is not None or bool(self.feeds)
+        """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
+
+    @classmethod
+    def open(
+        cls, log: LogTarget, sinks: Sequence[str | Sink | SinkRunner], context: SinkContext, config: LogConfig
+    ) -> Outlets:
+        """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
+        for sink in sinks:
+            _check_sink(sink)
+        writer = log if isinstance(log, LogWriter) or log is None else open_log(_directory(log), config)
+        if writer is not None:
+            context = replace(context, state_dir=writer.directory)
+        runners: list[SinkRunner] = []
+        try:
+            for sink in sinks:
+                runners.append(_runner(sink, context))
+                runners[-1].start()
+        except BaseException:
+            for runner in runners:
+                runner.close()
+            if writer is not None and writer is not log:
+                writer.close()
+            raise
+        records = config.record_tokens if writer is None else writer.epoch_started.tokens_recorded
+        return cls(writer, runners, tokens_by_default=records)
+
+    def begin_epoch(self, at_least: int) -> EpochStarted | None:
+        """What the log's new epoch begins with; it is `at_least` this one."""
+        return self.log.begin_epoch(at_least) if self.log is not None else None
+
+    @property
+    def records_tokens(self) -> bool:
+        """Whether the log, if there is one, says what prompts are, so that nobody relies on names."""
+        return self.log is None or self.log.epoch_started.tokens_recorded
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next batch."""
+        return self.log.next_seq if self.log is not None else 0
+
+    def publish(self, batch: EventBatch) -> None:
+        """Hand a batch over. Never raises: `check_log` tells of a log that takes none."""
+        if self.log is not None:
+            # A frame for `contextlib.suppress` would be made in each step.
+            try:  # noqa: SIM105
+                self.log.append(batch)
+            except LogWriteFailed:
+                pass
+        for runner in self._whole:
+            runner.put(batch)
+        if self._without_tokens:
+            stripped = batch_without_tokens(batch)
+            for runner in self._without_tokens:
+                runner.put(stripped)
+
+    def check_log(self) -> None:
+        """Raise `events.LogWriteFailed` if the log takes nothing, unless it is to lose batches instead."""
+        if self.log is not None:
+            self.log.check()
+
+    def make_room(self) -> None:
+        """Wait a moment for a log that has lost batches, so that it can still be told of that before it is closed."""
+        if self.log is not None and self.log.has_lost:
+            with contextlib.suppress(LogWriteFailed):
+                self.log.flush(_ROOM_SECONDS)
+
+    def take_gap(self) -> Gap | None:
+        """What the log has lost, once there is room again."""
+        return self.log.take_gap() if self.log is not None else None
+
+    def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool]) -> bool:
+        """Wait until each feed for routers has so many readers; False if the time is over or `stop()` says so."""
+        deadline = time.monotonic() + timeout
+        return all(sink.wait_subscribers(count, deadline - time.monotonic(), stop) for sink in self.feeds)
+
+    @property
+    def lost_seq(self) -> int:
+        """The last batch that a sink's fold has lost, so that it needs the whole state in a later one; -1: none.
+
+        A quarantined sink would not get it.
+        """
+        lost = -1
+        for runner, feed in self._feeds:
+            if feed.lost_seq is not None and feed.lost_seq > lost and runner.state == "running":
+                lost = feed.lost_seq
+        return lost
+
+    def reopen(self) -> None:
+        """Let sinks that have files open them again."""
+        for runner in self._runners:
+            runner.reopen()
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress, lag and drops per sink."""
+        return tuple(runner.stats() for runner in self._runners)
+
+    def close(self) -> None:
+        """Drain and close everything, all sinks at a time; the log's failure is raised last."""
+        closing = [threading.Thread(target=runner.close) for runner in self._runners]
+        for thread in closing:
+            thread.start()
+        try:
+            for thread in closing:
+                thread.join()
+        finally:
+            if self.log is not None:
+                self.log.close()
+
+
+def open_log(
+    directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
+) -> LogWriter:
+    """A log writer as configured."""
+    return LogWriter(
+        directory,
+        record_tokens=config.record_tokens,
+        resume=resume,
+        overflow=config.overflow,
+        max_queued_batches=config.max_queued_batches,
+        max_queued_bytes=config.max_queued_bytes,
+        segment_bytes=config.segment_bytes,
+        fsync=config.fsync,
+        software=f"kvcache {__version__}",
+        log_id=log_id,
+    )
+
+
+def _directory(log: object) -> Path:
+    if not isinstance(log, str | PathLike):
+        raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
+    try:
+        path = Path(log)
+        if b"\0" not in os.fsencode(path):
+            return path
+    except Exception as error:  # noqa: BLE001
+        raise UsageError(f"log names no directory: {type(error).__name__}") from None
+    raise UsageError("log names no directory: a path has no NUL character")
+
+
+def _check_sink(sink: object) -> None:
+    """Tell a mistake before anything is opened: later it would be a sink that fails for ever."""
+    if not isinstance(sink, str | SinkRunner) and not all(
+        callable(getattr(sink, method, None)) for method in ("open", "write", "close")
+    ):
+        raise UsageError(f"a sink must be a URL or have open, write and close; {type(sink).__name__} has not")
+
+
+def _runner(sink: str | Sink | SinkRunner, context: SinkContext) -> SinkRunner:
+    if isinstance(sink, SinkRunner):
+        return sink
+    if isinstance(sink, str):
+        # A URL may hold a password; its printed form does not.
+        return SinkRunner(open_sink(sink, context), str(SinkURL.parse(sink)))
+    return SinkRunner(sink, type(sink).__name__)

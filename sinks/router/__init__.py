@@ -1,0 +1,1 @@
+"""The feed for KV-aware load balancers: its pace, its numbers, and the sockets that carry it."""

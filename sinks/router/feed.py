@@ -1,0 +1,232 @@
+"""The feed for routers: one fold of events into what routers may see, its numbers, and its pace.
+
+`RouterFeed` is a sink. It folds each batch (`events.feed.fold`), holds changes back for a moment so that a router
+gets few messages instead of one per engine step, numbers what goes out, and gives it to its transports. Changes
+keep their order and are never netted: what a router sees is each state the cache went through, some of them at a time.
+
+Whenever what routers hold may differ from the fold, "cleared" and the fold's whole state go out next: at the
+start, and after anything failed on the way out. What the fold itself has missed (`needs_state`) only the manager
+can tell, by publishing `StateExported`.
+
+`write` only folds; everything goes out in `tick`. So a failing transport is never taken for a failing fold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from events.feed.changes import Change, Cleared
+from events.feed.fold import Feed
+from events.types import EventBatch, Gap, GroupCreated
+from sinks.queue import Overflow
+from sinks.router.batches import BATCH_BYTES, change_bytes, in_batches
+from sinks.router.numbers import FeedNumbers
+
+SERVE_SECONDS = 0.01
+"""How often transports get to look after their readers."""
+STOP_POLL_SECONDS = 0.05
+
+
+class FeedBatch(msgspec.Struct, frozen=True):
+    """What goes out under one number. Without changes it is a heartbeat."""
+
+    seq: int
+    ts: float
+    """Seconds of wall clock at which it went out."""
+    changes: Sequence[Change]
+    groups: tuple[GroupCreated, ...]
+
+
+class FeedState(msgspec.Struct, frozen=True):
+    """All that is visible after the batch `seq` (-1: before the first)."""
+
+    seq: int
+    ts: float
+    """When that batch went out."""
+    changes: Iterable[Change]
+    """Stores, parents first, and at the end removals of what is on its way; to be gone through once, at any time."""
+    groups: tuple[GroupCreated, ...]
+
+
+class FeedTransport(Protocol):
+    """Takes a feed's batches somewhere. All methods are called on one thread."""
+
+    @property
+    def subscribers(self) -> int:
+        """Readers known at the last `tick`; 0 where that cannot be known."""
+
+    def open(self, next_seq: int) -> None:
+        """Acquire what is needed; `next_seq` is the number of the first batch. Raises SinkError."""
+
+    def send(self, batch: FeedBatch) -> None:
+        """Take one batch, without waiting for anybody."""
+
+    def tick(self, take_state: Callable[[], FeedState]) -> None:
+        """Look after readers. `take_state` gives the state as of the last batch, sending what was held back."""
+
+    def close(self) -> None:
+        """Release everything, after a bounded wait for what was sent."""
+
+
+class RouterFeed:
+    """Folds the events once and feeds transports with what routers may see.
+
+    - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one
+      batch for each `EventBatch` that changes something for routers.
+    - `max_batch_bytes`: bound of an encoded batch (a single block that is larger still goes out).
+    - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a
+      router can tell "nothing new" from "missed something". 0: never.
+    """
+
+    overflow: Overflow = "drop_newest"
+    """Asked of the runner: what was lost lies in one piece, after which the fold waits for the whole state."""
+    needs_tokens = True
+    """Routers find blocks by the tokens in them."""
+
+    def __init__(
+        self,
+        transports: Sequence[FeedTransport],
+        numbers: FeedNumbers,
+        *,
+        coalesce_seconds: float = 0.05,
+        max_batch_bytes: int = 1 << 20,
+        heartbeat_seconds: float = 1.0,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.transports = tuple(transports)
+        self._numbers = numbers
+        self._coalesce = coalesce_seconds
+        self._max_bytes = max_batch_bytes
+        self._heartbeat = heartbeat_seconds
+        self._monotonic, self._wall = monotonic, wall
+        self._feed = Feed()
+        self._pending: list[Change] = []
+        self._pending_bytes = 0
+        self._restate = True
+        """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
+        self._sent_at = self._served_at = float("-inf")
+        self._last_ts = 0.0
+        self._opened: tuple[FeedTransport, ...] = ()
+        self.lost_seq: int | None = None
+        """The last batch that is missing, if any: the state is needed in a batch after it. One that was published
+        since is on its way through the queue, and need not be published again. For any thread to read."""
+        self._subscribers = 0
+        self._subscribers_changed = threading.Condition()
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether batches are missing and nothing goes out until a `StateExported` comes. For any thread."""
+        return self.lost_seq is not None
+
+    @property
+    def subscribers(self) -> int:
+        """Readers of all transports. For any thread."""
+        return self._subscribers
+
+    def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until there are `count` readers, for `timeout` seconds or until `stop()`. For any thread."""
+        deadline = time.monotonic() + timeout
+        with self._subscribers_changed:
+            while self._subscribers < count:
+                left = deadline - time.monotonic()
+                if left <= 0 or stop():
+                    return False
+                self._subscribers_changed.wait(min(left, STOP_POLL_SECONDS))
+        return True
+
+    # --- the sink ---------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Reserve numbers and open the transports. If one cannot be opened, those before it are closed again."""
+        with contextlib.ExitStack() as undo:
+            self._numbers.open()
+            undo.callback(self._numbers.close)
+            for transport in self.transports:
+                transport.open(self._numbers.next)
+                undo.callback(transport.close)
+            undo.pop_all()
+        self._opened = self.transports
+        # Where it was open before, nobody knows what has arrived.
+        self._restate, self._sent_at = True, float("-inf")
+
+    def write(self, batch: EventBatch) -> None:
+        """Fold a batch. What it changes goes out with one of the next ticks."""
+        changes = self._feed.fold(batch)
+        if not self._feed.lost:
+            self.lost_seq = None
+        elif self.lost_seq is None or any(isinstance(event, Gap) for event in batch.events):
+            self.lost_seq = batch.seq
+        if changes and not self._restate:
+            self._pending += changes
+            self._pending_bytes += sum(map(change_bytes, changes))
+
+    def tick(self) -> None:
+        """Send what is due and let the transports look after their readers. After each batch, and every 10 ms."""
+        now = self._monotonic()
+        if self._is_due(now):
+            self._flush()
+        elif self._heartbeat and now - self._sent_at >= self._heartbeat:
+            self._send([()])
+        if now - self._served_at >= SERVE_SECONDS:
+            self._served_at = now
+            self._serve()
+
+    def close(self) -> None:
+        """Send what was held back, close the transports, give unused numbers back."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._numbers.close)
+            for transport in self._opened:
+                last.callback(transport.close)
+            self._opened = ()
+            self._flush()
+
+    # --- on the way out ---------------------------------------------------------------------------------
+
+    def _is_due(self, now: float) -> bool:
+        if not self._pending and not self._restate:
+            return False
+        return now - self._sent_at >= self._coalesce or self._pending_bytes >= self._max_bytes
+
+    def _flush(self) -> None:
+        """Send everything that was held back."""
+        changes, self._pending = self._pending, []
+        size, self._pending_bytes = self._pending_bytes + BATCH_BYTES, 0
+        if self._restate:
+            changes, size = [Cleared(), *self._visible()], self._max_bytes + 1
+        if changes:
+            self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
+
+    def _send(self, batches: Iterable[Sequence[Change]]) -> None:
+        # Until all of it is out, what readers hold is not to be trusted.
+        self._restate = True
+        for changes in batches:
+            self._last_ts = self._wall()
+            batch = FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups)
+            for transport in self.transports:
+                transport.send(batch)
+        self._restate = False
+        self._sent_at = self._monotonic()
+
+    def _serve(self) -> None:
+        for transport in self.transports:
+            transport.tick(self._take_state)
+        subscribers = sum(transport.subscribers for transport in self.transports)
+        if subscribers != self._subscribers:
+            with self._subscribers_changed:
+                self._subscribers = subscribers
+                self._subscribers_changed.notify_all()
+
+    def _visible(self) -> Iterable[Change]:
+        """The fold's whole state; nothing while batches are missing, since any of it may be gone."""
+        return () if self._feed.lost else self._feed.snapshot()
+
+    def _take_state(self) -> FeedState:
+        self._flush()
+        return FeedState(self._numbers.next - 1, self._last_ts, self._visible(), self._feed.groups)

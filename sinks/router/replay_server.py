@@ -1,0 +1,318 @@
+"""Answers readers that missed batches, over a ROUTER socket and on a thread of its own.
+
+The protocol is vLLM's: a reader sends ``[b"", start]`` with the number it wants to begin at, 8 bytes big-endian,
+and gets ``[b"", topic, seq, payload]`` for each batch from there up to the latest one, then the end marker
+``[b"", b"", ff*8, b""]``. Meanwhile it keeps what comes live.
+
+Batches that the ring still has are sent as they were. In place of older ones the whole state is told (*compacted
+replay*): "cleared" and all blocks, parents first, under the numbers that end with the one whose state it is; what was
+sent since follows. So an answer is as long as the state is large, however old the feed. Readers that insist on each
+number from the one they asked for get the state under the first of these numbers, and empty batches up to its own
+(`contiguous`).
+
+One answer at a time is for one reader, and the last request that it has made meanwhile waits for its end. A few
+answers are given at once, the others wait in line: no answer is better than an empty one, which says that nothing was
+missed. Nothing is sent where the socket would wait, and a reader that takes nothing for `stall_seconds` is cut off. So
+what waits to be sent is bounded, whatever is asked.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from events.diagnostics import get_logger
+from events.formats.vllm import END_OF_REPLAY, encode_seq
+from sinks.router.peers import Complaints, Peers, connection_of
+from sinks.router.replay_ring import ReplayRing
+from sinks.router.snapshot import Encode, Join, Snapshot
+
+TURN_MESSAGES = 64
+"""Sent to one reader before the next one has its turn."""
+READ_AT_ONCE = 1000
+"""Requests read before anybody is answered."""
+ANSWERS_AT_ONCE = 8
+MAX_WAITING = 10_000
+"""Readers in line; a request that is too many is ignored."""
+SHARED_BYTES = 4096
+"""Larger payloads are not copied for each reader."""
+MAX_PADDED = 10_000_000
+"""Empty batches that an answer may need; where it would be more, nobody would wait for its end, and it gets none."""
+STOP_POLL_MS = 20
+BUSY_POLL_MS = 5
+STALL_SECONDS = 5.0
+
+_MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
+"""As plain numbers: combining flags of the enumeration takes longer than sending."""
+
+Numbered = tuple[int, bytes]
+"""Number and payload."""
+
+_log = get_logger("sinks")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a reader asks for."""
+
+    start: int
+    connection: int | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one reader still gets."""
+
+    reader: bytes
+    connection: int | None
+    messages: Iterator[Numbered | None]
+    """None: the state is needed, and not there yet."""
+    moved_at: float
+    """When the reader last took something."""
+    held: Numbered | None = None
+    """A message that it had no room for."""
+    taken: zmq.MessageTracker | None = None
+    """Of the end marker, once it is sent: done when the reader's connection has taken everything."""
+
+
+class ReplayServer:
+    """Owns `socket` from `start` on, and closes it.
+
+    `wants_snapshot`, `snapshot`, `start` and `stop` are for the feed's thread; the counters for any.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        ring: ReplayRing,
+        topic: bytes,
+        encode: Encode,
+        join: Join,
+        *,
+        contiguous: bool = False,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self._socket = socket
+        self._socket.copy_threshold = SHARED_BYTES
+        self._peers = Peers(socket, Complaints())
+        self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
+        self._contiguous = contiguous
+        self._stall_seconds = stall_seconds
+        self._warned = False
+        self._state_numbers = (sys.maxsize, -1)
+        """Within these numbers some reader may have got a part of the state. Who asks from there on, and not from the
+        first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
+        self._answers: deque[Answer] = deque()
+        self._line: dict[bytes, Request] = {}
+        """Readers whose turn has not come, or who asked again."""
+        self.snapshot: Snapshot | None = None
+        """The state, ready, and what was sent since; None: there is none."""
+        self.wants_snapshot = False
+        """Whether somebody waits for `snapshot`."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcache-feed-replay", daemon=True)
+        self.answered = 0
+        """Answers sent to the end."""
+        self.compacted = 0
+        """Answers that were made from the whole state."""
+        self.dropped = 0
+        """Answers given up because the reader took nothing or was gone, and requests that were too many."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and close the socket. What it has taken is still delivered as long as it lingers."""
+        self._stopping.set()
+        self._thread.join()
+
+    # --- the server's thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        timeout = STOP_POLL_MS
+        try:
+            while not self._stopping.is_set():
+                if self._socket.poll(timeout):
+                    self._receive()
+                self._peers.refresh()
+                self._peers.police()
+                self._begin_answers()
+                timeout = self._take_turns()
+        finally:
+            self._peers.close()
+            self._socket.close()
+
+    def _receive(self) -> None:
+        """Take the requests that are there. What is no request gets no answer."""
+        for _ in range(READ_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            if len(frames) == 3 and not len(frames[1]):
+                start = int.from_bytes(frames[2].bytes, "big")
+                self._note(frames[0].bytes, Request(start, connection_of(frames[2])))
+                self._begin_answers()
+
+    def _note(self, reader: bytes, request: Request) -> None:
+        if reader in self._line or len(self._line) < MAX_WAITING:
+            self._line[reader] = request
+        else:
+            self.dropped += 1
+
+    def _begin_answers(self) -> None:
+        """Answer who is first in line; who is being answered waits for the end of that."""
+        busy = {answer.reader for answer in self._answers}
+        while len(self._answers) < ANSWERS_AT_ONCE:
+            reader = next((reader for reader in self._line if reader not in busy), None)
+            if reader is None:
+                return
+            request = self._line.pop(reader)
+            messages = self._messages(request.start)
+            self._answers.append(Answer(reader, request.connection, messages, time.monotonic()))
+            busy.add(reader)
+
+    def _messages(self, start: int) -> Iterator[Numbered | None]:
+        """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
+        seq, end = start, self._ring.next_seq
+        if start > end:
+            self._warn_of_other_numbers(start, end)
+        first, last = self._state_numbers
+        broken_off = first < start <= last
+        while seq < end:
+            payload = None if broken_off else self._ring.get(seq)
+            snapshot = self.snapshot
+            if payload is not None:
+                yield seq, payload
+            elif snapshot is not None and snapshot.last_seq >= seq:
+                self.compacted += seq <= snapshot.seq
+                for message in self._from_snapshot(snapshot, seq):
+                    yield message
+                    seq = message[0]
+                broken_off = False
+            else:
+                self.wants_snapshot = True
+                yield None
+                continue
+            seq += 1
+
+    def _warn_of_other_numbers(self, asked: int, end: int) -> None:
+        if not self._warned:
+            self._warned = True
+            reason = "a reader has heard higher numbers than were used here; it may hear nothing until they are reached"
+            _log.warning("feed_numbers_went_back", asked=min(asked, 2**64), next=end, reason=reason)
+
+    def _from_snapshot(self, snapshot: Snapshot, start: int) -> Iterator[Numbered]:
+        """The state and what was sent since; only the latter if `start` lies there."""
+        if start <= snapshot.seq:
+            count = snapshot.seq + 1 - start
+            seq = max(start, snapshot.seq + 1 - len(snapshot.pieces))
+            if self._contiguous and seq - start <= MAX_PADDED:
+                seq = start
+            if len(snapshot.pieces) > 1:
+                first, last = self._state_numbers
+                self._state_numbers = min(first, seq), max(last, seq + len(snapshot.pieces) - 1)
+            for payload in snapshot.in_payloads(count, self._join):
+                yield seq, payload
+                seq += 1
+            empty = self._encode((), snapshot.ts, ())
+            for rest in range(seq, snapshot.seq + 1):
+                yield rest, empty
+            start = snapshot.seq + 1
+        for seq in range(start, snapshot.last_seq + 1):
+            yield seq, snapshot.tail[seq - snapshot.seq - 1]
+
+    def _take_turns(self) -> int:
+        """Send each reader a part of its answer; returns how many milliseconds may pass before the next time."""
+        moved = False
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            sent, goes_on = self._advance(answer)
+            moved = moved or sent > 0
+            if goes_on:
+                self._answers.append(answer)
+        if moved:
+            return 0
+        return BUSY_POLL_MS if self._answers else STOP_POLL_MS
+
+    def _advance(self, answer: Answer) -> tuple[int, bool]:
+        """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
+        sent = 0
+        try:
+            while answer.taken is None and sent < TURN_MESSAGES:
+                if answer.held is None and not self._prepare(answer):
+                    return sent, True
+                if answer.held is None:
+                    answer.taken = self._send_end(answer.reader)
+                else:
+                    self._send(answer.reader, answer.held)
+                    answer.held = None
+                sent += 1
+        except zmq.Again:
+            pass
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self.dropped += 1
+            return sent, False
+        except Exception as error:  # noqa: BLE001  one payload that cannot be made must not end the others' answers
+            # The text might quote token ids.
+            _log.error("replay_failed", error=type(error).__name__)
+            self.dropped += 1
+            return sent, False
+        if answer.taken is not None and answer.taken.done:
+            self.answered += 1
+            return sent, False
+        return sent, self._has_patience(answer, sent)
+
+    def _prepare(self, answer: Answer) -> bool:
+        """Hold the next message, or none at the end; False if it is not known yet."""
+        answer.held = next(answer.messages, _END)
+        if answer.held is None:
+            answer.moved_at = time.monotonic()  # it is not the reader that keeps us waiting
+            return False
+        if answer.held is _END:
+            answer.held = None
+        return True
+
+    def _send(self, reader: bytes, message: Numbered) -> None:
+        send, (seq, payload) = self._socket.send, message
+        # The first frame finds the reader and its room; the others then have it.
+        send(reader, _MORE)
+        send(b"", _MORE)
+        send(self._topic, _MORE)
+        send(encode_seq(seq), _MORE)
+        send(payload, _LAST, copy=len(payload) < SHARED_BYTES)
+
+    def _send_end(self, reader: bytes) -> zmq.MessageTracker:
+        end = zmq.Frame(END_OF_REPLAY, copy=False, track=True)
+        taken = end.tracker
+        assert isinstance(taken, zmq.MessageTracker)
+        send = self._socket.send
+        send(reader, _MORE)
+        send(b"", _MORE)
+        send(b"", _MORE)
+        send(end, _MORE, copy=False)
+        send(b"", _LAST)
+        return taken
+
+    def _has_patience(self, answer: Answer, sent: int) -> bool:
+        now = time.monotonic()
+        if sent:
+            answer.moved_at = now
+        if now - answer.moved_at < self._stall_seconds:
+            return True
+        self.dropped += 1
+        self._peers.cut_off(answer.connection, "it takes nothing of what it asked for")
+        return False
+
+
+_END: Numbered = (-1, b"")
+"""Stands for the end marker."""
