@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from kvcache import errors, replay
     from kvcache.config import KVCacheConfig, LogConfig
     from kvcache.inputs.multimodal import MultimodalItem
+    from kvcache.inputs.requests import Request
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
-    from kvcache.results import Admission, Request
+    from kvcache.results import Admission
 
 __all__ = [
     "Admission",
@@ -41,7 +42,7 @@ _HOMES = {
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
     "MultimodalItem": "kvcache.inputs.multimodal",
-    "Request": "kvcache.results",
+    "Request": "kvcache.inputs.requests",
 }
 """The module of each name; a name that is missing here is a module itself."""
 

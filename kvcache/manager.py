@@ -17,28 +17,29 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from events.packed import TOKEN_BYTES
 from events.types import EventBatch, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
 from kvcache.device.bookkeeping import served_layout
-from kvcache.device.transfers import engine_for
+from kvcache.device.engine import engine_for
 from kvcache.errors import ManagerBusy, OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
-from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive
 from kvcache.inputs.arguments import checked_flag, checked_integer, checked_range, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import Request
 from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.observed import Observed
 from kvcache.query import Reading
 from kvcache.record.journal import Journal, cache_created
 from kvcache.record.outlets import LogTarget, Outlets
 from kvcache.record.refusals import RefusalNotes
-from kvcache.results import Admission, PollResult, Request, StoreResult
+from kvcache.results import Admission, PollResult, StoreResult
 from sinks import Sink, SinkContext, SinkRunner
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class KVCacheManager(Reading, Observed):
         """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
 
         If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
-        (`StoreResult.swapped`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
+        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
         copies have not been started: nothing can have been computed from them.
         """
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
@@ -281,7 +282,7 @@ class KVCacheManager(Reading, Observed):
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         packed = pack_tokens(tokens, self._max_tokens * (len(ids) or 1))
-        num_tokens = len(packed) // SYMBOL_BYTES
+        num_tokens = len(packed) // TOKEN_BYTES
         if counts is None:
             batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
             if self._cut or (self.transfers is not None and self.transfers.pending):

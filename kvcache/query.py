@@ -13,7 +13,7 @@ from events.tokens.rich import RichTokens
 from events.types import PRIMARY, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.decide.lookup import count_blocks, lookup, namespace_of
+from kvcache.decide.lookup import count_blocks, lookup
 from kvcache.device.transfers import TransferEngine
 from kvcache.errors import ComputationLost, TransfersPending, UnknownRequest, Unsupported, UsageError
 from kvcache.fold.check import check
@@ -23,11 +23,11 @@ from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, exclusive
 from kvcache.inputs.arguments import checked_integer, listed
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
-from kvcache.inputs.requests import Incoming, incoming_batch
+from kvcache.inputs.requests import Incoming, Request, incoming_batch, namespace_of
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Layout
 from kvcache.record.journal import Journal
-from kvcache.results import BlockTable, Match, Request
+from kvcache.results import BlockTable, Match
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools

@@ -1,18 +1,17 @@
-"""What goes into the manager's calls and what comes back from them."""
+"""What the manager's calls give back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from events.types import RequestId
-from kvcache.decide.window_manager import Swap
-from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.tokens import Tokens
+
+Replacement = tuple[int, int, int]
+"""(index in the block table, old slot, new slot)."""
 
 
 class BlockTable(Protocol):
@@ -38,25 +37,6 @@ class BlockTable(Protocol):
     def __setitem__(self, index: Any, value: Any, /) -> None: ...
 
     def __array__(self) -> npt.NDArray[Any]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt.
-
-    `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
-    (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
-    extra ids, be they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at
-    most 1024 characters.
-    """
-
-    request_id: RequestId
-    tokens: Tokens
-    lora_id: int | None = None
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    multimodal: Items[MultimodalItem] = ()
-    extra_ids: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +77,7 @@ class StoreResult:
 
     stored_blocks: int
     """Leading blocks of the sequence that are cached now."""
-    swapped: list[Swap] = field(default_factory=list)
+    replaced: list[Replacement] = field(default_factory=list)
     """(index, old slot, new slot): another sequence had stored these blocks first, so the table points at its copy."""
 
 

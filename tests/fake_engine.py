@@ -18,10 +18,11 @@ import numpy.typing as npt
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
 from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
-from kvcache.results import Admission, PollResult, Request
+from kvcache.results import Admission, PollResult
 from tests import strategies
 
 WRONG = -1.0

@@ -22,8 +22,8 @@ from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.exported_state import COLUMNS, export
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 
 Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]
 """LoRA id, LoRA name, cache salt, and whether tokens have extra ids."""

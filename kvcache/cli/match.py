@@ -18,9 +18,10 @@ from kvcache.cli.arguments import integer, natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
-from kvcache.decide.lookup import lookup, namespace_of
+from kvcache.decide.lookup import lookup
 from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
 from kvcache.replay import BeyondEnd, Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from events.packed import TOKEN_BYTES
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decide.decoding import packed_handles
 from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockManager
 from kvcache.fold.matching import PathMatch
-from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Incoming
@@ -71,7 +71,7 @@ class Claims:
 
 def plan(window: WindowBlockManager, request: Incoming) -> Plan:
     """Match a request. A prompt's last token is always computed, so it is never reused."""
-    stop = len(request.symbols) - SYMBOL_BYTES
+    stop = len(request.symbols) - TOKEN_BYTES
     found = window.match(request.namespace, request.symbols, stop)
     claimed = (window.blocks_of(found, PRIMARY), window.blocks_of(found, SECONDARY))
     source = CopySource.of(found.partial) if found.partial is not None else None

@@ -32,14 +32,14 @@ from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
-from kvcache.decide.window_manager import Swap, WindowBlockManager
+from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
 from kvcache.inputs.requests import Incoming
-from kvcache.results import StoreResult
+from kvcache.results import Replacement, StoreResult
 
 GIVEN_UP = "given up, since another copy failed"
 """Why a `TransferFailed` names a copy of which nothing is known."""
@@ -105,7 +105,7 @@ class BlockManager:
 
     # -- a running sequence
 
-    def compute(self, sequence: Sequence, num_tokens: int) -> list[Swap]:
+    def compute(self, sequence: Sequence, num_tokens: int) -> list[Replacement]:
         """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
         if num_tokens > sequence.computed:
             self._emit(ContextComputed(sequence.handle, num_tokens))

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from events.packed import NAME_BYTES
-from events.tokens.names import salt_digest
+from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import Namespace
 from kvcache.fold.matching import PathMatch, match
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, Run
+from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
-from kvcache.inputs.arguments import checked_integer, checked_text
 from kvcache.results import Match, MatchedBlock
-
-
-def namespace_of(
-    lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
-) -> Namespace:
-    """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
-    number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
-    name = None if lora_name is None else checked_text(lora_name, "a lora_name")
-    salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
-    return Namespace(number, name, salt, uses_extra_ids)
 
 
 def lookup(
@@ -43,7 +31,7 @@ def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTo
 def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool) -> PathMatch:
     symbols = state.symbols.symbols_of(prompt)
     tree = state.groups[0].tree
-    stop = max(len(symbols) - SYMBOL_BYTES, 0)
+    stop = max(len(symbols) - TOKEN_BYTES, 0)
     if not state.tokens_recorded:
         symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
@@ -51,7 +39,7 @@ def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, parti
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
-    block_bytes = state.tokens_per_block * SYMBOL_BYTES
+    block_bytes = state.tokens_per_block * TOKEN_BYTES
     chain, full = state.hashing.chain_rich, stop // block_bytes
     keys = chain(namespace, state.root_key(namespace), prompt, block_bytes)
     return keys[: full * state.hashing.key_bytes]

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 
-from events.packed import NAME_BYTES, names_of_keys
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import (
     PRIMARY,
@@ -32,13 +32,11 @@ from events.types import (
 from kvcache.decide.eviction import Evictor
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import PartialMatch, PathMatch, covered, covered_child, match
-from kvcache.fold.prefix_tree import SYMBOL_BYTES
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
+from kvcache.results import Replacement
 
 DEFAULT_PRIORITY = 35
-Swap = tuple[int, int, int]
-"""(index in the block table, old slot, new slot)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +174,9 @@ class WindowBlockManager:
 
     # -- storing
 
-    def store(self, sequence: Sequence, *, partial: bool = False) -> list[Swap]:
+    def store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
         """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them)."""
-        swaps: list[Swap] = []
+        swaps: list[Replacement] = []
         if not self._reuse:
             return swaps
         size, computed = self.tokens_per_block, sequence.computed
@@ -240,7 +238,7 @@ class WindowBlockManager:
                 return index
         return len(table)
 
-    def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Swap]) -> int:
+    def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Replacement]) -> int:
         """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
         index, size = self.index, self.tokens_per_block
         tail, table = sequence.tails[index], sequence.tables[index]
@@ -286,7 +284,7 @@ class WindowBlockManager:
         if self._key_bytes:
             symbols = sequence.packed(first * size, stop)
             chain = self._chain_rich if sequence.handle in self._rich else self._chain
-            keys = chain(sequence.namespace, parent, symbols, size * SYMBOL_BYTES)
+            keys = chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
         self._emit(
             BlocksStored(
                 sequence.handle,

@@ -23,8 +23,7 @@ from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, JoinedTick
 from cuda_ops.hazards import schedule
 from events.packed import unpack_i32
 from events.types import PRIMARY, BlocksCopied, BlocksMoved, Event
-from kvcache.errors import ManagerBusy, UsageError
-from kvcache.layout import Layout
+from kvcache.errors import ManagerBusy
 
 _ARRIVED = ""
 
@@ -168,36 +167,6 @@ class TransferEngine:
         """Block until everything started has landed or failed; `poll` then tells which."""
         for batch in self._in_flight:
             batch.wait()
-
-
-def engine_for(
-    pools: Any, copier: Copier | None, layout: Layout, *, fill_blank: bool = False
-) -> TransferEngine | None:
-    """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
-
-    With `fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
-    pools that another manager has.
-    """
-    if pools is not None:
-        methods = ("copier", "refuse_taken", "take", "give_back")
-        if not all(callable(getattr(pools, method, None)) for method in methods):
-            raise UsageError(f"pools must be Pools, not {type(pools).__name__}")
-        if getattr(pools, "layout", layout) != layout:
-            raise UsageError(
-                "the pools have another layout than the config: make them by Pools(Layout.of(config))"
-            )
-        pools.refuse_taken()
-    if copier is None and pools is not None:
-        copier = pools.copier()
-    if copier is None:
-        return None
-    if not callable(getattr(copier, "submit", None)):
-        raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
-    if pools is not None and fill_blank:
-        from kvcache.device.blank_fill import FillingEngine  # which extends what is above
-
-        return FillingEngine(copier, pools)
-    return TransferEngine(copier)
 
 
 def _reason(failure: Exception) -> str:

@@ -10,44 +10,15 @@ from array import array
 from events import types as ev
 from events.ids import MAX_NUMBER
 from events.packed import NAME_BYTES
-from events.tokens.sequences import RunningTokens
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.contents import Contents, Transfer
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import PRIORITY_MAX
 
 
-class Transfer:
-    """A copy whose landing is not yet known."""
-
-    __slots__ = ("group", "handle", "level", "slots")
-
-    def __init__(self, group: int, level: int, slots: array[int], handle: int | None) -> None:
-        self.group = group
-        self.level = level
-        self.slots = slots
-        self.handle = handle
-        """The sequence that it is made for; None: it only makes room."""
-
-
-class BlockFold:
+class BlockFold(Contents):
     """Folds the events that are about blocks and copies."""
-
-    tokens_recorded: bool
-    groups: list[GroupState]
-    tokens_per_block: int
-    sequences: dict[int, Sequence]
-    running: RunningTokens
-    transfers: dict[int, Transfer]
-    next_transfer: int
-    changed_blocks: int
-    holes: dict[int, list[Sequence]]
-    """By group, sequences that claimed secondary blocks which are still to be onboarded: none between two commands."""
-
-    def _set_computed(self, sequence: Sequence, num_tokens: int) -> None:
-        self.running.forget()
-        sequence.computed = num_tokens
 
     def _allocate(self, event: ev.BlocksAllocated) -> None:
         index, sequences = event.group, self.sequences
@@ -85,13 +56,13 @@ class BlockFold:
         if event.replaced:
             group.give_back(array("i", event.replaced))
         else:
-            self._set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
+            self.set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
         group.settle(tail)
 
     def _copy(self, event: ev.BlocksCopied) -> None:
         sequence = self.sequences[event.handle]
         reached = event.block * self.tokens_per_block + event.num_tokens
-        self._set_computed(sequence, max(sequence.computed, reached))
+        self.set_computed(sequence, max(sequence.computed, reached))
         target = array("i", [event.target])
         self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle))
 
@@ -230,7 +201,7 @@ class BlockFold:
         for transfer_id in array("q", event.transfers):
             del self.transfers[transfer_id]
         for sequence in self.sequences.values():
-            self._set_computed(sequence, 0)
+            self.set_computed(sequence, 0)
 
 
 def _check_level(level: int) -> None:

@@ -14,22 +14,22 @@ import numpy as np
 from events.tokens.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
+from kvcache.fold.contents import Contents
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Root, Run, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import Level, eviction_order
-from kvcache.fold.state import CacheState
 from kvcache.fold.used_symbols import used_pages
 
 
-def check(state: CacheState) -> None:
+def check(state: Contents) -> None:
     """Verify the whole state."""
     for group in state.groups:
         _check_tree(group)
     check_slots(state)
 
 
-def check_slots(state: CacheState) -> None:
+def check_slots(state: Contents) -> None:
     """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
     for index, group in enumerate(state.groups):
         references: Counter[int] = Counter()
@@ -52,7 +52,7 @@ def check_slots(state: CacheState) -> None:
         _check_symbols(state)
 
 
-def _check_symbols(state: CacheState) -> None:
+def _check_symbols(state: Contents) -> None:
     ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in state.sequences.items()}
     rich = {handle: end for handle, end in ends.items() if end}
     invariant(state.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from events.ids import MAX_NUMBER
-from events.packed import SLOT_BYTES
+from events.packed import SLOT_BYTES, TOKEN_BYTES
 from events.types import (
     PRIMARY,
     SECONDARY,
@@ -21,20 +20,17 @@ from events.types import (
     TransferExported,
 )
 from kvcache.errors import invariant
-from kvcache.fold.blocks import Transfer
 from kvcache.fold.check import check_slots
+from kvcache.fold.contents import Contents, Transfer
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, Run, runs_below
+from kvcache.fold.prefix_tree import Node, Run, runs_below
 from kvcache.fold.sequence import Sequence
-
-if TYPE_CHECKING:
-    from kvcache.fold.state import CacheState
 
 COLUMNS = 9
 """Numbers per run in `GroupExported.runs`."""
 
 
-def export(state: CacheState) -> StateExported:
+def export(state: Contents) -> StateExported:
     """The state as an event."""
     return StateExported(
         groups=tuple(_export_group(group) for group in state.groups),
@@ -93,7 +89,7 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
     )
 
 
-def install(state: CacheState, event: StateExported) -> None:
+def install(state: Contents, event: StateExported) -> None:
     """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
     invariant(state.created is not None, "a state was exported before the cache was created")
     invariant(len(event.groups) == len(state.groups), "the exported state has other groups")
@@ -125,7 +121,7 @@ def install(state: CacheState, event: StateExported) -> None:
     check_slots(state)
 
 
-def _install_group(state: CacheState, group: GroupState, exported: GroupExported) -> None:
+def _install_group(state: Contents, group: GroupState, exported: GroupExported) -> None:
     roots = [group.root(namespace, state.root_key(namespace)) for namespace in exported.namespaces]
     columns = _Columns(state, group, exported)
     runs = list[Run]()
@@ -144,7 +140,7 @@ def _install_group(state: CacheState, group: GroupState, exported: GroupExported
 class _Columns:
     """The columns of a group, from which the runs are cut one after the other."""
 
-    def __init__(self, state: CacheState, group: GroupState, exported: GroupExported) -> None:
+    def __init__(self, state: Contents, group: GroupState, exported: GroupExported) -> None:
         self._group = group
         self._with_tokens = state.tokens_recorded
         self._numbers = array("q", exported.runs)
@@ -172,7 +168,7 @@ class _Columns:
         partial = last_tokens % group.tokens_per_block
         size = count * group.tree.block_bytes
         if partial and self._with_tokens:
-            size -= (group.tokens_per_block - partial) * SYMBOL_BYTES
+            size -= (group.tokens_per_block - partial) * TOKEN_BYTES
         self._block, self._symbol = begin + count, symbol + size
         key_bytes = group.tree.key_bytes
         run = group.tree.new_run(
@@ -199,7 +195,7 @@ def _place(group: GroupState, run: Run) -> None:
         level.unreferenced += len(run.slots)
 
 
-def _install_sequence(state: CacheState, entry: SequenceExported) -> None:
+def _install_sequence(state: Contents, entry: SequenceExported) -> None:
     tails: list[Node] = []
     for group, stored, slots in zip(state.groups, entry.stored, entry.slots, strict=True):
         root = group.root(entry.namespace, state.root_key(entry.namespace))

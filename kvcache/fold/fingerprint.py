@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
+from kvcache.fold.contents import Contents
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.state import CacheState
 
 _COLUMNS = 8
 """Per slot: name, parent's name, tokens, priority, expiry, stamp, references, landed."""
 
 
-def fingerprint(state: CacheState) -> bytes:
+def fingerprint(state: Contents) -> bytes:
     """32 bytes; equal states have equal ones in every process and on every platform."""
     digest = hashlib.sha256()
     for group in state.groups:

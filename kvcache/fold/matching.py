@@ -9,8 +9,9 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from events.packed import TOKEN_BYTES
 from events.types import PRIMARY
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node, PrefixTree, Run, common_bytes, common_prefix
+from kvcache.fold.prefix_tree import Node, PrefixTree, Run, common_bytes, common_prefix
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, part
         found.blocks += take
         position += take * size
         if take < len(child.slots):
-            rest = (common - take * size) // SYMBOL_BYTES
+            rest = (common - take * size) // TOKEN_BYTES
             if partial and rest:
                 found.partial = PartialMatch(child, take, rest)
             return found
@@ -92,7 +93,7 @@ def _partial_child(node: Node, wanted: bytes) -> PartialMatch | None:
     at = bisect_left(node.order, wanted)
     best, best_tokens = None, 0
     for head in node.order[max(at - 1, 0) : at + 1]:
-        tokens = common_prefix(head, wanted) // SYMBOL_BYTES
+        tokens = common_prefix(head, wanted) // TOKEN_BYTES
         if tokens > best_tokens:
             best, best_tokens = node.children[head], tokens
     return PartialMatch(best, 0, best_tokens) if best is not None else None

@@ -19,10 +19,9 @@ from bisect import bisect_left
 
 import numpy as np
 
+from events.packed import TOKEN_BYTES
 from events.types import Namespace
 from kvcache.errors import invariant
-
-SYMBOL_BYTES = 4
 
 
 class Node:
@@ -246,11 +245,11 @@ def runs_below(top: Node) -> list[Run]:
 
 def common_bytes(run: Run, symbols: bytes, start: int, stop: int) -> int:
     """Length of the common prefix of a run's content and ``symbols[start:stop]``, in whole symbols' bytes."""
-    count = min(len(run.symbols), stop - start) // SYMBOL_BYTES
+    count = min(len(run.symbols), stop - start) // TOKEN_BYTES
     ours = np.frombuffer(run.symbols, np.int32, count)
     differs = ours != np.frombuffer(symbols, np.int32, count, start)
     first = int(differs.argmax()) if count else 0
-    return (first if count and differs[first] else count) * SYMBOL_BYTES
+    return (first if count and differs[first] else count) * TOKEN_BYTES
 
 
 def common_prefix(one: bytes, other: bytes) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from events.packed import names_of_keys, unpack_names
-from kvcache.fold.state import CacheState
+from kvcache.fold.contents import Contents
 
 
-def resident_names(state: CacheState, level: int, group: int = 0) -> set[int]:
+def resident_names(state: Contents, level: int, group: int = 0) -> set[int]:
     """Names of the full blocks whose bytes are in this level; empty if blocks have no names."""
     key_bytes = state.hashing.key_bytes
     names: set[int] = set()

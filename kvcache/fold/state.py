@@ -13,14 +13,12 @@ from typing import Any
 
 from events import types as ev
 from events.ids import MAX_NUMBER
-from events.tokens.names import ALGORITHMS, HashAlgorithm
-from events.tokens.sequences import RunningTokens
-from events.tokens.symbols import SymbolTable, rich_end
-from events.types import Namespace, RequestId
+from events.packed import TOKEN_BYTES
+from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.blocks import BlockFold, Transfer
+from kvcache.fold.blocks import BlockFold
+from kvcache.fold.exported_state import install
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.prefix_tree import SYMBOL_BYTES, Node
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_sequence
 
@@ -29,29 +27,7 @@ class CacheState(BlockFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
-        self.tokens_recorded = tokens_recorded
-        """False: a log without tokens; blocks are then matched by their keys."""
-        self.epoch = 0
-        self.created: ev.CacheCreated | None = None
-        self.groups: list[GroupState] = []
-        self.hashing: HashAlgorithm = ALGORITHMS["none"]
-        self.tokens_per_block = 1
-        self.longest = 0
-        """Tokens that a sequence can have at most."""
-        self.sequences: dict[int, Sequence] = {}
-        self.handles: dict[RequestId, int] = {}
-        self.running = RunningTokens(self.sequences)
-        self.symbols = SymbolTable()
-        self.rich: dict[int, int] = {}
-        """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
-        self.transfers: dict[int, Transfer] = {}
-        self.holes: dict[int, list[Sequence]] = {}
-        self.next_handle = 1
-        self.next_transfer = 1
-        self.stamp = 0
-        """Raised by each release."""
-        self.changed_blocks = 0
-        """Blocks stored, updated, moved and removed since the last checkpoint."""
+        super().__init__(tokens_recorded=tokens_recorded)
         self.handlers: dict[type, Callable[[Any], None]] = {
             ev.CacheCreated: self._create,
             ev.EpochStarted: self._start_epoch,
@@ -93,7 +69,7 @@ class CacheState(BlockFold):
         self.longest = longest_sequence(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
-        block_bytes = event.tokens_per_block * SYMBOL_BYTES if self.tokens_recorded else event.key_bytes
+        block_bytes = event.tokens_per_block * TOKEN_BYTES if self.tokens_recorded else event.key_bytes
         self.groups = [
             GroupState(group.num_blocks, event.tokens_per_block, block_bytes, event.key_bytes)
             for group in event.groups
@@ -112,8 +88,6 @@ class CacheState(BlockFold):
         self.tokens_recorded = event.tokens_recorded
 
     def _install(self, event: ev.StateExported) -> None:
-        from kvcache.fold.exported_state import install  # exported_state describes this class
-
         self.running.forget()
         self.holes.clear()
         install(self, event)
@@ -129,27 +103,17 @@ class CacheState(BlockFold):
             unnamed += kept
         invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
         for sequence in self.sequences.values():
-            sequence.tails = self._roots(sequence.namespace)
+            sequence.tails = self.roots(sequence.namespace)
         self.changed_blocks += sum(removed) + unnamed
 
     # -- sequences
-
-    def root_key(self, namespace: Namespace) -> bytes:
-        """The key that the first block of a prompt continues."""
-        return self.hashing.root_key(namespace)
-
-    def _roots(self, namespace: Namespace) -> list[Node]:
-        return [
-            group.tree.roots.get(namespace) or group.root(namespace, self.root_key(namespace))
-            for group in self.groups
-        ]
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         invariant(self.next_handle <= event.handle, "a handle was used twice")
         invariant(event.handle <= MAX_NUMBER, "no epoch has such a handle")
         invariant(event.request_id not in self.handles, "a request was admitted twice")
         tokens = self.tokens_of(event.num_tokens, event.tokens)
-        roots = self._roots(event.namespace)
+        roots = self.roots(event.namespace)
         self.sequences[event.handle] = Sequence(
             event.handle, event.request_id, event.namespace, tokens, roots
         )
@@ -158,22 +122,6 @@ class CacheState(BlockFold):
         self.next_handle = event.handle + 1
         for group in self.groups:
             group.tree.roots[event.namespace].users += 1
-
-    def note_rich(self, handle: int, symbols: bytes) -> None:
-        """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
-        if self.symbols.pages and (end := rich_end(symbols)):
-            self.rich[handle] = end
-
-    def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
-        """A sequence's tokens as an event has them; zeros where the log records none."""
-        # Checked before so much is made of so little: a log without tokens could claim any number of them.
-        invariant(
-            0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none"
-        )
-        if not self.tokens_recorded:
-            return array("i", bytes(SYMBOL_BYTES * num_tokens))
-        invariant(len(recorded) == SYMBOL_BYTES * num_tokens, "a sequence has other tokens than it counts")
-        return array("i", recorded)
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:
@@ -187,7 +135,7 @@ class CacheState(BlockFold):
         handles, counts = array("q", event.handles), array("I", event.counts)
         if self.tokens_recorded or event.tokens:
             invariant(
-                len(event.tokens) == SYMBOL_BYTES * sum(counts), "other tokens were appended than counted"
+                len(event.tokens) == TOKEN_BYTES * sum(counts), "other tokens were appended than counted"
             )
         lengths: dict[int, int] = {}
         for handle, count in zip(handles, counts, strict=True):
@@ -201,7 +149,7 @@ class CacheState(BlockFold):
         sequence = self.sequences[event.handle]
         if not 0 <= event.num_tokens <= sequence.num_tokens:
             raise InvariantViolated("more is computed than there is")
-        self._set_computed(sequence, event.num_tokens)
+        self.set_computed(sequence, event.num_tokens)
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         sequence = self.sequences.pop(event.handle)

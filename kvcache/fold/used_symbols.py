@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from events.tokens.symbols import pages_in
-
-if TYPE_CHECKING:
-    from kvcache.fold.state import CacheState
+from kvcache.fold.contents import Contents
 
 
-def used_pages(state: CacheState) -> set[int]:
+def used_pages(state: Contents) -> set[int]:
     """The pages whose symbols occur in cached blocks and running sequences."""
     used: set[int] = set()
     for group in state.groups:

@@ -1,21 +1,50 @@
-"""A request as it enters the manager: validated, its tokens packed, its salt turned into a digest."""
+"""Requests as callers give them, and as they enter the manager: validated, tokens packed, the salt as a digest."""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any
 
+from events.packed import TOKEN_BYTES
+from events.tokens.names import salt_digest
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
-from kvcache.decide.lookup import namespace_of
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, UsageError
-from kvcache.fold.prefix_tree import SYMBOL_BYTES
-from kvcache.inputs.arguments import checked_request_id, listed
-from kvcache.inputs.multimodal import rich_tokens
-from kvcache.inputs.tokens import pack_tokens
-from kvcache.results import Request
+from kvcache.inputs.arguments import checked_integer, checked_request_id, checked_text, listed
+from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
+from kvcache.inputs.tokens import Tokens, pack_tokens
+
+
+def namespace_of(
+    lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
+) -> Namespace:
+    """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
+    number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
+    name = None if lora_name is None else checked_text(lora_name, "a lora_name")
+    salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
+    return Namespace(number, name, salt, uses_extra_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to admit. Blocks are shared only between requests with equal LoRA id, LoRA name and cache salt.
+
+    `multimodal` says which tokens stand for items, `extra_ids` gives each token one more number from 0 to 2**64 - 1
+    (for prompt tuning). Tokens are equal only if their extra ids, items and places in the items are; a request with
+    extra ids, be they all 0, shares nothing with one without. `request_id` is an integer of 64 bits, or a string of at
+    most 1024 characters.
+    """
+
+    request_id: RequestId
+    tokens: Tokens
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    multimodal: Items[MultimodalItem] = ()
+    extra_ids: Tokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +61,7 @@ class Incoming:
     @property
     def num_tokens(self) -> int:
         """Length of the prompt."""
-        return len(self.symbols) // SYMBOL_BYTES
+        return len(self.symbols) // TOKEN_BYTES
 
     def with_symbols(self, table: SymbolTable) -> Incoming:
         """The same with the symbols of this table."""
@@ -49,8 +78,8 @@ def incoming(request: Any, max_tokens: int, table: SymbolTable) -> Incoming:
     symbols = pack_tokens(request.tokens, max_tokens)
     if not symbols:
         raise InvalidTokens("the prompt is empty: at least one token is needed")
-    if len(symbols) > max_tokens * SYMBOL_BYTES:
-        raise PromptTooLong(len(symbols) // SYMBOL_BYTES, max_tokens)
+    if len(symbols) > max_tokens * TOKEN_BYTES:
+        raise PromptTooLong(len(symbols) // TOKEN_BYTES, max_tokens)
     rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
     return Incoming(request_id, namespace, symbols, rich).with_symbols(table)
 

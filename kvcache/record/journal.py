@@ -13,9 +13,9 @@ from kvcache.errors import Unsupported
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
+from kvcache.record.counting import StatsCounter
 from kvcache.record.latest_events import LatestEvents
 from kvcache.record.outlets import Outlets
-from kvcache.stats import StatsCounter
 
 
 def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> CacheCreated:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcache.results import Request
+from kvcache.inputs.requests import Request
 from kvcache.workload.clock import StepClock
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.summary import Refusal

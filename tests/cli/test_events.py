@@ -34,8 +34,8 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from sinks.known import Known
 from sinks.render import render_batch
 from tests import strategies

@@ -9,8 +9,8 @@ import pytest
 
 from events.types import BlocksMoved, BlocksRemoved
 from kvcache.errors import OutOfBlocks, UnknownRequest
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from tests import strategies
 
 

@@ -163,7 +163,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         swapped = self.model.compute(request_id, num_tokens)
         result = self.both("store_context_blocks", request_id, num_tokens)
         assert result.stored_blocks == self.model.running[request_id].stored
-        self.check_swaps(request_id, result.swapped, swapped)
+        self.check_swaps(request_id, result.replaced, swapped)
 
     def check_swaps(
         self, request_id: Hashable, swaps: list[tuple[int, int, int]], expected: list[int]
@@ -210,7 +210,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert set(changed) == set(expected)
         for request_id, result in changed.items():
             assert result.stored_blocks == self.model.running[request_id].stored
-            self.check_swaps(request_id, result.swapped, expected[request_id])
+            self.check_swaps(request_id, result.replaced, expected[request_id])
 
     def refused_from(self, index: int, arguments: tuple[Any, ...]) -> None:
         with pytest.raises(OutOfBlocks) as raised:

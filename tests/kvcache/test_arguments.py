@@ -16,8 +16,8 @@ from events.log import LogReader
 from kvcache import errors
 from kvcache.device import bookkeeping
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from sinks import SinkOpenError, SinkRunner
 from tests import strategies
 

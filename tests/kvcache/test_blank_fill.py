@@ -10,10 +10,10 @@ import torch
 
 from cuda_ops.simulated import LateCopier
 from kvcache.errors import TransfersPending
+from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
-from kvcache.results import Request
 from tests import strategies
 from tests.fake_engine import FakeEngine, expected
 

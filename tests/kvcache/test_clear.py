@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from events.types import CacheCleared
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from tests import strategies
 
 PROMPT = [1, 2, 3, 4, 5]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from tests import strategies
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -19,10 +19,10 @@ def test_second_store_swaps_to_the_first_ones_blocks() -> None:
     manager = KVCacheManager(strategies.config())
     two_of_the_same(manager)
     old = manager.block_table("b").tolist()
-    assert manager.store_context_blocks("a", 4).swapped == []
+    assert manager.store_context_blocks("a", 4).replaced == []
     first = manager.block_table("a").tolist()
     result = manager.store_context_blocks("b", 4)
-    assert result.swapped == [(0, old[0], first[0]), (1, old[1], first[1])]
+    assert result.replaced == [(0, old[0], first[0]), (1, old[1], first[1])]
     assert result.stored_blocks == 2
     assert manager.block_table("b").tolist() == [*first[:2], old[2]]
     assert manager.num_free_blocks == 4
@@ -38,9 +38,9 @@ def test_only_what_is_stored_already_is_swapped() -> None:
     two_of_the_same(manager)
     manager.store_context_blocks("a", 2)
     result = manager.store_context_blocks("b", 4)
-    assert [index for index, _, _ in result.swapped] == [0]
+    assert [index for index, _, _ in result.replaced] == [0]
     assert result.stored_blocks == 2
-    assert [index for index, _, _ in manager.store_context_blocks("a", 4).swapped] == [1]
+    assert [index for index, _, _ in manager.store_context_blocks("a", 4).replaced] == [1]
 
 
 def test_decoding_reports_the_tables_that_changed() -> None:
@@ -50,7 +50,7 @@ def test_decoding_reports_the_tables_that_changed() -> None:
     assert manager.add_tokens(["a", "b", "c"], [2, 2, 2]) == {}
     changed = manager.add_tokens(["a", "b", "c"], [3, 3, 3])
     assert list(changed) == ["b"]
-    ((index, _, new),) = changed["b"].swapped
+    ((index, _, new),) = changed["b"].replaced
     assert (index, new) == (0, manager.block_table("a")[0])
     manager.check()
 
@@ -67,7 +67,7 @@ def test_block_that_lies_in_secondary_moves_to_the_one_who_computed_it() -> None
     table = manager.block_table("b").tolist()
     manager.flush()
     result = manager.store_context_blocks("b", 4)
-    assert (result.swapped, result.stored_blocks) == ([], 2)
+    assert (result.replaced, result.stored_blocks) == ([], 2)
     assert manager.block_table("b").tolist() == table
     assert [(block.level, block.slot) for block in manager.match(PROMPT).blocks] == [
         (0, table[0]),
@@ -114,5 +114,5 @@ def test_namespaces_are_never_merged() -> None:
     manager = KVCacheManager(strategies.config())
     manager.add_sequences([Request("a", PROMPT, cache_salt="x"), Request("b", PROMPT, cache_salt="y")])
     manager.store_context_blocks("a", 4)
-    assert manager.store_context_blocks("b", 4).swapped == []
+    assert manager.store_context_blocks("b", 4).replaced == []
     assert len(strategies.cached_blocks(manager.state)) == 4

@@ -17,8 +17,8 @@ from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from tests import strategies
 from tests.fake_engine import FakeEngine
 

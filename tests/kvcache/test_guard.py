@@ -19,9 +19,9 @@ from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Poisoned, 
 from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.results import Request
 from tests import strategies
 from tests.kvcache.test_manager import COMMANDS, cache, call
 

@@ -12,9 +12,9 @@ from events.log import LogWriter
 from events.types import Gap
 from kvcache.fold.prefix_tree import runs_below
 from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.results import Request
 from tests.kvcache.test_replay import Traffic, config
 
 Book = dict[int, tuple[int | None, int, tuple[int, ...], int]]

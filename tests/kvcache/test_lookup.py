@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.decide.lookup import lookup, namespace_of
+from kvcache.decide.lookup import lookup
+from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay

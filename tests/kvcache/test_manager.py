@@ -24,9 +24,9 @@ from kvcache.errors import (
     UsageError,
     WrongThread,
 )
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.results import Request
 from tests import strategies
 
 

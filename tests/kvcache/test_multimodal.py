@@ -18,7 +18,7 @@ from events.log import LogReader
 from events.tokens import symbols
 from events.types import Event, EventBatch, SequenceAdded, StateExported, SymbolsForgotten, SymbolsInterned
 from kvcache import KVCacheManager, MultimodalItem, Request
-from kvcache.decide.lookup import lookup, namespace_of
+from kvcache.decide.lookup import lookup
 from kvcache.errors import (
     InvalidTokens,
     InvariantViolated,
@@ -31,6 +31,7 @@ from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import rich_tokens
+from kvcache.inputs.requests import namespace_of
 from kvcache.replay import replay
 from tests import strategies
 
@@ -134,7 +135,7 @@ def test_batches_share_their_new_symbols() -> None:
     manager.add_sequences([Request(number, [7] * 9, multimodal=[item]) for number in range(2)])
     assert [len(e.pages) for e in events if isinstance(e, SymbolsInterned)] == [1]
     manager.store_context_blocks(0, 9)
-    assert manager.store_context_blocks(1, 9).swapped
+    assert manager.store_context_blocks(1, 9).replaced
     manager.check()
 
 

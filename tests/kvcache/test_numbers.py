@@ -15,9 +15,9 @@ from kvcache.errors import OutOfNumbers
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export, install
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from kvcache.results import Request
 from tests.kvcache.test_replay import Traffic, config, recorded
 
 

@@ -15,7 +15,8 @@ from events.types import Namespace, SequenceAdded, SequenceRemoved, TransferFail
 from kvcache.cli.summary import _requests
 from kvcache.manager import KVCacheManager
 from kvcache.record import own_tokens
-from kvcache.stats import Stats, StatsCounter
+from kvcache.record.counting import StatsCounter
+from kvcache.stats import Stats
 from kvcache.workload.summary import RunCounts, StepTimes
 from tests import strategies
 

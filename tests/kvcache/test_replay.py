@@ -18,12 +18,12 @@ from kvcache.errors import CapacityError, ConfigError, InvariantViolated, Unsupp
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.record.journal import cache_created
 from kvcache.record.outlets import open_log
 from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
-from kvcache.results import Request
 from tests import strategies
 
 

@@ -12,8 +12,8 @@ from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from kvcache.results import Request
 from tests import strategies
 from tests.kvcache.test_replay import Traffic, config
 

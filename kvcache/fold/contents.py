@@ -1,0 +1,91 @@
+"""What a cache state is made of. Changed only while `CacheState.apply` applies an event."""
+
+from __future__ import annotations
+
+from array import array
+
+from events import types as ev
+from events.packed import TOKEN_BYTES
+from events.tokens.names import ALGORITHMS, HashAlgorithm
+from events.tokens.sequences import RunningTokens
+from events.tokens.symbols import SymbolTable, rich_end
+from events.types import Namespace, RequestId
+from kvcache.errors import invariant
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import Node
+from kvcache.fold.sequence import Sequence
+
+
+class Transfer:
+    """A copy whose landing is not yet known."""
+
+    __slots__ = ("group", "handle", "level", "slots")
+
+    def __init__(self, group: int, level: int, slots: array[int], handle: int | None) -> None:
+        self.group = group
+        self.level = level
+        self.slots = slots
+        self.handle = handle
+        """The sequence that it is made for; None: it only makes room."""
+
+
+class Contents:
+    """Blocks per attention window, running sequences, copies on their way, symbols, and the counters of all numbers."""
+
+    def __init__(self, *, tokens_recorded: bool = True) -> None:
+        self.tokens_recorded = tokens_recorded
+        """False: a log without tokens; blocks are then matched by their keys."""
+        self.epoch = 0
+        self.created: ev.CacheCreated | None = None
+        self.groups: list[GroupState] = []
+        self.hashing: HashAlgorithm = ALGORITHMS["none"]
+        self.tokens_per_block = 1
+        self.longest = 0
+        """Tokens that a sequence can have at most."""
+        self.sequences: dict[int, Sequence] = {}
+        self.handles: dict[RequestId, int] = {}
+        self.running = RunningTokens(self.sequences)
+        self.symbols = SymbolTable()
+        self.rich: dict[int, int] = {}
+        """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
+        self.transfers: dict[int, Transfer] = {}
+        self.holes: dict[int, list[Sequence]] = {}
+        """By group, sequences that claimed secondary blocks still to be onboarded: none between two commands."""
+        self.next_handle = 1
+        self.next_transfer = 1
+        self.stamp = 0
+        """Raised by each release."""
+        self.changed_blocks = 0
+        """Blocks stored, updated, moved and removed since the last checkpoint."""
+
+    def root_key(self, namespace: Namespace) -> bytes:
+        """The key that the first block of a prompt continues."""
+        return self.hashing.root_key(namespace)
+
+    def roots(self, namespace: Namespace) -> list[Node]:
+        """The root of a namespace in each group, made on first use."""
+        return [
+            group.tree.roots.get(namespace) or group.root(namespace, self.root_key(namespace))
+            for group in self.groups
+        ]
+
+    def note_rich(self, handle: int, symbols: bytes) -> None:
+        """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""
+        if self.symbols.pages and (end := rich_end(symbols)):
+            self.rich[handle] = end
+
+    def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
+        """A sequence's tokens as an event has them; zeros where the log records none."""
+        # Checked before so much is made of so little: a log without tokens could claim any number of them.
+        invariant(
+            0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none"
+        )
+        if not self.tokens_recorded:
+            return array("i", bytes(TOKEN_BYTES * num_tokens))
+        invariant(len(recorded) == TOKEN_BYTES * num_tokens, "a sequence has other tokens than it counts")
+        return array("i", recorded)
+
+    def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """The K/V of so many leading tokens is written."""
+        self.running.forget()
+        sequence.computed = num_tokens

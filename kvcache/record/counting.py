@@ -1,0 +1,113 @@
+"""Counts what happened by listening to the bus, and reads gauges at each flush.
+
+The engine's thread counts; other threads read what it has published with the last flush.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from events import types as ev
+from events.bus import EventBus
+from events.packed import SLOT_BYTES
+from events.types import AllocateReason, MoveReason
+from kvcache.fold.state import CacheState
+from kvcache.record.own_tokens import OwnTokens
+from kvcache.stats import Stats
+
+_Gauges = tuple[int, int, int, int, int]
+"""Blank slots, primary and secondary; unreferenced ones; sequences."""
+_MOVED = {
+    MoveReason.OFFLOAD: "blocks_offloaded",
+    MoveReason.ONBOARD: "blocks_onboarded",
+    MoveReason.RECOMPUTED: "blocks_recomputed",
+}
+_COUNTED = tuple(field.name for field in fields(Stats) if field.type == "int" and field.name != "sequences")
+
+
+class StatsCounter:
+    """Counts events."""
+
+    def __init__(self, bus: EventBus) -> None:
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), (0, 0, 0, 0, 0))
+        self._total = (0, 0)
+        self._own = OwnTokens()
+        bus.subscribe(self._on_created, ev.CacheCreated)
+        bus.subscribe(self._on_added, ev.SequenceAdded)
+        bus.subscribe(self._own.remove, ev.SequenceRemoved)
+        bus.subscribe(self._own.begin_again, ev.TransferFailed)
+        bus.subscribe(self._on_allocated, ev.BlocksAllocated)
+        bus.subscribe(self._on_reused, ev.BlocksReused)
+        bus.subscribe(self._on_copied, ev.BlocksCopied)
+        bus.subscribe(self._on_stored, ev.BlocksStored)
+        bus.subscribe(self._on_stored, ev.BlocksFilled)
+        bus.subscribe(self._on_updated, ev.BlocksUpdated)
+        bus.subscribe(self._on_removed, ev.BlocksRemoved)
+        bus.subscribe(self._on_moved, ev.BlocksMoved)
+        bus.subscribe(self._on_cleared, ev.CacheCleared)
+
+    def publish(self, state: CacheState, num_events: int) -> None:
+        """Make the totals of the flushed events visible to other threads."""
+        counts = self._counts
+        counts["events"] += num_events
+        counts["batches"] += 1
+        primary, secondary = state.groups[0].levels
+        blank, unreferenced = len(primary.free), primary.unreferenced
+        # Copied only, since this runs at every step; a reader makes a `Stats` of it.
+        self._published = (
+            counts.copy(),
+            (blank, len(secondary.free), unreferenced, secondary.unreferenced, len(state.sequences)),
+        )
+
+    def read(self) -> Stats:
+        """The totals and gauges of the last flush; from any thread."""
+        counts, (blank, blank_below, unreferenced, unreferenced_below, sequences) = self._published
+        gauges: dict[str, Any] = {
+            "blocks_total": self._total,
+            "blocks_blank": (blank, blank_below),
+            "blocks_unreferenced": (unreferenced, unreferenced_below),
+            "sequences": sequences,
+        }
+        return Stats(**{**counts, **gauges})
+
+    def _on_created(self, event: ev.CacheCreated) -> None:
+        self._total = event.groups[0].num_blocks
+        self._own.clear()
+
+    def _on_added(self, event: ev.SequenceAdded) -> None:
+        counts = self._counts
+        counts["requests"] += 1
+        counts["prompt_tokens"] += event.num_tokens
+        counts["reused_tokens_primary"] += min(event.reused_primary)
+        counts["reused_tokens_secondary"] += min(event.reused_secondary)
+        counts["reused_tokens_partial"] += event.reused_partial
+        counts["reused_tokens_own"] += self._own.admit(event)
+
+    def _on_allocated(self, event: ev.BlocksAllocated) -> None:
+        blocks = len(event.slots) // SLOT_BYTES
+        self._counts["blocks_allocated"] += blocks
+        if event.why == AllocateReason.DECODE:
+            self._counts["blocks_allocated_decode"] += blocks
+
+    def _on_reused(self, event: ev.BlocksReused) -> None:
+        self._counts["blocks_deduplicated"] += len(event.replaced) // SLOT_BYTES
+
+    def _on_copied(self, event: ev.BlocksCopied) -> None:
+        self._counts["blocks_copied"] += 1
+
+    def _on_stored(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
+        self._counts["blocks_stored"] += len(event.slots) // SLOT_BYTES
+
+    def _on_updated(self, event: ev.BlocksUpdated) -> None:
+        self._counts["blocks_updated"] += len(event.slots) // SLOT_BYTES
+
+    def _on_removed(self, event: ev.BlocksRemoved) -> None:
+        self._counts["blocks_removed"] += len(event.slots) // SLOT_BYTES
+
+    def _on_moved(self, event: ev.BlocksMoved) -> None:
+        self._counts[_MOVED[event.why]] += len(event.from_slots) // SLOT_BYTES
+
+    def _on_cleared(self, event: ev.CacheCleared) -> None:
+        self._counts["blocks_removed"] += sum(event.removed)
