@@ -109,6 +109,10 @@ class Layout:
         )
         return cls(groups, config.tokens_per_block, _content_id(config, groups))
 
+    def max_tokens(self, max_sequence_length: int) -> int:
+        """Tokens of the longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
+        return min(max_sequence_length, self.groups[0].num_blocks[0] * self.tokens_per_block)
+
 
 def _window_of_each_layer(config: KVCacheConfig) -> list[int]:
     given = config.max_attention_window or (config.max_sequence_length,)

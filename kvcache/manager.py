@@ -13,46 +13,50 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from events.packed import TOKEN_BYTES
-from events.types import EventBatch, RequestId
+from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
-from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
+from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
 from kvcache.device.bookkeeping import served_layout
 from kvcache.device.engine import engine_for
-from kvcache.errors import ManagerBusy, OutOfBlocks, Unsupported, UsageError
+from kvcache.device.readiness import Readiness
+from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
-from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
-from kvcache.guard import Guard, closing, exclusive
+from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import checked_flag, checked_integer, checked_range, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request
+from kvcache.inputs.requests import Request, RequestChecker
 from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
-from kvcache.observed import Observed
-from kvcache.query import Reading
+from kvcache.query import Query
 from kvcache.record.journal import Journal, cache_created
+from kvcache.record.monitor import Monitor
 from kvcache.record.outlets import LogTarget, Outlets
 from kvcache.record.refusals import RefusalNotes
+from kvcache.record.steps import Steps
 from kvcache.results import Admission, PollResult, StoreResult
 from sinks import Sink, SinkContext, SinkRunner
 
 if TYPE_CHECKING:
     from cuda_ops.copier import Copier, Ticket
     from kvcache.pools import Pools
+    from sinks.router.feed import RouterFeed
 
 
-class KVCacheManager(Reading, Observed):
+_of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
+
+
+class KVCacheManager:
     """Owns the blocks of one engine rank: prefix reuse, eviction, offload to host memory, and an event for all of it.
 
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
     `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
-    or sinks. `wall_ns` stamps batches and is never used for a decision.
+    or sinks. `wall_ns` stamps batches and is never used for a decision. `eviction_order` says which blocks go first:
+    another class than the usual one (`kvcache.decide.eviction_order`) is for trying out others in simulation.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class KVCacheManager(Reading, Observed):
         sinks: Items[str | Sink | SinkRunner] = (),
         wall_ns: Callable[[], int] = time.time_ns,
         state: CacheState | None = None,
+        eviction_order: type[EvictionOrder] = LeastRecentlyUsed,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
@@ -74,14 +79,10 @@ class KVCacheManager(Reading, Observed):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         self.config = config
         self.layout = served_layout(config)
-        self._guard, self._wall_ns = Guard(), wall_ns
-        pool = self.layout.groups[0].num_blocks[0] * config.tokens_per_block
-        self._max_tokens = min(config.max_sequence_length, pool)
+        self._guard = Guard()
         self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
+        self._readiness = Readiness(self.transfers)
         self._pools = pools
-        self._failed: list[tuple[int, str]] = []
-        self._cut: dict[RequestId, int] = {}
-        """What `poll` has to tell of failed copies."""
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None
@@ -91,13 +92,7 @@ class KVCacheManager(Reading, Observed):
         outlets = Outlets.open(log, sinks, context, config.log)
         try:
             self._journal = Journal(created, outlets, config.event_buffer_max_size, first)
-            self.state, self.bus = self._journal.state, self._journal.bus
-            if self.transfers is not None:
-                self.bus.subscribe(self.transfers.on_event, *self.transfers.events)
-            self._blocks = BlockManager(
-                config, self.state, self._journal.emit, recorded=outlets.log is not None
-            )
-            self._refusals = RefusalNotes(self.bus.publish)
+            self._assemble(outlets, created, wall_ns, eviction_order)
             self._journal.due()
             self._journal.flush(started)
             if pools is not None:
@@ -106,6 +101,34 @@ class KVCacheManager(Reading, Observed):
         except BaseException:
             outlets.close()
             raise
+
+    def _assemble(
+        self,
+        outlets: Outlets,
+        created: CacheCreated,
+        wall_ns: Callable[[], int],
+        eviction_order: type[EvictionOrder],
+    ) -> None:
+        """Make the parts that work on the journal's state."""
+        journal, guard, transfers, readiness = self._journal, self._guard, self.transfers, self._readiness
+        self.state, self.bus = state, bus = journal.state, journal.bus
+        if transfers is not None:
+            bus.subscribe(transfers.on_event, *transfers.events)
+        recorded = outlets.log is not None
+        self._blocks = BlockManager(self.config, state, journal.emit, recorded=recorded, order=eviction_order)
+        self._refusals = RefusalNotes(bus.publish)
+        self._checker = RequestChecker(
+            state.handles,
+            state.symbols,
+            self.layout.max_tokens(self.config.max_sequence_length),
+            block_hash=created.hash_algorithm,
+            log_has_tokens=outlets.records_tokens,
+        )
+        self._query = Query(
+            guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
+        )
+        self._monitor = Monitor(journal)
+        self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
 
     @classmethod
     def resume(cls, state: CacheState, **options: Any) -> Self:
@@ -125,14 +148,52 @@ class KVCacheManager(Reading, Observed):
         # "auto" was decided then.
         return cls(config.model_copy(update={"block_hash": state.hashing.name}), state=state, **options)
 
+    # -- what changes nothing
+
+    can_add = _of_query(Query.can_add)
+    remaining_blocks_to_completion = _of_query(Query.remaining_blocks_to_completion)
+    match = _of_query(Query.match)
+    count_reusable = _of_query(Query.count_reusable)
+    block_table = _of_query(Query.block_table)
+    block_tables = _of_query(Query.block_tables)
+    fingerprint = _of_query(Query.fingerprint)
+    check = _of_query(Query.check)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence that can be held."""
+        return self._checker.max_tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
+        return self._query.num_free_blocks()
+
+    @property
+    def num_sequences(self) -> int:
+        """Running sequences."""
+        return self._query.num_sequences()
+
+    # -- what any thread may call
+
+    stats = _of_monitor(Monitor.stats)
+    sink_stats = _of_monitor(Monitor.sink_stats)
+    log_stats = _of_monitor(Monitor.log_stats)
+    reopen_sinks = _of_monitor(Monitor.reopen_sinks)
+    wait_subscribers = _of_monitor(Monitor.wait_subscribers)
+    get_latest_events = _of_monitor(Monitor.get_latest_events)
+
+    @property
+    def feeds(self) -> tuple[RouterFeed, ...]:
+        """The sinks that feed routers."""
+        return self._monitor.feeds
+
     # -- housekeeping
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- admission
@@ -167,7 +228,7 @@ class KVCacheManager(Reading, Observed):
         return self._add(listed(requests, "requests"))
 
     def _add(self, requests: Items[Request]) -> list[Admission]:
-        batch = self._incoming(requests)
+        batch = self._checker.check(requests)
         if not batch:
             return []
         try:
@@ -180,17 +241,7 @@ class KVCacheManager(Reading, Observed):
         self._refusals.forget(request.request_id for request in batch)
         if self._salts.wanted:
             self._salts.remember(request.cache_salt for request in requests)
-        return [self._admission(sequence, plan) for sequence, plan in admitted]
-
-    def _admission(self, sequence: Sequence, plan: Plan) -> Admission:
-        request_id, handle = sequence.request_id, sequence.handle
-        return Admission(
-            request_id,
-            handle,
-            sequence.num_tokens,
-            *plan.reused,
-            lambda: (self._block_table_of(request_id, handle),),
-        )
+        return [self._query.admission(sequence, plan) for sequence, plan in admitted]
 
     # -- bytes
 
@@ -202,9 +253,6 @@ class KVCacheManager(Reading, Observed):
         nothing to wait for. ``wait`` raises `cuda_ops.copier.CopyFailed` for a copy that failed; `poll` tells whom
         that concerns.
         """
-        return self._start_transfers()
-
-    def _start_transfers(self) -> Ticket | None:
         if self.transfers is None or not self.transfers.pending:
             return None
         with self._guard:
@@ -217,30 +265,7 @@ class KVCacheManager(Reading, Observed):
         When a copy has failed, nothing cached is kept, and every running sequence must be computed again from the
         start: `PollResult.cut` names them. Until that was told, what goes on with one raises `ComputationLost`.
         """
-        landed = self._poll()
-        told = PollResult(landed, tuple(self._failed), tuple(self._cut.items()))
-        self._failed, self._cut = [], {}
-        return told
-
-    def _poll(self) -> tuple[int, ...]:
-        """Record ended copies; returns those that landed, and keeps the failures for `poll`."""
-        if not self.state.transfers:
-            return ()
-        engine = self.transfers
-        # Outside the guard: who is interrupted while tickets are asked has lost nothing, and may ask again.
-        # Without an engine nothing moves, so there is nothing to wait for.
-        landed, failed = engine.poll() if engine is not None else (list(self.state.transfers), [])
-        if not landed and not failed:
-            return ()
-        with self._guard:
-            if landed:
-                self._blocks.land(landed)
-            if failed:
-                self._failed += failed
-                self._cut.update(dict.fromkeys(self._blocks.fail(failed), 0))
-            if engine is not None:
-                engine.recorded()
-        return tuple(landed)
+        return self._readiness.tell(self._steps.record_copies())
 
     # -- running sequences
 
@@ -253,14 +278,14 @@ class KVCacheManager(Reading, Observed):
         copies have not been started: nothing can have been computed from them.
         """
         num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
-        sequence = self._sequence(request_id)
+        sequence = self._blocks.sequence(request_id)
         if not 0 <= num_computed_tokens <= sequence.num_tokens:
             raise UsageError(
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
                 "computed: append sampled tokens with add_tokens first"
             )
-        if self._cut or (self.transfers is not None and self.transfers.pending):
-            self._refuse_uncomputable([sequence])
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
         return StoreResult(sequence.tails[0].end, swaps)
@@ -281,20 +306,20 @@ class KVCacheManager(Reading, Observed):
         `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
-        packed = pack_tokens(tokens, self._max_tokens * (len(ids) or 1))
+        packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None:
-            batch = self._blocks.decode_batch(ids, num_tokens, self._max_tokens)
-            if self._cut or (self.transfers is not None and self.transfers.pending):
-                self._refuse_uncomputable(batch.sequences)
+            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.max_tokens)
+            if not self._readiness.certain:
+                self._readiness.refuse_uncomputable(batch.sequences)
             with self._guard:
                 return self._blocks.step(batch, packed)
         sizes = pack_counts(counts, len(ids), num_tokens)
         running = self._blocks.running(ids)
-        if self._cut or (self.transfers is not None and self.transfers.pending):
-            self._refuse_uncomputable(running)
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable(running)
         with self._guard:
-            return self._blocks.append(running, packed, sizes, self._max_tokens)
+            return self._blocks.append(running, packed, sizes, self._checker.max_tokens)
 
     @exclusive
     def set_priority(
@@ -311,8 +336,8 @@ class KVCacheManager(Reading, Observed):
         priority = checked_integer(priority, "priority")
         if not 0 <= priority <= PRIORITY_MAX:
             raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
-        start, stop = checked_range(start, stop, self._max_tokens)
-        sequence = self._sequence(request_id)
+        start, stop = checked_range(start, stop, self._checker.max_tokens)
+        sequence = self._blocks.sequence(request_id)
         with self._guard:
             return self._blocks.set_priority(sequence, priority, start, stop)
 
@@ -320,17 +345,17 @@ class KVCacheManager(Reading, Observed):
     def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
         store = checked_flag(store, "store")
-        sequence = self._sequence(request_id)
+        sequence = self._blocks.sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store)
-            self._cut.pop(sequence.request_id, None)
+            self._readiness.forget(sequence.request_id)
 
     @exclusive
     def clear(self) -> None:
         """Drop every cached block that no sequence holds and un-name those that are held. Published at once."""
         with self._guard:
             self._blocks.clear()
-        self._end_step()
+        self._steps.end()
 
     # -- end of a step
 
@@ -341,27 +366,7 @@ class KVCacheManager(Reading, Observed):
         With `log.overflow` "block", raises `events.LogWriteFailed` while the disk refuses the log. The batch is made
         and handed to log and sinks nevertheless: there is nothing to repeat, and the next flush ends the next step.
         """
-        return self._end_step()
-
-    def _end_step(self) -> EventBatch | None:
-        if self.state.transfers:
-            self._poll()
-        if self._blocks.upkeep_due:
-            with self._guard:
-                self._blocks.upkeep()
-        batch = self._flush()
-        self._journal.outlets.check_log()
-        return batch
-
-    def _flush(self) -> EventBatch | None:
-        with self._guard:
-            due = self._journal.due()
-        if not due:
-            return None
-        # Outside the guard: with a clock that fails, everything waits for the next flush.
-        now = time_from(self._wall_ns)
-        with self._guard:
-            return self._journal.flush(now)
+        return self._steps.end()
 
     @closing
     def close(self) -> None:
@@ -371,7 +376,7 @@ class KVCacheManager(Reading, Observed):
         """
         try:
             if self._guard.failure is None:
-                self._finish()
+                self._steps.end_last()
         finally:
             self._guard.closed = True
             try:
@@ -381,19 +386,3 @@ class KVCacheManager(Reading, Observed):
                     # After a failure, what was started may still write.
                     self.transfers.wait()
                     self._pools.give_back(self)
-
-    def _finish(self) -> None:
-        try:
-            if self.transfers is not None:
-                self._start_transfers()
-                self.transfers.wait()
-            # A ticket that calls the manager says nothing about its copies, and closing asks no second time.
-            with suppress(ManagerBusy):
-                self._poll()
-        finally:
-            # Who does not want to wait for copies any longer still wants what has happened recorded.
-            if self._guard.failure is None:
-                with self._guard:
-                    self._blocks.checkpoint()
-                self._journal.outlets.make_room()
-                self._flush()

@@ -65,14 +65,14 @@ class FakeEngine:
 
     def forward(self, request_id: RequestId, stop: int | None = None) -> None:
         """Compute K/V up to a token of the prompt and report it."""
-        sequence = self.manager._sequence(request_id)
+        sequence = self.manager._blocks.sequence(request_id)
         stop = sequence.num_tokens if stop is None else stop
         self.write(request_id, stop)
         self.manager.store_context_blocks(request_id, stop)
 
     def write(self, request_id: RequestId, stop: int) -> None:
         self.start_transfers()
-        sequence, memory = self.manager._sequence(request_id), self.memory[0]
+        sequence, memory = self.manager._blocks.sequence(request_id), self.memory[0]
         right = expected(sequence.tokens, sequence.namespace)
         table = self.manager.block_table(request_id)
         wrong = self.read(request_id, sequence.computed) != right[: sequence.computed]
@@ -91,7 +91,7 @@ class FakeEngine:
     def decode(self, request_ids: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """One step: write what was sampled last (and whatever of the prompt was left), then append."""
         for request_id in request_ids:
-            self.write(request_id, self.manager._sequence(request_id).num_tokens)
+            self.write(request_id, self.manager._blocks.sequence(request_id).num_tokens)
         self.manager.add_tokens(list(request_ids), list(tokens))
 
     def end(self, request_id: RequestId, *, store: bool = True) -> None:
@@ -143,7 +143,7 @@ class FakeEngine:
         """Every running sequence finds the K/V of all that counts as computed; only true once failures are known."""
         self.start_transfers()
         for request_id in self.running:
-            sequence = self.manager._sequence(request_id)
+            sequence = self.manager._blocks.sequence(request_id)
             right = expected(sequence.tokens, sequence.namespace)[: sequence.computed]
             assert self.read(request_id, sequence.computed) == right, (
                 "a sequence reads the K/V of something else"

@@ -28,7 +28,7 @@ ALLOWED_BESIDES = {
     "kvcache/device": {"cuda_ops"},
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
-    "kvcache/observed.py": {"sinks"},
+    "kvcache/record/monitor.py": {"sinks"},
     "kvcache/record/outlets.py": {"sinks"},
     "kvcache/cli": {"sinks"},
 }

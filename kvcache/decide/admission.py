@@ -17,7 +17,7 @@ from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockMan
 from kvcache.fold.matching import PathMatch
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import Incoming
+from kvcache.inputs.requests import CheckedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Plan:
     Slots are noted at once: claiming one request's blocks splits runs that another one's match may name.
     """
 
-    request: Incoming
+    request: CheckedRequest
     found: PathMatch
     claimed: tuple[BlockNames, BlockNames]
     """The cached blocks to hold, in primary and in secondary."""
@@ -69,7 +69,7 @@ class Claims:
                 self.unreferenced += more
 
 
-def plan(window: WindowBlockManager, request: Incoming) -> Plan:
+def plan(window: WindowBlockManager, request: CheckedRequest) -> Plan:
     """Match a request. A prompt's last token is always computed, so it is never reused."""
     stop = len(request.symbols) - TOKEN_BYTES
     found = window.match(request.namespace, request.symbols, stop)
@@ -80,7 +80,9 @@ def plan(window: WindowBlockManager, request: Incoming) -> Plan:
     return Plan(request, found, claimed, window.blocks_for(request.num_tokens) - found.blocks, source, reused)
 
 
-def fitting(window: WindowBlockManager, requests: list[Incoming]) -> tuple[list[Plan], Claims, int | None]:
+def fitting(
+    window: WindowBlockManager, requests: list[CheckedRequest]
+) -> tuple[list[Plan], Claims, int | None]:
     """Plans for a batch, the claims of all that fit, and the index of the first that does not."""
     plans, claims = [], Claims()
     available = window.group.levels[PRIMARY].available

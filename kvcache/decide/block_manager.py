@@ -30,15 +30,17 @@ from events.types import (
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
+from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
 from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLong, UnknownRequest, UsageError
+from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
-from kvcache.inputs.requests import Incoming
+from kvcache.inputs.requests import CheckedRequest
 from kvcache.results import Replacement, StoreResult
 
 GIVEN_UP = "given up, since another copy failed"
@@ -58,7 +60,13 @@ class BlockManager:
     """Decides for the whole cache. One window so far, though the state and the events hold several."""
 
     def __init__(
-        self, config: KVCacheConfig, state: CacheState, emit: Callable[[Event], None], *, recorded: bool
+        self,
+        config: KVCacheConfig,
+        state: CacheState,
+        emit: Callable[[Event], None],
+        *,
+        recorded: bool,
+        order: type[EvictionOrder] = LeastRecentlyUsed,
     ) -> None:
         self._state = state
         self._emit = emit
@@ -74,17 +82,18 @@ class BlockManager:
             reuse=config.enable_block_reuse,
             partial_reuse=config.enable_partial_reuse,
             offload_min_priority=config.secondary_offload_min_priority,
+            order=order,
         )
 
     # -- admission
 
-    def count_fitting(self, requests: list[Incoming]) -> int:
+    def count_fitting(self, requests: list[CheckedRequest]) -> int:
         """Length of the longest prefix of the batch that fits."""
         requests = requests[: self._numbers_left()]
         _, _, misfit = fitting(self.window, requests)
         return len(requests) if misfit is None else misfit
 
-    def admit(self, requests: list[Incoming]) -> list[tuple[Sequence, Plan]]:
+    def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
         """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole, and `OutOfNumbers`."""
         if len(requests) > self._numbers_left():
             raise OutOfNumbers
@@ -234,6 +243,11 @@ class BlockManager:
         )
 
     # -- the whole cache
+
+    def check(self) -> None:
+        """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
+        check(self._state)
+        self.window.order.check()
 
     def clear(self) -> None:
         """Drop what no sequence holds, and the names of the rest."""

@@ -1,6 +1,6 @@
 """Making room in one window: who goes next, and whether to secondary or for good.
 
-The victim is the lowest leaf by (own priority, release stamp, deepest). Blocks go from primary to secondary while
+The victims are the first in an `EvictionOrder`. Blocks go from primary to secondary while
 secondary has room or holds something lower in the same order; otherwise they are dropped, after what hangs behind.
 """
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run, runs_below
-from kvcache.fold.slots import eviction_order, last_reversed
+from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
 
 _FEW = 8
@@ -26,11 +27,18 @@ class Evictor:
     """Decides what one window loses. Reads state, emits events."""
 
     def __init__(
-        self, state: CacheState, index: int, emit: Callable[[Event], None], offload_min_priority: int
+        self,
+        state: CacheState,
+        index: int,
+        emit: Callable[[Event], None],
+        offload_min_priority: int,
+        order: type[EvictionOrder],
     ) -> None:
         self._state = state
         self.index = index
         self.group: GroupState = state.groups[index]
+        self.order = order(self.group)
+        self.group.watcher = self.order
         self._emit = emit
         self._offload_min_priority = offload_min_priority
         self._key_bytes = state.hashing.key_bytes
@@ -38,14 +46,14 @@ class Evictor:
 
     def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
-        primary, runs = self.group.levels[PRIMARY], self.group.tree.runs
+        primary = self.group.levels[PRIMARY]
         together = not spares
         while (short := needed - len(primary.free)) > 0:
-            if together and self._evict_together(primary.lowest(runs, short), handle):
+            if together and self._evict_together(self.order.lowest(PRIMARY, short), handle):
                 continue
             # Rare: priorities, or more than secondary holds. Looking for all of them each time would take too long.
             together = False
-            run = primary.victim(runs)
+            run = self.order.next(PRIMARY)
             assert run is not None, "counted before"
             take = min(short, len(run.slots))
             room = self._room_in_secondary(run, take, handle, spares) if self._offloads else 0
@@ -67,9 +75,9 @@ class Evictor:
         secondary = self.group.levels[SECONDARY]
         missing = sum(take for _, take in victims) - len(secondary.free)
         if missing > 0:
-            lower = secondary.lowest(self.group.tree.runs, missing)
-            first = eviction_order(victims[0][0])
-            if sum(take for _, take in lower) < missing or eviction_order(lower[-1][0]) > first:
+            lower = self.order.lowest(SECONDARY, missing)
+            room = sum(take for _, take in lower)
+            if room < missing or not self.order.precedes(lower[-1][0], victims[0][0]):
                 return False
             self._remove_tails(lower, RemoveReason.CAPACITY, handle)
         self._offload(victims, handle)
@@ -81,8 +89,8 @@ class Evictor:
         if run.priority < self._offload_min_priority:
             return 0
         if not secondary.free:
-            lower = secondary.victim(self.group.tree.runs, spares)
-            if lower is None or eviction_order(lower) > eviction_order(run):
+            lower = self.order.next(SECONDARY, spares)
+            if lower is None or not self.order.precedes(lower, run):
                 return 0
             behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
             self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)

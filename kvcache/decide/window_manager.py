@@ -30,6 +30,7 @@ from events.types import (
     RemoveReason,
 )
 from kvcache.decide.eviction import Evictor
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import PartialMatch, PathMatch, covered, covered_child, match
 from kvcache.fold.sequence import Sequence
@@ -73,6 +74,7 @@ class WindowBlockManager:
         reuse: bool,
         partial_reuse: bool,
         offload_min_priority: int,
+        order: type[EvictionOrder],
     ) -> None:
         self._state = state
         self.index = index
@@ -81,7 +83,8 @@ class WindowBlockManager:
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
-        self._evictor = Evictor(state, index, emit, offload_min_priority)
+        self._evictor = Evictor(state, index, emit, offload_min_priority, order)
+        self.order = self._evictor.order
         self.free_up = self._evictor.free_up
         self._key_bytes = state.hashing.key_bytes
         self._chain, self._rich = state.hashing.chain, state.rich

@@ -129,8 +129,6 @@ def _install_group(state: Contents, group: GroupState, exported: GroupExported) 
         runs.append(columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers))
         _place(group, runs[-1])
     columns.check_used_up()
-    for run in runs:
-        group.levels[run.level].add_leaf(run)
     for level, free in zip(group.levels, exported.free, strict=True):
         level.free = array("i", free)
     shared = array("q", exported.shared)

@@ -14,12 +14,13 @@ from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
 from kvcache.fold.slots import Level, last_reversed
+from kvcache.fold.watcher import Nobody, Watcher
 
 
 class GroupState:
     """Blocks of one window: cached ones in the tree, the others blank or held by one sequence."""
 
-    __slots__ = ("levels", "shared", "tokens_per_block", "tree")
+    __slots__ = ("levels", "shared", "tokens_per_block", "tree", "watcher")
 
     def __init__(
         self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int
@@ -29,6 +30,7 @@ class GroupState:
         self.tokens_per_block = tokens_per_block
         self.shared: dict[int, int] = {}
         """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
+        self.watcher: Watcher = Nobody()
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """The root of a namespace, made on first use."""
@@ -76,6 +78,7 @@ class GroupState:
         if run.refs == 0:
             self.levels[run.level].unreferenced -= len(run.slots)
             run.stamp = 0
+            self.watcher.held(run.level, run.slots)
         run.refs += 1
 
     def release(self, node: Node, stamp: int) -> None:
@@ -87,9 +90,11 @@ class GroupState:
                 self.levels[run.level].unreferenced += len(run.slots)
         if isinstance(node, Run):
             self._settle_around(node)
-            level = self.levels[node.level]
-            level.add_leaf(node)
-            level.compact(self.tree.runs)
+            self._offer(node)
+
+    def _offer(self, run: Run) -> None:
+        if run.is_leaf:
+            self.watcher.evictable(run)
 
     def settle(self, run: Run) -> None:
         """Join whatever has become equal on the path that ends at `run`."""
@@ -137,7 +142,7 @@ class GroupState:
         if above is not None:
             self._settle_around(above)
             if above.id in self.tree.runs:
-                self.levels[level].add_leaf(above)
+                self._offer(above)
 
     def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
         """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
@@ -190,6 +195,7 @@ class GroupState:
         level = self.levels[run.level]
         level.unreferenced -= take
         level.free += gone
+        self.watcher.gone(run.level, gone)
         keep = len(run.slots) - take
         if not keep:
             self._cut_off(run)
@@ -201,13 +207,13 @@ class GroupState:
             del run.keys[keep * tree.key_bytes :]
         run.end -= take
         run.partial = 0
-        level.add_leaf(run)
+        self._offer(run)
 
     def _cut_off(self, run: Run) -> None:
         parent = run.parent
         self.tree.unlink(run)
         if isinstance(parent, Run):
-            self.levels[parent.level].add_leaf(parent)
+            self._offer(parent)
             self._settle_children(parent)
 
     def _share(self, holders: int, slots: array[int]) -> None:
@@ -234,9 +240,10 @@ class GroupState:
                 self.split(run, len(run.slots) - take)
             self.relocate(run, SECONDARY, last_reversed(to, take), transfer)
             self.levels[PRIMARY].give_back(gone)
-            if isinstance(run.parent, Run):
-                self.levels[PRIMARY].add_leaf(run.parent)
-            self.levels[SECONDARY].add_leaf(run)
+            self.watcher.gone(PRIMARY, gone)
+            if isinstance(run.parent, Run) and run.parent.level == PRIMARY:
+                self._offer(run.parent)
+            self._offer(run)
             self._settle_children(run)
             done += take
 
@@ -262,10 +269,11 @@ class GroupState:
             invariant(run.slots == slots[done : done + size], "onboarded blocks are not whole runs")
             parent = run.parent
             self.relocate(run, PRIMARY, to_slots[done : done + size], transfer)
-            if isinstance(parent, Run):
-                self.levels[SECONDARY].add_leaf(parent)
+            if isinstance(parent, Run) and parent.level == SECONDARY:
+                self._offer(parent)
             done += size
         self.levels[SECONDARY].give_back(slots)
+        self.watcher.gone(SECONDARY, slots)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
         """The copy of these blocks is complete, as far as they are still there."""
@@ -314,10 +322,10 @@ class GroupState:
             level.free = array("i", sorted(level.free, reverse=True))
             level.owners.fill(-1)
             level.unreferenced = 0
-            level.leaves.clear()
         self.tree.runs.clear()
         for root in list(self.tree.roots.values()):
             root.children.clear()
             root.order.clear()
             self.tree.drop_unused(root)
+        self.watcher.cleared()
         return counts, unnamed

@@ -111,6 +111,11 @@ class Run(Node):
         self.kin = 0
         """Children in the same level; without any, the last block may be evicted."""
 
+    @property
+    def is_leaf(self) -> bool:
+        """Whether its last block may be evicted: nobody holds it, and nothing hangs behind it in its level."""
+        return not (self.refs or self.kin)
+
     def grows(self, priority: int) -> bool:
         """Whether a sequence that ends here may extend this run by blocks of this priority: nobody else holds it."""
         return (

@@ -12,7 +12,7 @@ from events.tokens.names import salt_digest
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
-from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, UsageError
+from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
 from kvcache.inputs.arguments import checked_integer, checked_request_id, checked_text, listed
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.tokens import Tokens, pack_tokens
@@ -48,7 +48,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class CheckedRequest:
     """A validated request."""
 
     request_id: RequestId
@@ -63,35 +63,64 @@ class Incoming:
         """Length of the prompt."""
         return len(self.symbols) // TOKEN_BYTES
 
-    def with_symbols(self, table: SymbolTable) -> Incoming:
+    def with_symbols(self, table: SymbolTable) -> CheckedRequest:
         """The same with the symbols of this table."""
         return self if self.rich is None else replace(self, symbols=table.symbols_of(self.rich))
 
 
-def incoming(request: Any, max_tokens: int, table: SymbolTable) -> Incoming:
-    """Validate a `Request`; raises `UsageError`, `InvalidTokens` or `PromptTooLong`."""
-    if not isinstance(request, Request):
-        raise UsageError(f"each request must be a Request, not {type(request).__name__}")
-    request_id = checked_request_id(request.request_id)
-    uses_extra_ids = request.extra_ids is not None
-    namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids)
-    symbols = pack_tokens(request.tokens, max_tokens)
-    if not symbols:
-        raise InvalidTokens("the prompt is empty: at least one token is needed")
-    if len(symbols) > max_tokens * TOKEN_BYTES:
-        raise PromptTooLong(len(symbols) // TOKEN_BYTES, max_tokens)
-    rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
-    return Incoming(request_id, namespace, symbols, rich).with_symbols(table)
+class RequestChecker:
+    """Validates the requests for one manager: `running` are the ids that are taken, `symbols` its alphabet."""
 
+    def __init__(
+        self,
+        running: Container[RequestId],
+        symbols: SymbolTable,
+        max_tokens: int,
+        *,
+        block_hash: str,
+        log_has_tokens: bool,
+    ) -> None:
+        self._running, self._symbols = running, symbols
+        self.max_tokens = max_tokens
+        """Tokens of the longest sequence that can be held."""
+        self._knows_lora_ids_only = block_hash == "v1_block_key"
+        self._names_tell_all = not log_has_tokens
 
-def incoming_batch(
-    requests: object, running: Container[RequestId], max_tokens: int, table: SymbolTable
-) -> list[Incoming]:
-    """Validate a batch, given as a list or iterator; raises `DuplicateRequest` as well."""
-    batch = [incoming(request, max_tokens, table) for request in listed(requests, "requests")]
-    seen: set[RequestId] = set()
-    for request in batch:
-        if request.request_id in running or request.request_id in seen:
-            raise DuplicateRequest(request.request_id, in_batch=request.request_id not in running)
-        seen.add(request.request_id)
-    return batch
+    def check(self, requests: object) -> list[CheckedRequest]:
+        """Validate a batch, given as a list or iterator.
+
+        Raises `UsageError`, `InvalidTokens`, `PromptTooLong`, `DuplicateRequest` or `Unsupported`.
+        """
+        batch = [self._checked(request) for request in listed(requests, "requests")]
+        seen: set[RequestId] = set()
+        for request in batch:
+            if request.request_id in self._running or request.request_id in seen:
+                raise DuplicateRequest(request.request_id, in_batch=request.request_id not in self._running)
+            seen.add(request.request_id)
+        if self._knows_lora_ids_only:
+            self._refuse_ambiguous(batch)
+        return batch
+
+    def _checked(self, request: Any) -> CheckedRequest:
+        if not isinstance(request, Request):
+            raise UsageError(f"each request must be a Request, not {type(request).__name__}")
+        request_id = checked_request_id(request.request_id)
+        uses_extra_ids = request.extra_ids is not None
+        namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids)
+        symbols = pack_tokens(request.tokens, self.max_tokens)
+        if not symbols:
+            raise InvalidTokens("the prompt is empty: at least one token is needed")
+        if len(symbols) > self.max_tokens * TOKEN_BYTES:
+            raise PromptTooLong(len(symbols) // TOKEN_BYTES, self.max_tokens)
+        rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
+        return CheckedRequest(request_id, namespace, symbols, rich).with_symbols(self._symbols)
+
+    def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
+        """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""
+        instead = "use the default block_hash, v2_sha256_64"
+        if any(request.namespace.lora_name is not None for request in batch):
+            raise Unsupported(
+                "a lora_name with v1_block_key, which knows LoRA ids only", f"{instead}, or lora_id"
+            )
+        if self._names_tell_all and any(request.rich is not None and request.rich.items for request in batch):
+            raise Unsupported("multimodal items with v1_block_key in a log without tokens", instead)

@@ -59,11 +59,6 @@ class Journal:
             )
         self.state = CacheState()
         self.bus = EventBus()
-        self._handlers, self._pending, self._subscribers = (
-            self.state.handlers,
-            self.bus.pending,
-            self.bus.subscribers,
-        )
         self.counter = StatsCounter(self.bus)
         self.latest = (
             LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
@@ -89,12 +84,8 @@ class Journal:
 
     def emit(self, event: Event) -> None:
         """The only way in which anything changes."""
-        # What `state.apply` and `bus.publish` do, without the calls: this runs several times per engine step.
-        kind = type(event)
-        self._handlers[kind](event)
-        self._pending.append(event)
-        for subscriber in self._subscribers[kind]:
-            subscriber(event)
+        self.state.apply(event)
+        self.bus.publish(event)
 
     def due(self) -> bool:
         """Whether there is something to flush; to be asked before each flush."""
@@ -106,7 +97,7 @@ class Journal:
             # The batch with the state may itself be the last that was lost.
             if gap is not None or (lost >= 0 and lost >= self._exported_seq):
                 self._state_due = True
-        return self._state_due or bool(self._pending)
+        return self._state_due or bool(self.bus.pending)
 
     def flush(self, now: int) -> EventBatch | None:
         """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
@@ -114,7 +105,7 @@ class Journal:
             self._state_due = False
             self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
             self._exported_seq = self._next_seq
-        if not self._pending:
+        if not self.bus.pending:
             return None
         events = self.bus.take()
         batch = EventBatch(self._next_seq, now, events)

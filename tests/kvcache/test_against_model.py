@@ -308,7 +308,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert self.manager.num_sequences == len(self.model.running)
         symbols: set[tuple[int, Symbol]] = set()
         for request_id, expected in self.model.running.items():
-            sequence = self.manager._sequence(request_id)  # type: ignore[arg-type]
+            sequence = self.manager._blocks.sequence(request_id)  # type: ignore[arg-type]
             symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
             assert sequence.stored == (expected.stored,)

@@ -93,7 +93,7 @@ class Driver:
                 engine.admit(*requests)
             elif action == "forward" and engine.running:
                 request_id = r.choice(engine.running)
-                sequence = engine.manager._sequence(request_id)
+                sequence = engine.manager._blocks.sequence(request_id)
                 engine.forward(request_id, r.randrange(sequence.computed, sequence.num_tokens + 1))
             elif action == "decode" and engine.running:
                 ids = r.sample(engine.running, r.randrange(1, len(engine.running) + 1))

@@ -52,8 +52,8 @@ def test_running_sequences_keep_their_tables() -> None:
     before = manager.block_tables(["a", "b"]).tolist()
     manager.clear()
     assert manager.block_tables(["a", "b"]).tolist() == before
-    assert [manager._sequence(each).computed for each in ("a", "b")] == [4, 4]
-    assert [manager._sequence(each).stored for each in ("a", "b")] == [(0,), (0,)]
+    assert [manager._blocks.sequence(each).computed for each in ("a", "b")] == [4, 4]
+    assert [manager._blocks.sequence(each).stored for each in ("a", "b")] == [(0,), (0,)]
 
 
 def test_shared_blocks_are_stored_again_only_by_their_last_holder() -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import random
+from array import array
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from events.types import BlocksMoved, BlocksRemoved, MoveReason, RemoveReason
+from kvcache.decide.eviction_order import LeastRecentlyUsed
+from kvcache.errors import InvariantViolated
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.prefix_tree import Run
 from kvcache.manager import KVCacheManager
+from kvcache.replay import replay
 from tests import strategies
 from tests.strategies import cached_blocks, name_of, split_names
 
@@ -231,3 +240,55 @@ def test_evicting_many_at_once_is_evicting_one_after_the_other(seed: int, second
         assert went[0] == went[1]
         assert cached_blocks(pair[0].state) == cached_blocks(pair[1].state)
     assert counts[0] < counts[1]
+
+
+class MostRecentlyUsed(LeastRecentlyUsed):
+    """What was released last goes first."""
+
+    def key(self, run: Run) -> Any:
+        return (-run.stamp, -run.end)
+
+
+class LeastOftenUsed(LeastRecentlyUsed):
+    """What was held least often goes first: known only by what it hears."""
+
+    def __init__(self, group: GroupState) -> None:
+        self.held_slots: Counter[tuple[int, int]] = Counter()
+        super().__init__(group)
+
+    def held(self, level: int, slots: array[int]) -> None:
+        self.held_slots.update((level, slot) for slot in slots)
+
+    def gone(self, level: int, slots: array[int]) -> None:
+        for slot in slots:
+            del self.held_slots[level, slot]
+
+    def key(self, run: Run) -> Any:
+        return (self.held_slots[run.level, run.slots[-1]], run.stamp, -run.end)
+
+
+@pytest.mark.parametrize(
+    ("order", "kept"),
+    [(LeastRecentlyUsed, [2, 3]), (MostRecentlyUsed, [1, 2]), (LeastOftenUsed, [1, 3])],
+)
+def test_another_order_can_be_tried(tmp_path: Path, order: type[LeastRecentlyUsed], kept: list[int]) -> None:
+    """An order decides what goes, by the state or by what it has heard; the log replays without it."""
+    manager = KVCacheManager(strategies.config(primary_blocks=8), log=tmp_path / "log", eviction_order=order)
+    for prompt in (1, 1, 2, 3):
+        run(manager, [prompt] * 4)
+        manager.check()
+    manager.add_sequence("a", [9] * 8)
+    assert [prompt for prompt in (1, 2, 3) if manager.count_reusable([prompt] * 5) == 2] == kept
+    manager.check()
+    manager.close()
+    assert replay(tmp_path / "log", verify=True).fingerprint == fingerprint(manager.state)
+
+
+def test_an_order_that_was_not_told_is_found_out() -> None:
+    """`check` compares the next victim with all that could be one."""
+    manager = cache()
+    run(manager, [1, 1, 1, 2])
+    manager.check()
+    manager._blocks.window.order.cleared()
+    with pytest.raises(InvariantViolated, match="unheard of"):
+        manager.check()

@@ -152,7 +152,7 @@ def test_all_running_sequences_begin_again() -> None:
     assert dict(polled.cut) == {"other": 0, "a": 0, "b": 0}
     engine.verify_running()
     for request_id in ("a", "b", "other"):
-        assert engine.manager._sequence(request_id).computed == 0
+        assert engine.manager._blocks.sequence(request_id).computed == 0
         engine.forward(request_id)
     engine.settle()
     engine.verify()
@@ -173,9 +173,9 @@ def test_what_was_computed_from_a_failed_block_goes_with_it() -> None:
     switch.on = True
     engine.admit(Request("a", [*PROMPT[:4], 0, 0, 0]))
     engine.forward("a")
-    assert engine.manager._sequence("a").stored == (3,)
+    assert engine.manager._blocks.sequence("a").stored == (3,)
     assert dict(engine.poll().cut) == {"a": 0}
-    assert engine.manager._sequence("a").stored == (0,)
+    assert engine.manager._blocks.sequence("a").stored == (0,)
     engine.forward("a")
     engine.verify_running()
     engine.verify()
@@ -239,8 +239,8 @@ def test_decoding_goes_on_after_a_cut() -> None:
     assert ("a", 0) in engine.poll().cut
     engine.decode(["a", "b"], [1, 1])
     engine.decode(["a", "b"], [0, 0])
-    assert engine.manager._sequence("a").tokens.tolist() == [*PROMPT, 0, 1, 0]
-    assert engine.manager._sequence("b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
+    assert engine.manager._blocks.sequence("a").tokens.tolist() == [*PROMPT, 0, 1, 0]
+    assert engine.manager._blocks.sequence("b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
     engine.settle()
     engine.verify()
     engine.verify_running()

@@ -292,7 +292,7 @@ def test_what_happens_to_nothing_takes_nothing(
 ) -> None:
     """An event without a single block is refused, or leaves every block where it was."""
     if isinstance(event, BlocksStored):
-        tail = manager._sequence("running").tails[0]
+        tail = manager._blocks.sequence("running").tails[0]
         event = replace(event, parent=tail.key_of_last(32)[:8])
     try:
         state = folded(created, exported, event).state

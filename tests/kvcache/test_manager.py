@@ -184,7 +184,7 @@ def test_decoding_that_runs_out_leaves_no_trace() -> None:
     manager.remove_sequence("b", store=False)
     manager.add_tokens(["a"], [6])
     manager.check()
-    assert manager._sequence("a").tokens.tolist() == [1, 4, 6]
+    assert manager._blocks.sequence("a").tokens.tolist() == [1, 4, 6]
 
 
 def test_refusals_are_noted_once_until_admitted() -> None:

@@ -273,7 +273,7 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     manager = cache()
     events = heard(manager)
     manager.add_sequence("long", [9] * 9, multimodal=[MultimodalItem(H1, 0, 9)])
-    long_symbols = manager._sequence("long").tokens.tolist()
+    long_symbols = manager._blocks.sequence("long").tokens.tolist()
     images(manager, range(100, 200))
     assert len(manager.state.symbols.pages) <= 16
     assert max(manager.state.symbols.pages) <= 16
@@ -586,7 +586,7 @@ def test_admission_records_symbols() -> None:
         "cat.png",
     )
     assert array("i", added.tokens).tolist() == [1, -1, -2, 2]
-    assert list(itertools.chain(manager._sequence("r").tokens)) == [1, -1, -2, 2]
+    assert list(itertools.chain(manager._blocks.sequence("r").tokens)) == [1, -1, -2, 2]
 
 
 def test_v1_names_are_not_relied_on_where_they_are_ambiguous(tmp_path: Path) -> None:

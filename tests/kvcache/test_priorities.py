@@ -189,7 +189,7 @@ def test_a_released_block_takes_its_new_place() -> None:
         state.apply(BlocksUpdated(0, PRIMARY, part.tobytes(), b"", old, new))
         manager.check()
     assert len(state.groups[0].tree.runs) == 3
-    victim = state.groups[0].levels[PRIMARY].victim(state.groups[0].tree.runs)
+    victim = manager._blocks.window.order.next(PRIMARY)
     assert victim is not None
     assert victim.priority == 5
 

@@ -52,7 +52,7 @@ class Traffic:
                 self.next_id += 1
             elif action == 2 and self.running:
                 request_id = r.choice(self.running)
-                manager.store_context_blocks(request_id, manager._sequence(request_id).num_tokens)
+                manager.store_context_blocks(request_id, manager._blocks.sequence(request_id).num_tokens)
             elif action == 3 and self.running:
                 manager.add_tokens(self.running, self.tokens(len(self.running)))
             elif self.running:

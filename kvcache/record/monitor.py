@@ -20,10 +20,11 @@ _LONGEST_WAIT_MS = 1e12
 """30 years: platforms refuse to wait for much longer."""
 
 
-class Observed:
-    """The part of a manager that is not bound to its thread."""
+class Monitor:
+    """What is not bound to the manager's thread."""
 
-    _journal: Journal
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
 
     def stats(self) -> Stats:
         """Counters and gauges as of the last flush; may be called from any thread."""

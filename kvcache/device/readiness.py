@@ -1,0 +1,64 @@
+"""Whether the K/V that a sequence is read or computed from is there: copies that were not started, or that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from events.types import PRIMARY, RequestId
+from kvcache.device.transfers import TransferEngine
+from kvcache.errors import ComputationLost, TransfersPending
+from kvcache.fold.sequence import Sequence
+from kvcache.results import PollResult
+
+
+class Readiness:
+    """Refuses what would touch K/V that is not there, and keeps what the engine has yet to be told of failed copies."""
+
+    def __init__(self, transfers: TransferEngine | None) -> None:
+        self._transfers = transfers
+        self._failed: list[tuple[int, str]] = []
+        self._lost: dict[RequestId, int] = {}
+        """Sequences that begin again, and how many leading tokens are still computed."""
+
+    def lose(self, failed: Items[tuple[int, str]], sequences: Items[RequestId]) -> None:
+        """Copies have failed, and all that these sequences had computed is lost with them."""
+        self._failed += failed
+        self._lost.update(dict.fromkeys(sequences, 0))
+
+    def forget(self, request_id: RequestId) -> None:
+        """The sequence has ended: its loss is of no interest any more."""
+        self._lost.pop(request_id, None)
+
+    def tell(self, landed: tuple[int, ...]) -> PollResult:
+        """What `poll` returns: what landed, and all that was lost since the last time."""
+        told = PollResult(landed, tuple(self._failed), tuple(self._lost.items()))
+        self._failed, self._lost = [], {}
+        return told
+
+    @property
+    def certain(self) -> bool:
+        """Whether nothing can be refused; asked at every step."""
+        return not self._lost and (self._transfers is None or not self._transfers.pending)
+
+    def refuse_unreadable(self, sequences: Items[Sequence]) -> None:
+        """Raise `ComputationLost` or `TransfersPending` if block tables must not be used yet."""
+        self._refuse_lost(sequences)
+        if self._transfers is not None and self._transfers.pending:
+            raise TransfersPending
+
+    def refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
+        """Raise if one of these sequences has not got what it is computed from.
+
+        `ComputationLost`: a copy has failed. `TransfersPending`: one into its blocks has not been started.
+        """
+        self._refuse_lost(sequences)
+        if self._transfers is None or not self._transfers.pending:
+            return
+        unwritten = self._transfers.pending_targets(group=0, level=PRIMARY)
+        if unwritten and not all(unwritten.isdisjoint(sequence.tables[0]) for sequence in sequences):
+            raise TransfersPending
+
+    def _refuse_lost(self, sequences: Items[Sequence]) -> None:
+        for sequence in sequences if self._lost else ():
+            if sequence.request_id in self._lost:
+                raise ComputationLost(sequence.request_id, self._lost[sequence.request_id])

@@ -1,0 +1,92 @@
+"""The end of an engine's step: copies that have landed, upkeep that is due, and a batch of all that happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from events.types import EventBatch
+from kvcache.decide.block_manager import BlockManager
+from kvcache.device.readiness import Readiness
+from kvcache.device.transfers import TransferEngine
+from kvcache.errors import ManagerBusy
+from kvcache.fold.state import CacheState
+from kvcache.guard import Guard
+from kvcache.inputs.arguments import time_from
+from kvcache.record.journal import Journal
+
+
+class Steps:
+    """Records what no command decides. Whatever changes the state happens inside the guard."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        journal: Journal,
+        blocks: BlockManager,
+        transfers: TransferEngine | None,
+        readiness: Readiness,
+        wall_ns: Callable[[], int],
+    ) -> None:
+        self._guard, self._journal, self._blocks = guard, journal, blocks
+        self._transfers, self._readiness, self._wall_ns = transfers, readiness, wall_ns
+        self._state: CacheState = journal.state
+
+    def record_copies(self) -> tuple[int, ...]:
+        """Record ended copies; returns those that landed, and notes what was lost with those that failed."""
+        if not self._state.transfers:
+            return ()
+        engine = self._transfers
+        # Outside the guard: who is interrupted while tickets are asked has lost nothing, and may ask again.
+        # Without an engine nothing moves, so there is nothing to wait for.
+        landed, failed = engine.poll() if engine is not None else (list(self._state.transfers), [])
+        if not landed and not failed:
+            return ()
+        with self._guard:
+            if landed:
+                self._blocks.land(landed)
+            if failed:
+                self._readiness.lose(failed, self._blocks.fail(failed))
+            if engine is not None:
+                engine.recorded()
+        return tuple(landed)
+
+    def end(self) -> EventBatch | None:
+        """End a step. Raises `events.LogWriteFailed` while the disk refuses a log that the engine waits for."""
+        if self._state.transfers:
+            self.record_copies()
+        if self._blocks.upkeep_due:
+            with self._guard:
+                self._blocks.upkeep()
+        batch = self._flush()
+        self._journal.outlets.check_log()
+        return batch
+
+    def end_last(self) -> None:
+        """Record what is still to be recorded before the manager closes, a checkpoint too."""
+        try:
+            if self._transfers is not None:
+                if self._transfers.pending:
+                    with self._guard:
+                        self._transfers.start()
+                self._transfers.wait()
+            # A ticket that calls the manager says nothing about its copies, and closing asks no second time.
+            with suppress(ManagerBusy):
+                self.record_copies()
+        finally:
+            # Who does not want to wait for copies any longer still wants what has happened recorded.
+            if self._guard.failure is None:
+                with self._guard:
+                    self._blocks.checkpoint()
+                self._journal.outlets.make_room()
+                self._flush()
+
+    def _flush(self) -> EventBatch | None:
+        with self._guard:
+            due = self._journal.due()
+        if not due:
+            return None
+        # Outside the guard: with a clock that fails, everything waits for the next flush.
+        now = time_from(self._wall_ns)
+        with self._guard:
+            return self._journal.flush(now)
