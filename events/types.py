@@ -110,6 +110,8 @@ class StateExported(Event, frozen=True):
     """What symbols below 0 stand for; none if the log records no tokens."""
     forget_symbols_at: int = 0
     """Above so many pages those that nothing uses are forgotten; 0: the least there is."""
+    refused: tuple[RequestId, ...] = ()
+    """Requests whose refusal was noted, oldest first, that were not admitted since: it is not noted again."""
 
 
 class Gap(Event, frozen=True):

@@ -3,9 +3,9 @@
 A step of an engine is: admit (`add_sequence`), `start_transfers`, read block tables, run the forward pass, report what
 it wrote (`store_context_blocks`, `add_tokens`), end what is finished (`remove_sequence`), `flush`.
 
-All commands come from one thread. Each either happens whole or raises and changes nothing (a refused admission is noted
-by `AdmissionRefused`, which no fold reads); an exception in the middle of one (which would be a bug) poisons the
-manager, so that no later call works on half a state.
+All commands come from one thread. Each either happens whole or raises and changes nothing (but that a refused admission
+is noted by `AdmissionRefused`); an exception in the middle of one (which would be a bug) poisons the manager, so that
+no later call works on half a state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from kvcache.query import Query
 from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
 from kvcache.record.outlets import LogTarget, Outlets
-from kvcache.record.refusals import RefusalNotes
 from kvcache.record.steps import Steps
 from kvcache.results import Admission, PollResult, StoreResult
 from sinks import Sink, SinkContext, SinkRunner
@@ -116,7 +115,6 @@ class KVCacheManager:
             bus.subscribe(transfers.on_event, *transfers.events)
         recorded = outlets.log is not None
         self._blocks = BlockManager(self.config, state, journal.emit, recorded=recorded, order=eviction_order)
-        self._refusals = RefusalNotes(bus.publish)
         self._checker = RequestChecker(
             state.handles,
             state.symbols,
@@ -236,9 +234,8 @@ class KVCacheManager:
                 admitted = self._blocks.admit(batch)
         except OutOfBlocks as refusal:
             with self._guard:
-                self._refusals.note(batch[refusal.index].request_id, refusal)
+                self._blocks.note_refusal(batch[refusal.index].request_id, refusal)
             raise
-        self._refusals.forget(request.request_id for request in batch)
         if self._salts.wanted:
             self._salts.remember(request.cache_salt for request in requests)
         return [self._query.admission(sequence, plan) for sequence, plan in admitted]

@@ -16,6 +16,7 @@ from itertools import accumulate
 from events.ids import numbers_left
 from events.types import (
     PRIMARY,
+    AdmissionRefused,
     AllocateReason,
     CacheCleared,
     Checkpoint,
@@ -106,6 +107,11 @@ class BlockManager:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
         return list(zip(admit(self._state, self.window, self._emit, plans, claims), plans, strict=True))
+
+    def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
+        """Record that a request did not fit: once until it is admitted, however often it is tried."""
+        if request_id not in self._state.refused:
+            self._emit(AdmissionRefused(request_id, refusal.needed[0], refusal.available[0]))
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""

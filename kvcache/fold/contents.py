@@ -51,6 +51,8 @@ class Contents:
         self.transfers: dict[int, Transfer] = {}
         self.holes: dict[int, list[Sequence]] = {}
         """By group, sequences that claimed secondary blocks still to be onboarded: none between two commands."""
+        self.refused: dict[RequestId, None] = {}
+        """Requests that did not fit and were not admitted since, oldest first."""
         self.next_handle = 1
         self.next_transfer = 1
         self.stamp = 0

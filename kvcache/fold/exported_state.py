@@ -47,6 +47,7 @@ def export(state: Contents) -> StateExported:
         changed_blocks=state.changed_blocks,
         symbols=tuple(page for _, page in sorted(state.symbols.pages.items())),
         forget_symbols_at=state.symbols.forget_at,
+        refused=tuple(state.refused),
     )
 
 
@@ -103,6 +104,7 @@ def install(state: Contents, event: StateExported) -> None:
     state.handles.clear()
     state.symbols.install(event)
     state.rich.clear()
+    state.refused = dict.fromkeys(event.refused)
     for entry in event.sequences:
         invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
         _install_sequence(state, entry)

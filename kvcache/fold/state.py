@@ -22,6 +22,9 @@ from kvcache.fold.group_state import GroupState
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_sequence
 
+REMEMBERED_REFUSALS = 4096
+"""A request that was refused longer ago may be noted again."""
+
 
 class CacheState(BlockFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
@@ -51,7 +54,7 @@ class CacheState(BlockFold):
             ev.Checkpoint: self._checkpoint,
             ev.SymbolsInterned: self.symbols.intern,
             ev.SymbolsForgotten: self.symbols.forget,
-            ev.AdmissionRefused: _ignore,
+            ev.AdmissionRefused: self._note_refusal,
         }
 
     def apply(self, event: ev.Event) -> None:
@@ -81,6 +84,7 @@ class CacheState(BlockFold):
         self.running.forget()
         self.symbols.clear()
         self.rich.clear()
+        self.refused.clear()
         self.changed_blocks = 0
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
@@ -118,10 +122,16 @@ class CacheState(BlockFold):
             event.handle, event.request_id, event.namespace, tokens, roots
         )
         self.handles[event.request_id] = event.handle
+        self.refused.pop(event.request_id, None)
         self.note_rich(event.handle, event.tokens)
         self.next_handle = event.handle + 1
         for group in self.groups:
             group.tree.roots[event.namespace].users += 1
+
+    def _note_refusal(self, event: ev.AdmissionRefused) -> None:
+        self.refused[event.request_id] = None
+        if len(self.refused) > REMEMBERED_REFUSALS:
+            del self.refused[next(iter(self.refused))]
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:

@@ -265,7 +265,6 @@ class ManagerBesideModel(RuleBasedStateMachine):
         created = self.history[0]
         events = self.history if folded else [created, export(self.manager.state)]
         self.twin = strategies.continue_from(self.config, *events)
-        self.twin._refusals._noted = dict(self.manager._refusals._noted)  # no part of the state
         self.twin.bus.subscribe(self.twin_history.append)
         self.twin_since = len(self.history)
         assert self.twin.fingerprint() == self.manager.fingerprint()
