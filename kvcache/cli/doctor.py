@@ -26,6 +26,7 @@ _OF_EXTRAS = {
     "torch": ("torch", "pools, transfers, and `kvcache run` with bytes"),
     "pyyaml": ("cli", "settings in YAML"),
     "rich": ("cli", "tables and progress bars"),
+    "shtab": ("cli", "`kvcache completion`"),
     "xxhash": ("hash", "block_hash=xxh3_64"),
 }
 _FEW_FILES = 1024

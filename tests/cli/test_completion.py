@@ -5,104 +5,52 @@ from __future__ import annotations
 import argparse
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvcache.cli.completion import _commands
 from kvcache.cli.parser import COMMANDS, build_parser
 from tests.cli.conftest import Kvcache
 
 BASH = shutil.which("bash") or ""
 ZSH = shutil.which("zsh") or ""
+SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
 
 
 @pytest.mark.skipif(not BASH, reason="needs bash")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["kvcache", "re"], {"replay"}),
-        (
-            ["kvcache", ""],
-            {"run", "replay", "events", "match", "subscribe", "config", "doctor", "completion"},
-        ),
-        (["kvcache", "--ver"], {"--version", "--verbose"}),
-        (
-            ["kvcache", "replay", "--"],
-            {"--help", "--at", "--verify", "--json", "--verbose", "--quiet", "--log-json"},
-        ),
-        (["kvcache", "-q", "replay", "--v"], {"--verify", "--verbose"}),
-        (["kvcache", "events", "log", "--type", "Transfer"], {"TransferLanded", "TransferFailed"}),
-        (["kvcache", "completion", ""], {"bash", "zsh"}),
-        (["kvcache", "run", "--log", ""], set()),
-        (["kvcache", "run", ""], set()),
-        (["kvcache", "run", "--limit", ""], set()),
-        (["kvcache", "run", "--speed", ""], {"real", "max"}),
-        (["kvcache", "run", "--sink", ""], {"file:", "stdout:", "zmq+pub:"}),
-        (["kvcache", "run", "--sink", "f"], {"file:"}),
+        ("re", {"replay"}),
+        ("", set(COMMANDS)),
+        ("--ver", {"--version", "--verbose"}),
+        ("replay --", {"--at", "--verify", "--json"} | SHARED),
+        ("-q replay --v", {"--verify", "--verbose"}),
+        ("events log --type Transfer", {"TransferLanded", "TransferFailed"}),
+        ("completion ", {"bash", "zsh", "fish", "tcsh"}),
+        ("run --limit ", set()),
+        ("run --speed ", {"real", "max"}),
+        ("run --sink ", {"file:", "stdout:", "zmq+pub:"}),
+        ("run --sink f", {"file:"}),
+        ("run ", {"a_file", "a_directory"}),
+        ("run --config a_", {"a_file", "a_directory"}),
+        ("run --log ", {"a_directory"}),
+        ("replay a", {"a_directory"}),
+        ("match a_directory --tokens a_f", {"a_file"}),
     ],
 )
-def test_bash_completes(kvcache: Kvcache, words: list[str], expected: set[str]) -> None:
-    """Bash offers the commands, their options, and the values of an option; where a file fits, bash's own."""
+def test_bash_completes(kvcache: Kvcache, tmp_path: Path, words: str, expected: set[str]) -> None:
+    """Bash offers the commands, their options, the values of an option, and files where they fit."""
+    (tmp_path / "a_file").touch()
+    (tmp_path / "a_directory").mkdir()
     script = kvcache("completion", "bash").out
-    array = " ".join(f"'{word}'" for word in words)
-    call = f'{script}\nCOMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _kvcache; printf "%s\\n" "${{COMPREPLY[@]}}"'
-    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
-    assert done.stderr == ""
+    array = " ".join(f"'{word}'" for word in ["kvcache", *words.split(" ")])
+    call = f"COMP_WORDS=({array}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _shtab_kvcache"
+    code = f'{script}\n{call}; printf "%s\\n" "${{COMPREPLY[@]}}"; complete -p kvcache >&2'
+    done = subprocess.run([BASH, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.endswith("-F _shtab_kvcache kvcache\n")
     assert set(done.stdout.split()) == expected
-
-
-@pytest.mark.skipif(not BASH, reason="needs bash")
-@pytest.mark.parametrize(
-    ("option", "changes"),
-    [
-        ("--limit", ["+o default"]),
-        ("--hold", ["+o default"]),
-        ("--speed", ["+o default"]),
-        ("--sink", ["+o default", "-o nospace"]),
-        ("--config", []),
-        ("--log", []),
-    ],
-)
-def test_bash_offers_files_only_where_they_fit(kvcache: Kvcache, option: str, changes: list[str]) -> None:
-    """Bash's own completion, which is files, is turned off for values that are none; a URL goes on after its scheme."""
-    script = kvcache("completion", "bash").out
-    call = (
-        f'compopt() {{ echo "$*"; }}\n{script}\nCOMP_WORDS=(kvcache run {option} ""); COMP_CWORD=3; _kvcache'
-    )
-    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == changes
-
-
-@pytest.mark.skipif(not BASH, reason="needs bash")
-def test_old_bash_completes(kvcache: Kvcache) -> None:
-    """Bash 3.2, which macOS has, cannot change its own completion; it offers the same, and complains about nothing."""
-    script = kvcache("completion", "bash").out
-    call = (
-        f"enable -n compopt 2>/dev/null; shopt -s compat32 2>/dev/null\n{script}\n"
-        'COMP_WORDS=(kvcache run --speed ""); COMP_CWORD=3; _kvcache; echo "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run([BASH, "-c", call], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("real max\n", "")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_nothing_is_missing(kvcache: Kvcache, shell: str) -> None:
-    """Both scripts have every command and every option of it."""
-    script = kvcache("completion", shell).out
-    commands = _commands(build_parser())
-    assert [command.name for command in commands][:2] == ["", "run"]
-    for command in commands[1:]:
-        assert f"    {command.name})" in script
-        for option in command.options:
-            assert all(name in script for name in option.names)
-
-
-def test_zsh_quotes(kvcache: Kvcache) -> None:
-    """In the zsh script no text can end its quotes or brackets: both are balanced on every line."""
-    for line in kvcache("completion", "zsh").out.splitlines():
-        assert line.replace("'\\''", "").count("'") % 2 == 0
-        assert line.count("[") == line.count("]")
 
 
 @pytest.mark.skipif(not ZSH, reason="needs zsh")
@@ -110,6 +58,19 @@ def test_zsh_accepts(kvcache: Kvcache) -> None:
     """Zsh can read its script."""
     done = subprocess.run([ZSH, "-n"], input=kvcache("completion", "zsh").out, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_zsh_lists_schemes(kvcache: Kvcache) -> None:
+    """In what an option takes, a bare colon would begin something else."""
+    assert r"(file\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
+
+
+def test_without_shtab(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is said with what to install."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    done = kvcache("completion", "bash")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "kvcache: error: completion needs shtab: pip install 'kvcache[cli]'\n"
 
 
 def test_help_without_the_commands() -> None:

@@ -48,7 +48,7 @@ class TestErrors:
             (["run", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file or directory"),
             (["config", "--config", "/nowhere/c.toml"], "/nowhere/c.toml: cannot be read"),
             (["config", "--set", "head_dim"], "write FIELD=VALUE"),
-            (["completion", "fish"], "invalid choice: 'fish'"),
+            (["completion", "sh"], "invalid choice: 'sh'"),
         ],
     )
     def test_wrong_requests_exit_with_2(self, kvcache: Kvcache, args: list[str], says: str) -> None:
