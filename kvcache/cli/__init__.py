@@ -7,6 +7,7 @@ turns errors into one line and an exit code. No module here loads torch; of the 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 
 __all__ = ["console", "main"]
@@ -14,19 +15,16 @@ __all__ = ["console", "main"]
 
 def console() -> int:
     """The installed script: `main` in a process of its own."""
-    try:
-        from kvcache.cli.starting import begin
-
-        begin()
-    except KeyboardInterrupt:
-        return 130
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # While libraries are loaded, which may swallow exceptions: nothing is open that wants closing.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. Loads everything only now, when Ctrl-C has somewhere to go."""
     try:
-        from kvcache.cli.streams import open_missing
+        from kvcache.cli.process import open_missing
 
         open_missing()
         from kvcache.cli.command import run

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from kvcache.cli import messages
 from kvcache.cli.output import Output
 from kvcache.cli.parser import build_parser
-from kvcache.cli.starting import done
-from kvcache.cli.streams import forget
+from kvcache.cli.process import forget
 
 WRONG_DATA, WRONG_REQUEST = 1, 2
 
@@ -61,7 +60,8 @@ def _run(argv: Sequence[str] | None) -> int:
     from kvcache.cli import logs
     from kvcache.cli.failures import EXPECTED, report
 
-    done()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     logs.configure(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
     try:
         return int(args.run(args, Output(quiet=args.quiet, verbose=args.verbose)))

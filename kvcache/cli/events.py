@@ -31,8 +31,8 @@ from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
 from kvcache.cli.narrowing import filled_rows, part_of_sequences, rows_of
 from kvcache.cli.output import Output
+from kvcache.cli.process import nobody_reads
 from kvcache.cli.replay import describe_end
-from kvcache.cli.streams import nobody_reads
 from kvcache.errors import UsageError
 from sinks.known import Known
 

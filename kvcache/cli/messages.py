@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from datetime import UTC, datetime
 from typing import Literal
 
-from kvcache.cli.streams import complain
+from kvcache.cli.process import forget
 
 
 class _Form:
@@ -28,8 +29,8 @@ def error(text: str, cause: BaseException | None = None) -> None:
         _write_json("error", text, {} if where is None else {"exception": where})
         return
     if where is not None:
-        complain(where)
-    complain(f"kvcache: error: {printable(text)}")
+        _say(where)
+    _say(f"kvcache: error: {printable(text)}")
 
 
 def warning(text: str) -> None:
@@ -37,7 +38,7 @@ def warning(text: str) -> None:
     if _Form.as_json:
         _write_json("warning", text, {})
     else:
-        complain(f"kvcache: warning: {printable(text)}")
+        _say(f"kvcache: warning: {printable(text)}")
 
 
 def note(text: str) -> None:
@@ -45,7 +46,7 @@ def note(text: str) -> None:
     if _Form.as_json:
         _write_json("info", text, {})
     else:
-        complain(f"kvcache: {printable(text)}")
+        _say(f"kvcache: {printable(text)}")
 
 
 def printable(text: str) -> str:
@@ -53,6 +54,13 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
+def _say(text: str) -> None:
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:  # the exit code has to do
+        forget(sys.stderr)
+
+
 def _write_json(level: Literal["error", "warning", "info"], text: str, more: dict[str, str]) -> None:
     timestamp = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    complain(json.dumps({"event": printable(text), **more, "level": level, "timestamp": timestamp}))
+    _say(json.dumps({"event": printable(text), **more, "level": level, "timestamp": timestamp}))

@@ -19,12 +19,11 @@ from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
 from kvcache.cli import own_feed, settings
 from kvcache.cli.arguments import integer, natural, positive, seconds
-from kvcache.cli.hangup import at_hangup
 from kvcache.cli.output import Output, count
+from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import progress
 from kvcache.cli.run_directory import RunDirectory
 from kvcache.cli.source import Source, generated_chats, open_trace
-from kvcache.cli.stopping import StopSignals
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import LogDisagrees, nothing_to_verify, verify_own_log
 from kvcache.config import KVCacheConfig
@@ -209,16 +208,17 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
     manager, tensors = _open_manager(sinks, config, sizes, writer, clock)
-    with at_hangup(manager.reopen_sinks, wanted=_has_sink(args, "file")):
-        attached = own_feed.OwnFeed(manager) if router else None
-        if args.wait_subscribers:
-            readers = count(args.wait_subscribers, "reader")
-            out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
-            # Not for those of the run's own feed: nobody else knows its port.
-            for feed in manager.feeds[: -1 if router else None]:
-                feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
-        played = _drive(args, out, stop, manager, source, tensors, clock)
-        return _finish(args, out, stop, manager, tensors, writer, played, attached)
+    if _has_sink(args, "file"):
+        stop.at_hangup(manager.reopen_sinks)
+    attached = own_feed.OwnFeed(manager) if router else None
+    if args.wait_subscribers:
+        readers = count(args.wait_subscribers, "reader")
+        out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
+        # Not for those of the run's own feed: nobody else knows its port.
+        for feed in manager.feeds[: -1 if router else None]:
+            feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
+    played = _drive(args, out, stop, manager, source, tensors, clock)
+    return _finish(args, out, stop, manager, tensors, writer, played, attached)
 
 
 def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:

@@ -12,7 +12,7 @@ import msgspec
 from events.subscribe.endpoints import host_of
 from kvcache.cli.arguments import positive
 from kvcache.cli.output import Output, count, paint
-from kvcache.cli.stopping import StopSignals
+from kvcache.cli.process import StopSignals
 from kvcache.errors import UsageError
 from sinks.render import NAME_DIGITS, text
 

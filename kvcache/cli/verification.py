@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
+from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import Update, progress
-from kvcache.cli.stopping import StopSignals
 from kvcache.errors import InternalError
 from kvcache.replay import Replayed, fold
 from sinks.known import Known
