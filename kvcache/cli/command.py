@@ -24,8 +24,6 @@ from kvcache.cli.output import Output
 from kvcache.cli.parser import build_parser
 from kvcache.cli.process import forget
 
-WRONG_DATA, WRONG_REQUEST = 1, 2
-
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -55,7 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser(given).parse_args(argv)
     except SystemExit as stopped:
-        return stopped.code if isinstance(stopped.code, int) else WRONG_REQUEST
+        return int(stopped.code or 0)
     # Only now: `--help` has no need of it.
     from kvcache.cli import logs
     from kvcache.cli.failures import EXPECTED, report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
 from kvcache.cli import messages
-from kvcache.cli.command import WRONG_DATA, WRONG_REQUEST
 from kvcache.errors import ConfigError, InternalError, KVCacheError
 from sinks import SinkError
 
@@ -14,10 +13,10 @@ _ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed)
 
 
 def report(error: Exception, *, verbose: bool) -> int:
-    """Tell what went wrong on stderr; returns the exit code."""
+    """Tell what went wrong on stderr; returns the exit code: 1 where the data is wrong, 2 where the request is."""
     for number, line in enumerate(_lines(error)):
         messages.error(line, error if verbose and number == 0 else None)
-    return WRONG_DATA if isinstance(error, _ABOUT_DATA) else WRONG_REQUEST
+    return 1 if isinstance(error, _ABOUT_DATA) else 2
 
 
 def _lines(error: Exception) -> list[str]:
