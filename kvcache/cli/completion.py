@@ -8,27 +8,21 @@ all others nothing that could be offered.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from kvcache.cli.output import Output
 from kvcache.errors import UsageError
 from sinks import known_schemes
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "completion",
-        **options,
-        description="Print a completion script.",
-        epilog=(
-            'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n'
-            'zsh:  eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit\n'
-            "fish: kvcache completion fish | source, in ~/.config/fish/config.fish\n"
-            "tcsh: kvcache completion tcsh > ~/.kvcache.tcsh, and in ~/.tcshrc: source ~/.kvcache.tcsh"
-        ),
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Print a completion script."
+    parser.epilog = (
+        'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n'
+        'zsh:  eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit\n'
+        "fish: kvcache completion fish | source, in ~/.config/fish/config.fish\n"
+        "tcsh: kvcache completion tcsh > ~/.kvcache.tcsh, and in ~/.tcshrc: source ~/.kvcache.tcsh"
     )
-    parser.set_defaults(run=run)
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")
 
 

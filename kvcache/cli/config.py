@@ -21,17 +21,16 @@ _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
 """What no cache can be without, to check all the rest."""
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "config",
-        **options,
-        description="Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults.",
-        epilog="Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
-        "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
-        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or max_tokens.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "Show the settings from the file, the environment (KVCACHE_*) and --set, over the defaults."
     )
-    parser.set_defaults(run=run)
+    parser.epilog = (
+        "Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
+        "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
+        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or max_tokens."
+    )
     settings.add_options(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--schema", action="store_true", help="the JSON schema of the settings")
@@ -65,9 +64,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 def _default(name: str, derived: str | None) -> str:
     """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
-    own: Any = settings.RUN_DEFAULTS
-    for step in name.split("."):
-        own = own.get(step, ...) if isinstance(own, dict) else ...
+    own = settings.inside(settings.RUN_DEFAULTS, name)
     in_run = derived if derived is not None else None if own is ... else _spelled(own)
     default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
     return default if in_run is None else f"{default} ({in_run} in run)"

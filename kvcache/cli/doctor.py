@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvcache._version import __version__
 from kvcache.cli.messages import printable
@@ -43,14 +43,11 @@ class Finding(NamedTuple):
     text: str
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "doctor",
-        **options,
-        description="Look at Python, packages, devices and limits. Exits with 1 if something has to be repaired.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "Look at Python, packages, devices and limits. Exits with 1 if something has to be repaired."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
 
 

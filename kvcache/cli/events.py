@@ -9,13 +9,12 @@ import typing
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from events.codec import to_dict
 from events.log import LogReader
-from events.packed import NAME_BYTES
+from events.packed import HANDLE_BYTES, NAME_BYTES
 from events.types import (
     AdmissionRefused,
     AnyEvent,
@@ -29,7 +28,7 @@ from events.types import (
 )
 from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
-from kvcache.cli.narrowing import filled_rows, part_of_sequences, rows_of
+from kvcache.cli.narrowing import filled_rows, part_of_sequences
 from kvcache.cli.output import Output
 from kvcache.cli.process import nobody_reads
 from kvcache.cli.replay import describe_end
@@ -41,17 +40,14 @@ _BY_LOWER = {name.lower(): name for name in TYPES}
 _NAME = re.compile(r"[0-9a-f]{4,64}")
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "events",
-        **options,
-        description="Print the events of a log. With several conditions, events that meet all of them.",
-        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of an event that "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Print the events of a log. With several conditions, events that meet all of them."
+    parser.epilog = (
+        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. Of an event that "
         "concerns\nseveral sequences, --request shows only its own part; of a BlocksFilled, --block that of the block. "
-        "The exit\ncode is 2 if there is no such event.",
+        "The exit\ncode is 2 if there is no such event."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument(
         "--type",
@@ -231,11 +227,9 @@ class NamingBlock:
         if not isinstance(event, BlocksFilled):
             return event
         rows = [
-            row.number
-            for row in rows_of(event, self._key_bytes)
-            if self._within(row.key, self._key_bytes) or self._within(row.parent, NAME_BYTES)
+            filled_rows(event, [row], self._key_bytes) for row in range(len(event.handles) // HANDLE_BYTES)
         ]
-        return filled_rows(event, rows, self._key_bytes)
+        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], self._key_bytes)
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""

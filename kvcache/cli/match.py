@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from events.log import LogReader
 from events.spelled import LEVEL_NAMES
@@ -31,15 +32,10 @@ LONGEST_TEXT = 1 << 26
 """Characters of token ids that are read."""
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "match",
-        **options,
-        description="Look a prompt up in the cache as it was after batch SEQ. Changes nothing.",
-        epilog="A prompt's last token is never reused, since the model has to compute something.",
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Look a prompt up in the cache as it was after batch SEQ. Changes nothing."
+    parser.epilog = "A prompt's last token is never reused, since the model has to compute something."
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
@@ -79,18 +75,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json(to_json(replayed, found))
     else:
-        title = (
-            f"request {printable(args.request)}"
-            if args.request is not None
-            else printable(_origin(args.tokens))
-        )
-        _show(title, replayed, found, out)
+        title = _origin(args.tokens) if args.request is None else f"request {args.request}"
+        _show(printable(title), replayed, found, out)
     return 0
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt:
     origin = _origin(args.tokens)
-    text = _read(sys.stdin) if args.tokens == "-" else _read_text(args.tokens)
+    try:
+        with (
+            nullcontext(sys.stdin) if args.tokens == "-" else Path(args.tokens).open(encoding="utf-8") as file
+        ):
+            # All of it, or more than is allowed: some files have no end.
+            text = file.read(LONGEST_TEXT + 1)
+    except UnicodeDecodeError:
+        text = "no numbers"
     if len(text) > LONGEST_TEXT:
         raise UsageError(f"{origin} holds more than {LONGEST_TEXT:,} characters: no prompt is that long")
     try:
@@ -109,19 +108,6 @@ def _read_prompt(args: argparse.Namespace) -> Prompt:
 
 def _origin(tokens: str) -> str:
     return "stdin" if tokens == "-" else tokens
-
-
-def _read(file: TextIO) -> str:
-    """All of it, or more than is allowed: some files have no end."""
-    return file.read(LONGEST_TEXT + 1)
-
-
-def _read_text(path: str) -> str:
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            return _read(file)
-    except UnicodeDecodeError:
-        return "no numbers"
 
 
 class _Search:

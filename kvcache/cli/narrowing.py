@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
 from itertools import accumulate
 
 from msgspec.structs import replace
@@ -50,22 +49,6 @@ def part_of_sequences(
                 transfers=tuple(each for each in event.transfers if each.handle in handles),
             )
     return event
-
-
-@dataclass(frozen=True, slots=True)
-class FilledRow:
-    """One sequence's part of a `BlocksFilled`."""
-
-    number: int
-    key: bytes
-    parent: bytes
-
-
-def rows_of(event: BlocksFilled, key_bytes: int) -> Iterator[FilledRow]:
-    """The parts of the event. Without block hashes, keys and parents are empty."""
-    for number in range(len(event.handles) // HANDLE_BYTES):
-        row = [number]
-        yield FilledRow(number, _cut(event.keys, key_bytes, row), _cut(event.parents, NAME_BYTES, row))
 
 
 def filled_rows(event: BlocksFilled, rows: list[int], key_bytes: int) -> BlocksFilled:

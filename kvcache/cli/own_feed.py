@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from kvcache.errors import InternalError
 from kvcache.fold.residency import resident_names
 from kvcache.manager import KVCacheManager
 
@@ -27,18 +26,6 @@ class FeedCheck:
     """Whether these are the cache's."""
     faults: int
     """Stores without a known parent, repeated stores, removals of unknown blocks, and batches that were lost."""
-
-
-class FeedDisagrees(InternalError):
-    """The router that listened to a run's feed holds something else than the cache."""
-
-    def __init__(self, faults: int) -> None:
-        super().__init__(faults)
-        self.faults = faults
-
-    def __str__(self) -> str:
-        faults = f"({self.faults} faults on the way)"
-        return f"the router does not hold what the cache holds {faults}: a bug of kvcache, please report it"
 
 
 class OwnFeed:

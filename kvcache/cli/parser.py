@@ -59,33 +59,24 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     _add_common(parser, default=False)
-    common = argparse.ArgumentParser(add_help=False)
+    common = Parser(add_help=False)
     # Given before the command or behind it; what is not given behind it must not undo what was before.
     _add_common(common, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
     for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, parents=[common], help=purpose)
         if wanted in (None, name):
-            import_module(f"kvcache.cli.{name}").add_parser(commands, parents=[common], help=purpose)
-        else:
-            commands.add_parser(name, help=purpose)
+            module = import_module(f"kvcache.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
 def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
     group = parser.add_argument_group("messages")
-    group.add_argument(
-        "-v", "--verbose", action="store_true", default=default, help="more notes, and tracebacks of errors"
-    )
-    group.add_argument(
-        "-q",
-        "--quiet",
-        action="store_true",
-        default=default,
-        help="no progress, notes and warnings: only the result, and errors",
-    )
-    group.add_argument(
-        "--log-json",
-        action="store_true",
-        default=default,
-        help="errors, warnings, notes and diagnostics as JSON lines on stderr",
-    )
+    for names, purpose in (
+        (("-v", "--verbose"), "more notes, and tracebacks of errors"),
+        (("-q", "--quiet"), "no progress, notes and warnings: only the result, and errors"),
+        (("--log-json",), "errors, warnings, notes and diagnostics as JSON lines on stderr"),
+    ):
+        group.add_argument(*names, action="store_true", default=default, help=purpose)

@@ -20,15 +20,12 @@ from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, replay
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "replay",
-        **options,
-        description="Fold a log into the state of the cache at its end, or after batch SEQ.",
-        epilog="A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Fold a log into the state of the cache at its end, or after batch SEQ."
+    parser.epilog = (
+        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1."
     )
-    parser.set_defaults(run=run)
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument("--at", type=natural, metavar="SEQ", help="stop after this batch (the last one)")
     parser.add_argument(
@@ -50,22 +47,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     else:
         _show(args.log, replayed, out, verified=args.verify)
     if replayed.checkpoints_failed:
-        raise CheckpointsDisagree(replayed.checkpoints_failed)
-    return 0
-
-
-class CheckpointsDisagree(InternalError):
-    """Replaying a log gave other states than those its writer had."""
-
-    def __init__(self, batches: list[int]) -> None:
-        super().__init__(batches)
-        self.batches = batches
-
-    def __str__(self) -> str:
-        shown = ", ".join(map(str, self.batches[:5])) + (", ..." if len(self.batches) > 5 else "")
-        return (
-            f"{count(len(self.batches), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
+        failed = replayed.checkpoints_failed
+        shown = ", ".join(map(str, failed[:5])) + (", ..." if len(failed) > 5 else "")
+        raise InternalError(
+            f"{count(len(failed), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
         )
+    return 0
 
 
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import argparse
 import math
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
@@ -25,10 +25,10 @@ from kvcache.cli.progress import progress
 from kvcache.cli.run_directory import RunDirectory
 from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
-from kvcache.cli.verification import LogDisagrees, nothing_to_verify, verify_own_log
+from kvcache.cli.verification import Verification, verify_own_log
 from kvcache.config import KVCacheConfig
 from kvcache.device.bookkeeping import served_layout
-from kvcache.errors import KVCacheError, UsageError
+from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
@@ -53,17 +53,13 @@ In a run the log makes the engine wait rather than lose events, and ends the run
 log.overflow=drop says otherwise. If the log could not be written to its end the summary says so, and the exit
 code is 1.
 """
+_REPORT = ": a bug of kvcache, please report it"
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "run",
-        **options,
-        description="Play requests through a cache and verify every reused byte and the log.",
-        epilog=_EPILOG,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Play requests through a cache and verify every reused byte and the log."
+    parser.epilog = _EPILOG
     parser.add_argument(
         "trace", nargs="?", type=Path, metavar="TRACE", help="requests as JSON lines (Mooncake form)"
     )
@@ -179,9 +175,11 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     if outcome.log_failure is not None:
         raise outcome.log_failure
     if outcome.verification.disagrees:
-        raise LogDisagrees(outcome.verification.differences)
+        differences = "; ".join(outcome.verification.differences)
+        raise InternalError(f"the log does not say what happened: {differences}{_REPORT}")
     if outcome.feed is not None and not outcome.feed.agrees:
-        raise own_feed.FeedDisagrees(outcome.feed.faults)
+        faults = f"({outcome.feed.faults} faults on the way)"
+        raise InternalError(f"the router does not hold what the cache holds {faults}{_REPORT}")
     if result.refused:
         first = result.refusals[0]
         out.note(
@@ -207,7 +205,7 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
         describe_start(out, source, config, sizes, clock, directory.path, temporary=removed)
     router = (args.check_feed or args.trace is None) and config.block_hash != "none"
     sinks = [*args.sinks, own_feed.URL] if router else args.sinks
-    manager, tensors = _open_manager(sinks, config, sizes, writer, clock)
+    manager, pools, copier = _open_manager(sinks, config, sizes, writer, clock)
     if _has_sink(args, "file"):
         stop.at_hangup(manager.reopen_sinks)
     attached = own_feed.OwnFeed(manager) if router else None
@@ -217,8 +215,8 @@ def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: R
         # Not for those of the run's own feed: nobody else knows its port.
         for feed in manager.feeds[: -1 if router else None]:
             feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
-    played = _drive(args, out, stop, manager, source, tensors, clock)
-    return _finish(args, out, stop, manager, tensors, writer, played, attached)
+    played = _drive(args, out, stop, manager, source, pools, copier, clock)
+    return _finish(args, out, stop, manager, copier, writer, played, attached)
 
 
 def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
@@ -271,35 +269,25 @@ def _log_id(args: argparse.Namespace, source: Source, config: KVCacheConfig) -> 
     return sha256(repr(inputs).encode()).digest()[:16]
 
 
-class _Tensors(NamedTuple):
-    """What holds the blocks' bytes, and what moves them."""
-
-    pools: Pools
-    copier: TimedCopier
-
-
 def _open_manager(
     sinks: list[str], config: KVCacheConfig, sizes: PoolSizes | None, log: LogWriter, clock: StepClock
-) -> tuple[KVCacheManager, _Tensors | None]:
+) -> tuple[KVCacheManager, Pools | None, TimedCopier | None]:
     # A sink on stdout writes past the buffer, and must not come before what was said already.
     sys.stdout.flush()
+    pools = copier = None
     try:
-        tensors = None if sizes is None else _tensors(sizes)
-        pools, copier = tensors or (None, None)
+        if sizes is not None:
+            from kvcache.pools import Pools
+
+            pools = Pools(sizes.layout, sizes.device)
+            copier = TimedCopier(pools.copier(), sizes.layout)
         manager = KVCacheManager(
             config, pools=pools, copier=copier, log=log, sinks=sinks, wall_ns=clock.wall_ns
         )
     except BaseException:
         log.close()
         raise
-    return manager, tensors
-
-
-def _tensors(sizes: PoolSizes) -> _Tensors:
-    from kvcache.pools import Pools
-
-    pools = Pools(sizes.layout, sizes.device)
-    return _Tensors(pools, TimedCopier(pools.copier(), sizes.layout))
+    return manager, pools, copier
 
 
 def _drive(
@@ -308,34 +296,29 @@ def _drive(
     stop: StopSignals,
     manager: KVCacheManager,
     source: Source,
-    tensors: _Tensors | None,
+    pools: Pools | None,
+    copier: TimedCopier | None,
     clock: StepClock,
 ) -> RunResult:
-    pools, copier = tensors or (None, None)
-    options = DriveOptions(concurrency=args.concurrency, seed=args.seed)
     # Event lines on the same terminal would tear the bar apart.
     visible = not out.quiet and not _has_sink(args, "stdout")
-    with ExitStack() as on_error:
-        on_error.callback(_close_after_failure, manager)
+    try:
         with progress("playing", len(source.requests), shown=visible) as update:
-            result = drive(
+            return drive(
                 manager,
                 source.requests,
-                options,
+                DriveOptions(concurrency=args.concurrency, seed=args.seed),
                 pools=pools,
                 copies=copier,
                 clock=clock,
                 stop=stop,
                 progress=lambda step, done, total: update(done),
             )
-        on_error.pop_all()
-    return result
-
-
-def _close_after_failure(manager: KVCacheManager) -> None:
-    # What went wrong first is what must be heard of.
-    with suppress(KVCacheError, EventsError, OSError):
-        manager.close()
+    except BaseException:
+        # What went wrong first is what must be heard of.
+        with suppress(KVCacheError, EventsError, OSError):
+            manager.close()
+        raise
 
 
 def _finish(
@@ -343,7 +326,7 @@ def _finish(
     out: Output,
     stop: StopSignals,
     manager: KVCacheManager,
-    tensors: _Tensors | None,
+    copier: TimedCopier | None,
     writer: LogWriter,
     result: RunResult,
     router: own_feed.OwnFeed | None,
@@ -356,10 +339,14 @@ def _finish(
         out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
         stop.wait(args.hold)
     feed = router.finish() if router is not None else None
-    incomplete = _close(manager)
+    incomplete = None
+    try:
+        manager.close()
+    except LogWriteFailed as error:
+        incomplete = error
     live = fingerprint(manager.state)
     verification = (
-        verify_own_log(writer, live, stop, shown=not out.quiet) if incomplete is None else nothing_to_verify()
+        verify_own_log(writer, live, stop, shown=not out.quiet) if incomplete is None else Verification()
     )
     return Outcome(
         result=result,
@@ -371,16 +358,7 @@ def _finish(
         fingerprint=live,
         verification=verification,
         signal=None if stop.first is None else stop.first.name,
-        copies=None if tensors is None else tensors.copier.totals(),
+        copies=None if copier is None else copier.totals(),
         feed=feed,
         log_failure=incomplete or result.log_failure,
     )
-
-
-def _close(manager: KVCacheManager) -> LogWriteFailed | None:
-    """Close everything; returns why the log could not be written to its end."""
-    try:
-        manager.close()
-    except LogWriteFailed as error:
-        return error
-    return None

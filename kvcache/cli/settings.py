@@ -104,24 +104,26 @@ def derived(known: Values) -> dict[str, str]:
 
 def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
     """The settings, with `defaults` for what is given nowhere. Raises ConfigError."""
-    sources = by_source(path, sets)
-    values: Values = {}
-    for each in sources.values():
-        values = merged(values, each)
+    values = given(path, sets)
     try:
         return KVCacheConfig(**merged(_without(defaults, values), values))
     except ConfigError as error:
+        sources = by_source(path, sets)
         raise ConfigError([_located(problem, sources, path) for problem in error.problems]) from None
+
+
+def inside(values: Any, name: str) -> Any:
+    """The value of a setting by its full name; ... if it is not there."""
+    for step in name.split("."):
+        values = values.get(step, ...) if isinstance(values, dict) else ...
+    return values
 
 
 def origin(name: str, sources: dict[str, Values]) -> str | None:
     """Where a setting was given last, the environment by the variable's name; None: nowhere."""
     found = None
     for source, values in sources.items():
-        inner: Any = values
-        for step in name.split("."):
-            inner = inner.get(step, ...) if isinstance(inner, dict) else ...
-        if inner is not ...:
+        if inside(values, name) is not ...:
             variable = ENV_PREFIX + name.upper().replace(".", ENV_NESTING)
             found = variable if source == "environment" else source
     return found

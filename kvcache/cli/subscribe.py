@@ -32,19 +32,16 @@ _ENVELOPE = ("seq", "index", "ts", "rank", "topic", "replayed")
 _TYPE_WIDTH = max(map(len, _COLORS))
 
 
-def add_parser(commands: Any, **options: Any) -> None:
-    """Declare the command; `options` are those that all commands share."""
-    parser = commands.add_parser(
-        "subscribe",
-        **options,
-        description=(
-            "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
-            "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
-        ),
-        epilog="An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
-        "what Missed, Restated and Restarted say.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
+        "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
     )
-    parser.set_defaults(run=run)
+    parser.epilog = (
+        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
+        "what Missed, Restated and Restarted say."
+    )
     parser.add_argument("endpoint", metavar="ENDPOINT", help="where it publishes, as tcp://127.0.0.1:5557")
     parser.add_argument(
         "--replay",
@@ -83,8 +80,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         Subscriber(args.endpoint, replay=args.replay, topic=args.topic, start=start) as subscriber,
     ):
         out.note(f"listening to {args.endpoint}")
-        patience = _Patience(subscriber, args.replay, out)
-        for report in _reports(subscriber, stop, args.count, patience):
+        for report in _reports(subscriber, stop, args, out):
             index.fold(report)
             for line in lines(report):
                 print(line, flush=True)
@@ -104,33 +100,20 @@ def _refuse_unknown_host(endpoint: str) -> None:
         raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
 
 
-class _Patience:
-    """Says once that the replay endpoint keeps us waiting: nothing is shown before it answers."""
-
-    def __init__(self, subscriber: Subscriber, endpoint: str | None, out: Output) -> None:
-        self._subscriber = subscriber
-        self._endpoint = endpoint
-        self._out = out
-        self._told = False
-
-    def look(self) -> None:
-        """To be called now and then."""
-        if not self._told and self._subscriber.unanswered_seconds >= _PATIENCE_SECONDS:
-            self._told = True
-            self._out.note(f"no answer from the replay endpoint {self._endpoint} yet")
-
-
 def _reports(
-    subscriber: Subscriber, stop: StopSignals, limit: int | None, patience: _Patience
+    subscriber: Subscriber, stop: StopSignals, args: argparse.Namespace, out: Output
 ) -> Iterator[Report]:
     """What the subscriber reports, until a signal or the last batch wanted."""
-    batches = 0
+    batches, told = 0, False
     while not stop.is_set():
-        patience.look()
+        if not told and subscriber.unanswered_seconds >= _PATIENCE_SECONDS:
+            # Nothing is shown before the replay endpoint answers.
+            told = True
+            out.note(f"no answer from the replay endpoint {args.replay} yet")
         for report in subscriber.poll(_POLL_MS):
             yield report
             batches += bool(_events(report))
-            if batches == limit:
+            if batches == args.count:
                 return
 
 

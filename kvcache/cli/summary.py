@@ -57,44 +57,31 @@ class Outcome:
 def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
     """The summary as JSON. Times in seconds unless the name says otherwise."""
     result, stats, verification = outcome.result, outcome.stats, outcome.verification
-    replayed = verification.replayed
+    replayed, feed, copies = verification.replayed, outcome.feed, outcome.copies
     return {
-        "requests": result.requests,
-        "refused": result.refused,
+        **_of(result, "requests", "refused"),
         "refusals": [asdict(refusal) for refusal in result.refusals],
         "interrupted": result.interrupted,
         "signal": outcome.signal,
-        "prompt_tokens": result.prompt_tokens,
-        "output_tokens": result.output_tokens,
-        "reused_tokens": result.reused_tokens,
-        "reused_tokens_primary": result.reused_tokens_primary,
-        "reused_tokens_secondary": result.reused_tokens_secondary,
-        "reused_tokens_partial": result.reused_tokens_partial,
+        **_of(result, "prompt_tokens", "output_tokens", "reused_tokens", "reused_tokens_primary"),
+        **_of(result, "reused_tokens_secondary", "reused_tokens_partial"),
         "reused_tokens_own": stats.reused_tokens_own,
         "recomputed_tokens": result.recomputed_tokens,
-        "hit_rate": stats.hit_rate,
-        "blocks_allocated": stats.blocks_allocated,
-        "blocks_stored": stats.blocks_stored,
-        "blocks_removed": stats.blocks_removed,
-        "blocks_offloaded": stats.blocks_offloaded,
-        "blocks_onboarded": stats.blocks_onboarded,
-        "blocks_deduplicated": stats.blocks_deduplicated,
-        "checked_blocks": result.checked_blocks,
-        "checked_final_blocks": result.checked_final_blocks,
-        "events": stats.events,
-        "batches": stats.batches,
+        **_of(stats, "hit_rate", "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded"),
+        **_of(stats, "blocks_onboarded", "blocks_deduplicated"),
+        **_of(result, "checked_blocks", "checked_final_blocks"),
+        **_of(stats, "events", "batches"),
         "dropped_batches": outcome.dropped_batches,
         "log": None if log is None else str(log),
         "log_bytes": outcome.log_bytes,
         "log_error": None if outcome.log_failure is None else outcome.log_failure.reason,
-        "feed": None if outcome.feed is None else _feed_json(outcome.feed),
-        "sinks": [_sink_json(sink) for sink in outcome.sinks],
-        "copies": None if outcome.copies is None else _copies_json(outcome.copies),
+        "feed": feed and asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))},
+        # A name is a block's.
+        "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
+        "copies": copies and asdict(copies) | _of(copies, "bytes", "bytes_per_second"),
         "steps": result.steps,
-        "seconds": outcome.seconds,
-        "requests_per_second": outcome.requests_per_second,
-        "step_us_p50": result.step_us_p50,
-        "step_us_p99": result.step_us_p99,
+        **_of(outcome, "seconds", "requests_per_second"),
+        **_of(result, "step_us_p50", "step_us_p99"),
         "fingerprint": outcome.fingerprint.hex(),
         "replay_fingerprint": None if verification.fingerprint is None else verification.fingerprint.hex(),
         "replay_seconds": verification.seconds,
@@ -102,18 +89,8 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
     }
 
 
-def _copies_json(copies: CopyTotals) -> dict[str, Any]:
-    return asdict(copies) | {"bytes": copies.bytes, "bytes_per_second": copies.bytes_per_second}
-
-
-def _feed_json(feed: FeedCheck) -> dict[str, Any]:
-    return asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))}
-
-
-def _sink_json(sink: SinkStats) -> dict[str, Any]:
-    fields = asdict(sink)
-    # A name is a block's.
-    return {"sink": fields.pop("name"), **fields}
+def _of(whole: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(whole, name) for name in names}
 
 
 def describe_start(

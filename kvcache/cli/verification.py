@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from events.log import LogReader, LogWriter
 from events.types import EventBatch
 from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import Update, progress
-from kvcache.errors import InternalError
 from kvcache.replay import Replayed, fold
 from sinks.known import Known
 
@@ -22,41 +21,21 @@ LAST_BATCHES = 64
 class Verification:
     """What the replay of a run's log has shown."""
 
-    replayed: Replayed | None
-    """None: it was interrupted, or the log is not whole."""
-    fingerprint: bytes | None
-    differences: tuple[str, ...]
+    replayed: Replayed | None = None
+    """None: it was interrupted, or the log is known to end before the run did, so that it cannot agree."""
+    fingerprint: bytes | None = None
+    differences: tuple[str, ...] = ()
     """What does not agree, in words; empty if all does."""
-    seconds: float
-    last_batches: tuple[EventBatch, ...]
+    seconds: float = 0.0
+    last_batches: tuple[EventBatch, ...] = ()
     """The end of the log, for people to look at."""
-    known: Known
+    known: Known = field(default_factory=Known)
     """What the log has said before these."""
 
     @property
     def disagrees(self) -> bool:
         """Whether something is wrong."""
         return bool(self.differences)
-
-
-class LogDisagrees(InternalError):
-    """The log of a run does not replay to the state that the cache had."""
-
-    def __init__(self, differences: tuple[str, ...]) -> None:
-        super().__init__(differences)
-        self.differences = differences
-
-    def __str__(self) -> str:
-        return f"the log does not say what happened: {'; '.join(self.differences)}: a bug of kvcache, please report it"
-
-
-class _Interrupted(Exception):
-    pass
-
-
-def nothing_to_verify() -> Verification:
-    """Of a log that is known to end before the run did: it cannot agree."""
-    return Verification(None, None, (), 0.0, (), Known())
 
 
 def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: bool) -> Verification:
@@ -66,11 +45,13 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: 
     known = Known()
     reader = LogReader(writer.directory)
     total = writer.next_seq + writer.batches_written
-    try:
-        with progress("replaying its log", total, shown=shown) as update:
-            replayed = fold(_watched(reader, last, known, stop, update), verify=True)
-    except _Interrupted:
-        return Verification(None, None, (), time.perf_counter() - started, tuple(last), known)
+    # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
+    stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
+    before = stop.received
+    with progress("replaying its log", total, shown=shown) as update:
+        replayed = fold(_watched(reader, last, known, lambda: stop.received > before, update), verify=True)
+    if stop.received > before:
+        return Verification(seconds=time.perf_counter() - started, last_batches=tuple(last), known=known)
     replayed.end = reader.end
     found = replayed.fingerprint
     seconds = time.perf_counter() - started
@@ -78,14 +59,15 @@ def verify_own_log(writer: LogWriter, live: bytes, stop: StopSignals, *, shown: 
 
 
 def _watched(
-    batches: Iterable[EventBatch], last: deque[EventBatch], known: Known, stop: StopSignals, update: Update
+    batches: Iterable[EventBatch],
+    last: deque[EventBatch],
+    known: Known,
+    interrupted: Callable[[], bool],
+    update: Update,
 ) -> Iterator[EventBatch]:
-    # The signal that ended the run is not one to end this, too: the log of an interrupted run is verified.
-    stop.is_set()  # noted, so that a further one is taken for impatience only where nobody looks
-    before = stop.received
     for batch in batches:
-        if stop.received > before:
-            raise _Interrupted
+        if interrupted():
+            return
         if len(last) == LAST_BATCHES:
             for event in last[0].events:
                 known.see(event)
