@@ -7,7 +7,7 @@ decoded last are kept in a row of lists, and a step is one call of `list.append`
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from events.packed import TOKEN_BYTES
 from events.types import Namespace, TokensAppended
@@ -76,6 +76,12 @@ class RunningTokens:
             self._begin(event.handles)
         # `append` returns None, so `any` goes on to the end.
         any(map(list.append, self._sampled, array("i", event.tokens)))
+
+    def appends_to(self, sequences: Sequence[SequenceTokens]) -> bool:
+        """Whether these are the sequences that were decoded last, as far as that is remembered."""
+        if self.handles is None:
+            return not sequences
+        return [id(sampled) for sampled in self._sampled] == [id(each.sampled) for each in sequences]
 
     def forget(self) -> None:
         """Begin anew: the sequences are others, or one of them is not decoding any more."""

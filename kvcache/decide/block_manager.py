@@ -254,6 +254,9 @@ class BlockManager:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
         check(self._state)
         self.window.order.check()
+        batch = self._decoding
+        if batch is not None and self._state.running.handles == batch.handles:
+            batch.check()
 
     def clear(self) -> None:
         """Drop what no sequence holds, and the names of the rest."""

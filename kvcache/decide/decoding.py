@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from events.types import RequestId
+from kvcache.errors import invariant
 from kvcache.fold.sequence import Sequence
 
 
@@ -53,6 +54,13 @@ class DecodeBatch:
     def due(self) -> Due | None:
         """The sequences whose next token needs a new block."""
         return self._due.get(self._steps % self._period)
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""
+        for step, (sequences, _) in self._due.items():
+            left = (step - self._steps) % self._period
+            fits = all(-each.num_tokens % self._period == left for each in sequences)
+            invariant(fits, "a block would be allocated in another step than the one that fills it")
 
     def advance(self) -> None:
         """Every sequence got its token."""

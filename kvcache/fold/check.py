@@ -48,8 +48,18 @@ def check_slots(state: Contents) -> None:
         {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
         "request ids and handles disagree",
     )
+    _check_decoding(state)
     if state.tokens_recorded:
         _check_symbols(state)
+
+
+def _check_decoding(state: Contents) -> None:
+    """The row of sequences that decode together is only as good as `RunningTokens.forget` was called for it."""
+    row = [state.sequences[handle] for handle in array("q", state.running.handles or b"")]
+    invariant(
+        all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
+    )
+    invariant(state.running.appends_to(row), "tokens are appended to other sequences than those that decode")
 
 
 def _check_symbols(state: Contents) -> None:

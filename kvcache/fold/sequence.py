@@ -42,6 +42,11 @@ class Sequence(SequenceTokens):
         self._computed = num_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether all tokens but the last sampled one count as computed, however many there are."""
+        return self._computed == _FOLLOWS
+
+    @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
         return tuple(tail.end for tail in self.tails)

@@ -376,17 +376,20 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert replay(directory, at).fingerprint == self.fingerprints[at]
 
 
-def explore(examples: int, steps: int) -> None:
+def explore(
+    examples: int, steps: int, machine: type[ManagerBesideModel] = ManagerBesideModel, **options: Any
+) -> None:
     chosen = settings(
         max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
+        **options,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symbols_module, "FORGET_ABOVE", 3)
         patch.setattr(block_manager, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
-        run_state_machine_as_test(ManagerBesideModel, settings=chosen)
+        run_state_machine_as_test(machine, settings=chosen)
 
 
 def test_manager_does_what_the_model_does() -> None:
