@@ -47,7 +47,11 @@ class Loss:
 
     def as_batch(self) -> EventBatch:
         """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
-        return EventBatch(self.last_seq, self.ts, (Gap(self.first_seq, self.last_seq, self.reason),))
+        return EventBatch(
+            self.last_seq,
+            self.ts,
+            (Gap(first_seq=self.first_seq, last_seq=self.last_seq, reason=self.reason),),
+        )
 
 
 _ROOM = 16

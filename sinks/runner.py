@@ -111,8 +111,7 @@ class SinkRunner:
         self._pause = retry_seconds
         """The next one before a quarantined sink is tried."""
         self._recovered_at = float("-inf")
-        self._is_open = self._open_failed = False
-        self._reopen_asked = False
+        self._is_open = self._open_failed = self._reopen_asked = self._forked = False
         self._owed: list[Loss] = []
         """Losses whose gaps are not written yet."""
         self._batches = self._events = 0
@@ -120,7 +119,6 @@ class SinkRunner:
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
         self._state: State = "running"
-        self._forked = False
         self._opened = threading.Event()
         self._started = threading.Event()
         """Whether `start` has returned, or `close` was called."""

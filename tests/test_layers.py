@@ -292,3 +292,64 @@ class TestPublicNames:
             "print(replay is kvcache.replay, callable(replay.replay))"
         )
         assert (done.stdout, done.stderr) == ("True True\n", "")
+
+
+def modules() -> dict[str, Path]:
+    """All modules of ours, by name."""
+    found = {}
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = file
+    return found
+
+
+def imported_by(file: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of ours that one imports, inside functions and for types as well."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() or {node.module}
+    return found & known.keys()
+
+
+def room(module: str, known: dict[str, Path]) -> str:
+    """Where a module lies: its room, or itself if it lies in the root of a package."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if known[module].name != "__init__.py" or len(parts) > 1 else module
+
+
+def circles(edges: dict[str, set[str]]) -> list[str]:
+    """Those that can be reached from themselves."""
+    found = []
+    for start in sorted(edges):
+        reached: set[str] = set()
+        waiting = list(edges[start])
+        while waiting:
+            here = waiting.pop()
+            if here not in reached:
+                reached.add(here)
+                waiting += edges.get(here, ())
+        if start in reached:
+            found.append(start)
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    """No module, and no room, imports itself by way of others."""
+    known = modules()
+    edges = {name: imported_by(file, known) - {name} for name, file in known.items()}
+    assert circles(edges) == []
+    rooms: dict[str, set[str]] = {}
+    for name, others in edges.items():
+        here = room(name, known)
+        rooms.setdefault(here, set()).update({room(other, known) for other in others} - {here})
+    assert circles(rooms) == []
+
+
+def test_circles_are_seen() -> None:
+    """The check for circles finds one, and only those that lie on it."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]

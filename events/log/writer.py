@@ -281,7 +281,8 @@ class LogWriter:
         if 2 * (self._appended_bytes - recorder.done_bytes) > self._max_bytes:
             return None
         self._gap_taken = True
-        return Gap(*self._lost, reason=self._lost_by)
+        first, last = self._lost
+        return Gap(first_seq=first, last_seq=last, reason=self._lost_by)
 
     def _note_spoiled(self) -> None:
         """A batch that could not be encoded is lost, and with it all behind it."""

@@ -126,14 +126,14 @@ def _add(
     primary, secondary, partial = each.reused
     emit(
         SequenceAdded(
-            handle,
-            request.request_id,
-            request.namespace,
-            request.num_tokens,
-            request.symbols,
-            (primary,),
-            (secondary,),
-            partial,
+            handle=handle,
+            request_id=request.request_id,
+            namespace=request.namespace,
+            num_tokens=request.num_tokens,
+            tokens=request.symbols,
+            reused_primary=(primary,),
+            reused_secondary=(secondary,),
+            reused_partial=partial,
         )
     )
     sequence = state.sequences[handle]

@@ -111,7 +111,11 @@ class BlockManager:
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, however often it is tried."""
         if request_id not in self._state.refused:
-            self._emit(AdmissionRefused(request_id, refusal.needed[0], refusal.available[0]))
+            self._emit(
+                AdmissionRefused(
+                    request_id=request_id, needed=refusal.needed[0], available=refusal.available[0]
+                )
+            )
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
@@ -123,7 +127,7 @@ class BlockManager:
     def compute(self, sequence: Sequence, num_tokens: int) -> list[Replacement]:
         """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
         if num_tokens > sequence.computed:
-            self._emit(ContextComputed(sequence.handle, num_tokens))
+            self._emit(ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
         return self.window.store(sequence)
 
     def sequence(self, request_id: RequestId) -> Sequence:
@@ -176,7 +180,7 @@ class BlockManager:
         due = batch.due
         if due is not None:
             self._grow(batch.sequences, due.sequences, due.handles, None)
-        self._emit(TokensAppended(batch.handles, b"", tokens))
+        self._emit(TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
         batch.advance()
         others = self.window.store_filled(due.sequences) if due is not None else ()
         return self._store(others) if others else {}
@@ -194,7 +198,7 @@ class BlockManager:
         if growing:
             more = [sequence for sequence, _ in growing]
             self._grow(sequences, more, packed_handles(more), [blocks for _, blocks in growing])
-        self._emit(TokensAppended(packed_handles(sequences), counts.tobytes(), tokens))
+        self._emit(TokensAppended(handles=packed_handles(sequences), counts=counts.tobytes(), tokens=tokens))
         return self._store([sequence for sequence, _ in growing])
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
@@ -240,11 +244,11 @@ class BlockManager:
             self.window.store(sequence, partial=True)
         self._emit(
             SequenceRemoved(
-                sequence.handle,
-                sequence.stored,
-                (self.window.freed_by(sequence),),
-                sequence.num_tokens,
-                sequence.computed,
+                handle=sequence.handle,
+                stored=sequence.stored,
+                freed=(self.window.freed_by(sequence),),
+                num_tokens=sequence.num_tokens,
+                computed=sequence.computed,
             )
         )
 
@@ -263,7 +267,7 @@ class BlockManager:
         group = self.window.group
         removed = (group.levels[0].unreferenced, group.levels[1].unreferenced)
         unnamed = sum(len(run.slots) for run in group.tree.runs.values() if run.refs)
-        self._emit(CacheCleared(removed, unnamed))
+        self._emit(CacheCleared(removed=removed, unnamed=unnamed))
 
     def land(self, transfers: Items[int]) -> None:
         """These copies are complete."""
@@ -279,7 +283,7 @@ class BlockManager:
         for transfer in self._state.transfers:
             reasons.setdefault(told.get(transfer, GIVEN_UP), []).append(transfer)
         for reason, transfers in reasons.items():
-            self._emit(TransferFailed(array("q", transfers).tobytes(), reason))
+            self._emit(TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
         self.clear()
         return list(self._state.handles)
 
@@ -303,4 +307,10 @@ class BlockManager:
             sum(len(r.slots) for r in self.window.group.tree.runs.values() if r.level == i.index)
             for i in levels
         ]
-        self._emit(Checkpoint(fingerprint(self._state), len(self._state.sequences), (cached[0], cached[1])))
+        self._emit(
+            Checkpoint(
+                fingerprint=fingerprint(self._state),
+                num_sequences=len(self._state.sequences),
+                num_cached=(cached[0], cached[1]),
+            )
+        )

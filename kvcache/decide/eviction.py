@@ -101,15 +101,15 @@ class Evictor:
         to_slots = self.group.levels[SECONDARY].peek(len(slots))
         self._emit(
             BlocksMoved(
-                self.index,
-                names,
-                PRIMARY,
-                slots.tobytes(),
-                SECONDARY,
-                to_slots.tobytes(),
-                MoveReason.OFFLOAD,
-                self._state.next_transfer,
-                handle,
+                group=self.index,
+                names=names,
+                from_level=PRIMARY,
+                from_slots=slots.tobytes(),
+                to_level=SECONDARY,
+                to_slots=to_slots.tobytes(),
+                why=MoveReason.OFFLOAD,
+                transfer=self._state.next_transfer,
+                handle=handle,
             )
         )
 
@@ -120,7 +120,16 @@ class Evictor:
     def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: int | None) -> None:
         """Remove the ends of runs of one level, in this order."""
         slots, names = self._tails(tails)
-        self._emit(BlocksRemoved(self.index, tails[0][0].level, slots.tobytes(), names, why, handle))
+        self._emit(
+            BlocksRemoved(
+                group=self.index,
+                level=tails[0][0].level,
+                slots=slots.tobytes(),
+                names=names,
+                why=why,
+                handle=handle,
+            )
+        )
 
     def _tails(self, tails: list[tuple[Run, int]]) -> tuple[array[int], bytes]:
         """The slots and names of the last blocks of each run, deepest first."""
@@ -137,12 +146,12 @@ class Evictor:
         # What to remove is noted first: a removal may join the runs that are left.
         events = [
             BlocksRemoved(
-                self.index,
-                below.level,
-                below.slots[::-1].tobytes(),
-                self._names_of_tail(below, len(below.slots)),
-                RemoveReason.UNREACHABLE,
-                handle,
+                group=self.index,
+                level=below.level,
+                slots=below.slots[::-1].tobytes(),
+                names=self._names_of_tail(below, len(below.slots)),
+                why=RemoveReason.UNREACHABLE,
+                handle=handle,
             )
             for below in reversed(runs_below(run))
         ]

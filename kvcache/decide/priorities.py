@@ -32,7 +32,17 @@ def set_priority(
         slots, names = _within(list(runs), first, last, window.group.tree.key_bytes)
         if slots and old != priority:
             packed = slots.tobytes()
-            events.append(BlocksUpdated(window.index, level, packed, names, old, priority, sequence.handle))
+            events.append(
+                BlocksUpdated(
+                    group=window.index,
+                    level=level,
+                    slots=packed,
+                    names=names,
+                    old_priority=old,
+                    priority=priority,
+                    handle=sequence.handle,
+                )
+            )
     for event in events:
         emit(event)
     return sum(len(event.slots) for event in events) // SLOT_BYTES

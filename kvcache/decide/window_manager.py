@@ -120,7 +120,14 @@ class WindowBlockManager:
             slots = blocks.slots
             if slots:
                 self._emit(
-                    BlocksReused(sequence.handle, self.index, level, first, slots.tobytes(), blocks.names)
+                    BlocksReused(
+                        handle=sequence.handle,
+                        group=self.index,
+                        level=level,
+                        first_block=first,
+                        slots=slots.tobytes(),
+                        names=blocks.names,
+                    )
                 )
             first += len(slots)
 
@@ -139,17 +146,30 @@ class WindowBlockManager:
             target = next(free for free in reversed(primary.free) if free not in unread)
         block = len(sequence.tables[self.index])
         handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
-        self._emit(BlocksAllocated(handles, b"", self.index, slots, AllocateReason.COPY))
+        self._emit(
+            BlocksAllocated(
+                handles=handles, counts=b"", group=self.index, slots=slots, why=AllocateReason.COPY
+            )
+        )
         transfer, tokens = self._state.next_transfer, source.num_tokens
         self._emit(
-            BlocksCopied(sequence.handle, self.index, source.level, slot, target, tokens, block, transfer)
+            BlocksCopied(
+                handle=sequence.handle,
+                group=self.index,
+                source_level=source.level,
+                source=slot,
+                target=target,
+                num_tokens=tokens,
+                block=block,
+                transfer=transfer,
+            )
         )
 
     def allocate(self, handles: bytes, needed: int, counts: Items[int] | None, why: AllocateReason) -> None:
         """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
         slots = self.group.levels[PRIMARY].peek(needed).tobytes()
         packed = b"" if counts is None else array("I", counts).tobytes()
-        self._emit(BlocksAllocated(handles, packed, self.index, slots, why))
+        self._emit(BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
 
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary."""
@@ -162,16 +182,16 @@ class WindowBlockManager:
         to_slots = self.group.levels[PRIMARY].peek(len(slots)).tobytes()
         self._emit(
             BlocksMoved(
-                self.index,
-                names,
-                SECONDARY,
-                slots.tobytes(),
-                PRIMARY,
-                to_slots,
-                MoveReason.ONBOARD,
-                self._state.next_transfer,
-                sequence.handle,
-                runs[0].start,
+                group=self.index,
+                names=names,
+                from_level=SECONDARY,
+                from_slots=slots.tobytes(),
+                to_level=PRIMARY,
+                to_slots=to_slots,
+                why=MoveReason.ONBOARD,
+                transfer=self._state.next_transfer,
+                handle=sequence.handle,
+                first_block=runs[0].start,
             )
         )
 
@@ -223,13 +243,13 @@ class WindowBlockManager:
         if slots:
             self._emit(
                 BlocksFilled(
-                    handles.tobytes(),
-                    index,
-                    blocks.tobytes(),
-                    b"".join(parents),
-                    b"".join(keys),
-                    slots.tobytes(),
-                    DEFAULT_PRIORITY,
+                    handles=handles.tobytes(),
+                    group=index,
+                    blocks=blocks.tobytes(),
+                    parents=b"".join(parents),
+                    keys=b"".join(keys),
+                    slots=slots.tobytes(),
+                    priority=DEFAULT_PRIORITY,
                 )
             )
         return others
@@ -255,20 +275,30 @@ class WindowBlockManager:
         if own:
             swaps += zip(range(first, middle), own, primary.slots, strict=True)
             slots, replaced = primary.slots.tobytes(), own[::-1].tobytes()
-            self._emit(BlocksReused(sequence.handle, index, PRIMARY, first, slots, primary.names, replaced))
+            self._emit(
+                BlocksReused(
+                    handle=sequence.handle,
+                    group=index,
+                    level=PRIMARY,
+                    first_block=first,
+                    slots=slots,
+                    names=primary.names,
+                    replaced=replaced,
+                )
+            )
         if recomputed:
             self._emit(
                 BlocksMoved(
-                    index,
-                    secondary.names,
-                    SECONDARY,
-                    secondary.slots.tobytes(),
-                    PRIMARY,
-                    recomputed.tobytes(),
-                    MoveReason.RECOMPUTED,
-                    0,
-                    sequence.handle,
-                    middle,
+                    group=index,
+                    names=secondary.names,
+                    from_level=SECONDARY,
+                    from_slots=secondary.slots.tobytes(),
+                    to_level=PRIMARY,
+                    to_slots=recomputed.tobytes(),
+                    why=MoveReason.RECOMPUTED,
+                    transfer=0,
+                    handle=sequence.handle,
+                    first_block=middle,
                 )
             )
         return found.blocks
@@ -290,15 +320,15 @@ class WindowBlockManager:
             keys = chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
         self._emit(
             BlocksStored(
-                sequence.handle,
-                index,
-                first,
-                parent[:NAME_BYTES] if first else b"",
-                keys,
-                sequence.tables[index][first:last].tobytes(),
-                PRIMARY,
-                DEFAULT_PRIORITY,
-                stop - (last - 1) * size,
+                handle=sequence.handle,
+                group=index,
+                first_block=first,
+                parent=parent[:NAME_BYTES] if first else b"",
+                keys=keys,
+                slots=sequence.tables[index][first:last].tobytes(),
+                level=PRIMARY,
+                priority=DEFAULT_PRIORITY,
+                last_tokens=stop - (last - 1) * size,
             )
         )
 

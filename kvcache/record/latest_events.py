@@ -94,15 +94,15 @@ class LatestEvents:
         parent = run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b""
         last_tokens = run.partial or size
         stored = ev.BlocksStored(
-            0,
-            group,
-            run.start,
-            parent,
-            bytes(run.keys),
-            run.slots.tobytes(),
-            run.level,
-            run.priority,
-            last_tokens,
+            handle=0,
+            group=group,
+            first_block=run.start,
+            parent=parent,
+            keys=bytes(run.keys),
+            slots=run.slots.tobytes(),
+            level=run.level,
+            priority=run.priority,
+            last_tokens=last_tokens,
         )
         return trtllm.stored(stored, state.symbols.spell(bytes(run.symbols)), namespace, size, key_bytes)
 
@@ -131,7 +131,17 @@ class LatestEvents:
             packed = array("i", [slot]).tobytes()
             priority, group = event.priority, event.group
             self._on_stored(
-                ev.BlocksStored(handle, group, block, parent, key, packed, PRIMARY, priority, size)
+                ev.BlocksStored(
+                    handle=handle,
+                    group=group,
+                    first_block=block,
+                    parent=parent,
+                    keys=key,
+                    slots=packed,
+                    level=PRIMARY,
+                    priority=priority,
+                    last_tokens=size,
+                )
             )
 
     def _on_updated(self, event: ev.BlocksMoved | ev.BlocksUpdated) -> None:
