@@ -1,7 +1,7 @@
 """Proof of the conservation laws from scratch; raises `InvariantViolated` at the first that does not hold.
 
-The laws: each slot is in exactly one place; references equal the sequences that hold a block; blank + held + cached
-= total; every cached block's parent is cached, in primary if the block is.
+The laws: each slot is in exactly one state (`kvcache.fold.life`), and a copy brings what is in flight; references equal
+the sequences that hold a block; every cached block's parent is cached, in primary if the block is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.contents import Contents
 from kvcache.fold.group_state import GroupState
+from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Root, Run, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import Level
@@ -33,12 +34,15 @@ def check_slots(state: Contents) -> None:
     """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
     for index, group in enumerate(state.groups):
         references: Counter[int] = Counter()
-        private: Counter[int] = Counter()
         for sequence in state.sequences.values():
-            _check_sequence(group, index, sequence, references, private)
-        _check_references(group, references, private)
-        for level in group.levels:
-            _check_level(group, level, private if level.index == PRIMARY else Counter())
+            _check_sequence(group, index, sequence, references)
+        for run in group.tree.runs.values():
+            invariant(
+                run.refs == references[run.id], "references differ from the sequences that hold a block"
+            )
+        for level, states in zip(group.levels, slot_states(state, index), strict=True):
+            _check_level(group, level, states)
+        _check_copies(state, index)
         users = Counter(sequence.namespace for sequence in state.sequences.values())
         for namespace, root in group.tree.roots.items():
             invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
@@ -103,9 +107,7 @@ def _check_run(group: GroupState, run: Run) -> None:
         invariant(isinstance(parent, Root), "a run hangs below nothing")
 
 
-def _check_sequence(
-    group: GroupState, index: int, sequence: Sequence, references: Counter[int], private: Counter[int]
-) -> None:
+def _check_sequence(group: GroupState, index: int, sequence: Sequence, references: Counter[int]) -> None:
     table, tail = sequence.tables[index], sequence.tails[index]
     needed = -(-sequence.num_tokens // group.tokens_per_block)
     invariant(len(table) == needed, "a block table does not fit the tokens")
@@ -116,25 +118,20 @@ def _check_sequence(
     invariant(table[: tail.end] == held, "a block table and the cached path disagree")
     invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
     references.update(run.id for run in path)
-    private.update(table[tail.end :])
 
 
-def _check_references(group: GroupState, references: Counter[int], private: Counter[int]) -> None:
-    for run in group.tree.runs.values():
-        invariant(run.refs == references[run.id], "references differ from the sequences that hold a block")
-    shared = {slot: count for slot, count in private.items() if count > 1}
-    invariant(shared == group.shared, "uncached blocks are shared by others than noted")
-
-
-def _check_level(group: GroupState, level: Level, private: Counter[int]) -> None:
+def _check_level(group: GroupState, level: Level, states: States) -> None:
     runs = [run for run in group.tree.runs.values() if run.level == level.index]
-    cached = array("i")
-    for run in runs:
-        cached += run.slots
-    everything = np.sort(np.array(level.free + cached + array("i", private), np.int32))
-    once = len(everything) == level.size and np.array_equal(everything, np.arange(level.size))
-    invariant(once, "a slot is in two places or in none")
     for run in runs:
         invariant(all(level.owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
-    unreferenced = sum(len(run.slots) for run in runs if not run.refs)
-    invariant(level.unreferenced == unreferenced, "unreferenced blocks are counted wrongly")
+    unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
+    invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
+
+
+def _check_copies(state: Contents, index: int) -> None:
+    copies = [(number, copy) for number, copy in state.transfers.items() if copy.group == index]
+    brought = {(number, copy.level): set(copy.slots) for number, copy in copies}
+    for run in state.groups[index].tree.runs.values():
+        if run.transfer:
+            arriving = brought.get((run.transfer, run.level), set())
+            invariant(arriving.issuperset(run.slots), "a block waits for a copy that does not bring it")

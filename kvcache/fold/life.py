@@ -1,0 +1,159 @@
+"""The life of a block: the states that a slot can be in, and what may become of them by which event.
+
+No state is kept for a slot, so that no event has to change one. They follow from the free lists, the runs and the block
+tables; `slot_states` works them out where the whole state is checked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.types import MoveReason
+from kvcache.errors import invariant
+from kvcache.fold.contents import Contents
+from kvcache.fold.prefix_tree import Run
+
+
+class SlotState(IntEnum):
+    """What a slot is to the cache."""
+
+    BLANK = 0
+    """Nobody's."""
+    HELD = 1
+    """A sequence's own, and not cached. A copy into it that has not landed is the sequence's business."""
+    SHARED = 2
+    """Held by several sequences, and not cached any more: the cache was cleared."""
+    REFERENCED = 3
+    """Cached, and held by sequences."""
+    UNREFERENCED = 4
+    """Cached, and held by none: may be evicted."""
+    REFERENCED_IN_FLIGHT = 5
+    """As `REFERENCED`, but the copy that brings the block has not landed."""
+    UNREFERENCED_IN_FLIGHT = 6
+    """As `UNREFERENCED`, but the copy that brings the block has not landed."""
+
+
+BLANK, HELD, SHARED, REFERENCED, UNREFERENCED, REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT = SlotState
+
+Occasion = type[ev.Event] | MoveReason
+"""The type of an event; of a `BlocksMoved` the reason, which decides."""
+Life = dict[SlotState, dict[Occasion, set[SlotState]]]
+"""What may become of a slot in this state by an event that names or changes it. What is not here cannot happen."""
+
+IN_PRIMARY: Life = {
+    BLANK: {
+        ev.BlocksAllocated: {HELD},
+        MoveReason.ONBOARD: {REFERENCED_IN_FLIGHT},
+    },
+    HELD: {
+        ev.BlocksCopied: {HELD},
+        ev.BlocksStored: {REFERENCED},
+        ev.BlocksFilled: {REFERENCED},
+        MoveReason.RECOMPUTED: {REFERENCED},
+        ev.BlocksReused: {BLANK},  # given back for a cached one
+        ev.SequenceRemoved: {BLANK},
+    },
+    SHARED: {
+        ev.SequenceRemoved: {SHARED, HELD},
+    },
+    REFERENCED: {
+        ev.BlocksReused: {REFERENCED},
+        ev.BlocksCopied: {REFERENCED},
+        ev.BlocksUpdated: {REFERENCED},
+        ev.SequenceRemoved: {REFERENCED, UNREFERENCED},
+        ev.CacheCleared: {HELD, SHARED},
+    },
+    UNREFERENCED: {
+        ev.BlocksReused: {REFERENCED},
+        ev.BlocksCopied: {UNREFERENCED},
+        MoveReason.OFFLOAD: {BLANK},
+        ev.BlocksRemoved: {BLANK},
+        ev.CacheCleared: {BLANK},
+    },
+    REFERENCED_IN_FLIGHT: {
+        ev.TransferLanded: {REFERENCED},
+        ev.BlocksReused: {REFERENCED_IN_FLIGHT},
+        ev.BlocksCopied: {REFERENCED_IN_FLIGHT},
+        ev.BlocksUpdated: {REFERENCED_IN_FLIGHT},
+        ev.SequenceRemoved: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
+        ev.CacheCleared: {HELD, SHARED},
+    },
+    UNREFERENCED_IN_FLIGHT: {
+        ev.TransferLanded: {UNREFERENCED},
+        ev.BlocksReused: {REFERENCED_IN_FLIGHT},
+        ev.BlocksCopied: {UNREFERENCED_IN_FLIGHT},
+        MoveReason.OFFLOAD: {BLANK},
+        ev.BlocksRemoved: {BLANK},
+        ev.CacheCleared: {BLANK},
+    },
+}
+
+# Blocks are referenced here only within an admission: what it reuses it onboards.
+IN_SECONDARY: Life = {
+    BLANK: {
+        MoveReason.OFFLOAD: {UNREFERENCED_IN_FLIGHT},
+    },
+    REFERENCED: {
+        ev.BlocksReused: {REFERENCED},
+        ev.BlocksCopied: {REFERENCED},
+        MoveReason.ONBOARD: {BLANK},
+    },
+    UNREFERENCED: {
+        ev.BlocksReused: {REFERENCED},
+        ev.BlocksCopied: {UNREFERENCED},
+        MoveReason.RECOMPUTED: {BLANK},
+        ev.BlocksRemoved: {BLANK},
+        ev.CacheCleared: {BLANK},
+    },
+    REFERENCED_IN_FLIGHT: {
+        ev.BlocksReused: {REFERENCED_IN_FLIGHT},
+        ev.BlocksCopied: {REFERENCED_IN_FLIGHT},
+        MoveReason.ONBOARD: {BLANK},
+    },
+    UNREFERENCED_IN_FLIGHT: {
+        ev.TransferLanded: {UNREFERENCED},
+        ev.BlocksReused: {REFERENCED_IN_FLIGHT},
+        ev.BlocksCopied: {UNREFERENCED_IN_FLIGHT},
+        MoveReason.RECOMPUTED: {BLANK},
+        ev.BlocksRemoved: {BLANK},
+        ev.CacheCleared: {BLANK},
+    },
+}
+
+States = npt.NDArray[np.uint8]
+
+
+def slot_states(state: Contents, index: int) -> tuple[States, States]:
+    """The state of each slot of a window, per level. Raises `InvariantViolated` for a slot in two states or none."""
+    group = state.groups[index]
+    holders: Counter[int] = Counter()
+    for sequence in state.sequences.values():
+        holders.update(sequence.tables[index][sequence.tails[index].end :])
+    shared = {slot: count for slot, count in holders.items() if count > 1}
+    invariant(shared == group.shared, "uncached blocks are shared by others than noted")
+    primary, secondary = ([(level.free, BLANK)] for level in group.levels)
+    primary += [(array("i", holders.keys() - shared), HELD), (array("i", shared), SHARED)]
+    for run in group.tree.runs.values():
+        (secondary if run.level else primary).append((run.slots, _state_of(run)))
+    return _placed(primary, group.levels[0].size), _placed(secondary, group.levels[1].size)
+
+
+def _state_of(run: Run) -> SlotState:
+    if run.refs:
+        return REFERENCED_IN_FLIGHT if run.transfer else REFERENCED
+    return UNREFERENCED_IN_FLIGHT if run.transfer else UNREFERENCED
+
+
+def _placed(places: list[tuple[array[int], SlotState]], size: int) -> States:
+    slots = np.concatenate([np.array(slots, np.int32) for slots, _ in places])
+    once = len(slots) == size and np.array_equal(np.sort(slots), np.arange(size))
+    invariant(once, "a slot is in two places or in none")
+    states = np.empty(size, np.uint8)
+    states[slots] = np.repeat([state for _, state in places], [len(slots) for slots, _ in places])
+    return states

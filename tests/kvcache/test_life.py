@@ -1,0 +1,126 @@
+"""The life of a block: no event does to a slot what the tables do not allow, and all that they allow happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from cuda_ops.simulated import LateCopier
+from events.types import PRIMARY, SECONDARY, CacheCreated, Event, SequenceRemoved
+from kvcache.errors import InvariantViolated
+from kvcache.fold.check import check, check_slots
+from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState, slot_states
+from kvcache.fold.state import CacheState
+from kvcache.manager import KVCacheManager
+from tests import strategies
+from tests.lives import NoBytes, Witness, explore, steps_of
+
+
+class FoldWitness(Witness):
+    """Looks at the fold's states; a sequence that ends concerns all slots of its table."""
+
+    def __init__(self, created: CacheCreated) -> None:
+        super().__init__()
+        self.state = CacheState()
+        self.apply = self.state.apply  # type: ignore[method-assign]
+        self.apply(created)
+
+    def states(self) -> Sequence[Iterable[SlotState]]:
+        return [map(SlotState, states.tolist()) for states in slot_states(self.state, 0)]
+
+    def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
+        if isinstance(event, SequenceRemoved):
+            return [(PRIMARY, self.state.sequences[event.handle].tables[0].tobytes())]
+        return super().named(event)
+
+
+def test_slots_live_as_the_tables_say() -> None:
+    """Whatever happens, each event takes each slot to a state that the tables name; and each entry is needed."""
+    allowed = steps_of(IN_PRIMARY, "primary") | steps_of(IN_SECONDARY, "secondary")
+    assert explore(FoldWitness, allowed) == allowed
+
+
+@pytest.fixture
+def state() -> CacheState:
+    """A cache with slots in nearly all states, whose first offload has not landed."""
+    manager = KVCacheManager(
+        strategies.config(primary_blocks=13, secondary_blocks=4), copier=LateCopier(NoBytes(), 9)
+    )
+    for request_id, prompt in {"a": [2] * 5, "b": [2] * 5, "old": [1] * 8, "new": [3] * 13}.items():
+        manager.add_sequence(request_id, prompt)
+        manager.start_transfers()
+        manager.store_context_blocks(request_id, len(prompt))
+        if request_id == "b":
+            manager.clear()
+        if request_id == "old":
+            manager.remove_sequence("old")
+    return manager.state
+
+
+def test_states_of_slots(state: CacheState) -> None:
+    """The states are those that the slots of this cache have."""
+    names = [[SlotState(number).name for number in states] for states in slot_states(state, 0)]
+    assert names == [
+        ["SHARED"] * 2 + ["HELD"] * 2 + ["UNREFERENCED"] * 2 + ["REFERENCED"] * 6 + ["HELD"],
+        ["UNREFERENCED_IN_FLIGHT"] * 2 + ["BLANK"] * 2,
+    ]
+    check(state)
+
+
+def contradict(state: CacheState, what: str) -> None:
+    """Change one of the places that say something about slots, so that it disagrees with the others."""
+    group = state.groups[0]
+    primary, secondary = group.levels
+    offloaded = group.owner(SECONDARY, 0)
+    match what:
+        case "free and cached":
+            secondary.free.append(0)
+        case "neither free nor cached":
+            secondary.free.pop()
+        case "held and cached":
+            state.sequences[4].tables[0][-1] = 4
+        case "owner":
+            primary.owner[4] = offloaded.id
+        case "level":
+            offloaded.level = PRIMARY
+        case "references":
+            offloaded.refs = 1
+        case "shared":
+            group.shared.clear()
+        case "shared by more":
+            group.shared[0] += 1
+        case "transfer":
+            offloaded.transfer += 1
+        case "transfers":
+            state.transfers.clear()
+        case "transfer's slots":
+            state.transfers[offloaded.transfer].slots.pop()
+        case "transfer's level":
+            state.transfers[offloaded.transfer].level = PRIMARY
+        case _:
+            raise AssertionError(what)
+
+
+@pytest.mark.parametrize(
+    ("what", "law"),
+    [
+        ("free and cached", "a slot is in two places or in none"),
+        ("neither free nor cached", "a slot is in two places or in none"),
+        ("held and cached", "a slot is in two places or in none"),
+        ("owner", "a slot's owner is noted wrongly"),
+        ("level", "a slot is in two places or in none"),
+        ("references", "references differ"),
+        ("shared", "shared by others than noted"),
+        ("shared by more", "shared by others than noted"),
+        ("transfer", "waits for a copy that does not bring it"),
+        ("transfers", "waits for a copy that does not bring it"),
+        ("transfer's slots", "waits for a copy that does not bring it"),
+        ("transfer's level", "waits for a copy that does not bring it"),
+    ],
+)
+def test_contradictions_are_found(state: CacheState, what: str, law: str) -> None:
+    """A slot is in one state: where the places from which it follows disagree, the check says so."""
+    contradict(state, what)
+    with pytest.raises(InvariantViolated, match=law):
+        check_slots(state)

@@ -1,0 +1,202 @@
+"""What becomes of slots, event by event, in random programs: blocks meet all that can happen to them there."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import FailingCopier, LateCopier
+from events import types as ev
+from events.packed import pack_i32
+from events.types import PRIMARY, CacheCreated, Event
+from kvcache.errors import CapacityError, ComputationLost, TransfersPending
+from kvcache.inputs.requests import Request
+from kvcache.manager import KVCacheManager
+from tests import strategies
+
+
+class Step(NamedTuple):
+    """What an event has made of a slot, or may make of one."""
+
+    level: str
+    before: str
+    event: str
+    after: str
+
+
+def steps_of(life: Any, level: str = "") -> set[Step]:
+    """A table of states, events and states that may follow, step by step."""
+    return {
+        Step(level, before.name, occasion_name(occasion), after.name)
+        for before, row in life.items()
+        for occasion, follow in row.items()
+        for after in follow
+    }
+
+
+def occasion_name(occasion: Any) -> str:
+    return occasion.__name__ if isinstance(occasion, type) else f"BlocksMoved ({occasion})"
+
+
+def named_slots(event: Any) -> Iterator[tuple[int, bytes]]:
+    """The slots that an event names, with their levels."""
+    match event:
+        case ev.BlocksAllocated() | ev.BlocksStored() | ev.BlocksFilled():
+            yield PRIMARY, event.slots
+        case ev.BlocksReused():
+            yield event.level, event.slots
+            yield PRIMARY, event.replaced
+        case ev.BlocksCopied():
+            yield event.source_level, pack_i32([event.source])
+            yield PRIMARY, pack_i32([event.target])
+        case ev.BlocksUpdated() | ev.BlocksRemoved():
+            yield event.level, event.slots
+        case ev.BlocksMoved():
+            yield event.from_level, event.from_slots
+            yield event.to_level, event.to_slots
+
+
+class Witness:
+    """Folds a program's events one by one, and notes what becomes of the slots that each names or changes."""
+
+    levels = ("primary", "secondary")
+
+    def __init__(self) -> None:
+        self.steps: set[Step] = set()
+
+    def apply(self, event: Event) -> None:
+        raise NotImplementedError
+
+    def states(self) -> Sequence[Iterable[Any]]:
+        """Of all slots, per level."""
+        raise NotImplementedError
+
+    def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
+        return named_slots(event)
+
+    def see(self, event: Event) -> None:
+        before = [list(states) for states in self.states()]
+        named = {(level, slot) for level, slots in self.named(event) for slot in array("i", slots)}
+        self.apply(event)
+        after = [list(states) for states in self.states()]
+        name = occasion_name(event.why if isinstance(event, ev.BlocksMoved) else type(event))
+        for level, states in enumerate(before):
+            for slot, state in enumerate(states):
+                then = after[level][slot]
+                if state != then or (level, slot) in named:
+                    self.steps.add(Step(self.levels[level], state.name, name, then.name))
+
+
+def explore(witness: Callable[[CacheCreated], Witness], allowed: set[Step]) -> set[Step]:
+    """The steps of some programs, or of as many as it takes to meet all that are allowed."""
+    met: set[Step] = set()
+    for seed in range(600):
+        if seed >= 60 and met >= allowed:
+            break
+        program = Program(seed)
+        assert program.manager.state.created is not None
+        seen = witness(program.manager.state.created)
+        program.manager.bus.subscribe(seen.see)
+        program.run(300)
+        met |= seen.steps
+        assert seen.steps <= allowed, f"program {seed}: {seen.steps - allowed}"
+    return met
+
+
+class Program:
+    """Random commands for a manager that is always short of room, and whose copies are late and seldom fail."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        settings = strategies.config(
+            tokens_per_block=rng.choice([1, 2, 4]),
+            primary_blocks=rng.randint(4, 12),
+            secondary_blocks=rng.choice([0, 2, 4, 8]),
+            secondary_offload_min_priority=rng.choice([0, 35]),
+        )
+        self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
+        self.manager = KVCacheManager(settings, copier=self.copier)
+        # Requests begin in a few ways, so that they meet.
+        self.beginnings = [rng.choices(range(2), k=4 * settings.tokens_per_block) for _ in range(3)]
+        self.running: list[int] = []
+        self.admitted = 0
+
+    def run(self, steps: int) -> None:
+        commands = [self.admit, self.compute, self.end] * 4 + [self.decode] * 3
+        commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
+        for _ in range(steps):
+            with suppress(CapacityError, TransfersPending, ComputationLost):
+                self.rng.choice(commands)()
+        self.manager.close()
+
+    def some(self) -> list[int]:
+        return self.rng.sample(self.running, min(len(self.running), self.rng.randint(1, 3)))
+
+    def admit(self) -> None:
+        count = self.rng.choice([1, 1, 2, 3])
+        ids = range(self.admitted, self.admitted + count)
+        self.admitted += count
+        self.manager.add_sequences([Request(request_id, self.prompt()) for request_id in ids])
+        self.running += ids
+        if self.rng.random() < 0.8:
+            self.manager.start_transfers()
+
+    def prompt(self) -> list[int]:
+        beginning = self.rng.choice(self.beginnings)
+        kept, more = self.rng.randint(1, len(beginning)), self.rng.randint(0, 3)
+        return [*beginning[:kept], *self.rng.choices(range(2), k=more)]
+
+    def compute(self) -> None:
+        for request_id in self.some():
+            sequence = self.manager._blocks.sequence(request_id)
+            computed = self.rng.randint(sequence.computed, sequence.num_tokens)
+            self.manager.store_context_blocks(request_id, computed)
+
+    def decode(self) -> None:
+        ids = self.some()
+        counts = [self.rng.randint(1, 3) for _ in ids] if self.rng.random() < 0.5 else None
+        tokens = self.rng.choices(range(2), k=len(ids) if counts is None else sum(counts))
+        self.manager.add_tokens(ids, tokens, counts)
+
+    def end(self) -> None:
+        for request_id in self.some()[:1]:
+            self.running.remove(request_id)
+            self.manager.remove_sequence(request_id, self.rng.random() < 0.8)
+
+    def set_priority(self) -> None:
+        for request_id in self.some():
+            self.manager.set_priority(request_id, self.rng.choice([0, 34, 36]), start=self.rng.randint(0, 4))
+
+    def tick(self) -> None:
+        self.manager.start_transfers()
+        self.copier.tick()
+        self.manager.poll()
+
+    def flush(self) -> None:
+        self.manager.flush()
+        self.manager.check()
+
+    def clear(self) -> None:
+        if self.rng.random() < 0.2:
+            self.manager.clear()
+
+
+class NoBytes:
+    """Copies nothing, at once."""
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        return FinishedTicket()
+
+
+class Seldom:
+    """The batches that fail: one in forty."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def __contains__(self, number: object) -> bool:
+        return self._rng.random() < 0.025
