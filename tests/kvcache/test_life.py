@@ -38,7 +38,7 @@ class FoldWitness(Witness):
 def test_slots_live_as_the_tables_say() -> None:
     """Whatever happens, each event takes each slot to a state that the tables name; and each entry is needed."""
     allowed = steps_of(IN_PRIMARY, "primary") | steps_of(IN_SECONDARY, "secondary")
-    assert explore(FoldWitness, allowed) == allowed
+    assert explore(FoldWitness, allowed, 100) == allowed
 
 
 @pytest.fixture
