@@ -39,7 +39,8 @@ def steps_of(life: Any, level: str = "") -> set[Step]:
 
 
 def occasion_name(occasion: Any) -> str:
-    return occasion.__name__ if isinstance(occasion, type) else f"BlocksMoved ({occasion})"
+    """The event; where only `BlocksMoved` for one reason is meant, the reason."""
+    return occasion.__name__ if isinstance(occasion, type) else str(occasion)
 
 
 def named_slots(event: Any) -> Iterator[tuple[int, bytes]]:

@@ -14,18 +14,21 @@ import pytest
 from pydantic import BaseModel
 
 from events.feed.changes import Cleared, Removed, Stored
+from events.feed.life import LIFE
 from events.formats.vllm import encode_batch
 from events.packed import pack_i32
 from events.types import AllocateReason, MoveReason, Namespace, RemoveReason
 from kvcache import errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
+from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
 from sinks import registry
 from sinks.file import FileOptions
 from sinks.router.zmq import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.conftest import ROOT, RunPython
+from tests.lives import occasion_name
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -125,6 +128,33 @@ def test_every_module_and_room_is_in_the_architecture(package: str) -> None:
     there = listing(package)
     assert sorted(name for names in rows for name in names.split(", ")) == sorted(there)
     assert sum(not name.endswith("/") for name in there) <= ROOM_FOR
+
+
+def state_diagram(life: Any) -> str:
+    """A table of states, events and states that may follow, for Mermaid; what leaves a state as it is is not drawn."""
+    lines = ["stateDiagram-v2"]
+    for state in life:
+        spelled = state.name.lower().replace("_in_", ", in ")
+        lines.append(f'    state "{spelled.replace("_", " ")}" as {state.name}')
+    lines.append(f"    [*] --> {next(iter(life)).name}")
+    for state, row in life.items():
+        for after in life:
+            names = [occasion_name(occasion) for occasion, follow in row.items() if after in follow]
+            if names and after != state:
+                lines.append(f"    {state.name} --> {after.name} : {', '.join(names)}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("marker", "life"), [("primary", IN_PRIMARY), ("secondary", IN_SECONDARY), ("feed", LIFE)]
+)
+def test_the_life_of_a_block_is_drawn_as_it_is(marker: str, life: Any) -> None:
+    """The diagrams are what the tables make; where one is stale, put what is expected between its markers."""
+    drawn = re.search(
+        rf"<!-- life: {marker} -->\n```mermaid\n(.*?)```\n<!-- end -->", ARCHITECTURE, re.DOTALL
+    )
+    assert drawn is not None
+    assert drawn[1] == state_diagram(life)
 
 
 def test_every_reason_is_in_the_legend() -> None:
