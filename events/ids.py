@@ -1,4 +1,6 @@
-"""Handles and transfer ids: each epoch of a log gives out numbers of its own, so that none is used twice in a log.
+"""Numbers that are easily mixed up, each a type of its own; and how handles and transfer ids are given out.
+
+Each epoch of a log gives out numbers of its own, so that none is used twice in a log.
 
 The numbers of epoch e are those from e * 2**40 + 1 to (e + 1) * 2**40 - 1. So nobody needs to read what was before to
 know which numbers are free, and people and programs see which epoch a number is of. They fit an int64 up to
@@ -6,6 +8,19 @@ know which numbers are free, and people and programs see which epoch a number is
 """
 
 from __future__ import annotations
+
+from typing import NewType
+
+Handle = NewType("Handle", int)
+"""A running sequence, in events; never used twice in a log."""
+Slot = NewType("Slot", int)
+"""Where a block lies: a row of its level's pools."""
+LevelIndex = NewType("LevelIndex", int)
+"""`PRIMARY` or `SECONDARY`."""
+GroupIndex = NewType("GroupIndex", int)
+"""The layers of one attention window, and their blocks."""
+BlockIndex = NewType("BlockIndex", int)
+"""The place of a block in its sequence, from 0 on."""
 
 PER_EPOCH = 1 << 40
 MAX_EPOCH = (1 << 23) - 2

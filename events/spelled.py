@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from events.ids import LevelIndex
+
 LEVEL_NAMES = ("primary", "secondary")
 """Of the levels, by number."""
 
@@ -16,8 +18,8 @@ class Spelled:
     form: Literal["level", "json", "tokens"]
 
 
-Level = Annotated[int, Spelled("level")]
-"""A level by its number; in JSON by its name."""
+Level = Annotated[LevelIndex, Spelled("level")]
+"""A level; in JSON by its name."""
 JsonText = Annotated[str, Spelled("json")]
 """A JSON object as text; in JSON the object."""
 OF_TOKENS = Spelled("tokens")

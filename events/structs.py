@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from events.ids import GroupIndex, Handle
 from events.packed import Keys, Numbers, Slots, Tokens
 from events.spelled import OF_TOKENS, Level
 
@@ -86,7 +87,7 @@ class GroupExported(Part, frozen=True):
 class SequenceExported(Part, frozen=True):
     """One running sequence."""
 
-    handle: int
+    handle: Handle
     request_id: RequestId
     namespace: Namespace
     num_tokens: int
@@ -102,8 +103,8 @@ class TransferExported(Part, frozen=True):
     """A copy whose landing is not yet known."""
 
     transfer: int
-    group: int
+    group: GroupIndex
     level: Level
     slots: Slots
-    handle: int | None
+    handle: Handle | None
     """The sequence that it is made for; None: it only makes room."""

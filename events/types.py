@@ -16,6 +16,7 @@ from enum import StrEnum
 
 import msgspec
 
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
 from events.spelled import JsonText, Level
 from events.structs import GroupCreated as GroupCreated
@@ -28,8 +29,8 @@ from events.structs import SequenceExported as SequenceExported
 from events.structs import SymbolPage as SymbolPage
 from events.structs import TransferExported as TransferExported
 
-PRIMARY = 0
-SECONDARY = 1
+PRIMARY = LevelIndex(0)
+SECONDARY = LevelIndex(1)
 FORMAT_VERSION = 1
 """Raised when the meaning of an event changes. A reader refuses a newer one."""
 
@@ -125,7 +126,7 @@ class Gap(Event, frozen=True):
 class SequenceAdded(Event, frozen=True):
     """A request was admitted."""
 
-    handle: int
+    handle: Handle
     request_id: RequestId
     namespace: Namespace
     num_tokens: int
@@ -144,7 +145,7 @@ class BlocksAllocated(Event, frozen=True):
     handles: Handles
     counts: Counts
     """Slots per sequence; empty: one each."""
-    group: int
+    group: GroupIndex
     slots: Slots
     why: AllocateReason
 
@@ -152,10 +153,10 @@ class BlocksAllocated(Event, frozen=True):
 class BlocksReused(Event, frozen=True):
     """A sequence took cached blocks into its table, from `first_block` on."""
 
-    handle: int
-    group: int
+    handle: Handle
+    group: GroupIndex
     level: Level
-    first_block: int
+    first_block: BlockIndex
     slots: Slots
     names: Names
     replaced: Slots = b""
@@ -165,13 +166,13 @@ class BlocksReused(Event, frozen=True):
 class BlocksCopied(Event, frozen=True):
     """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence."""
 
-    handle: int
-    group: int
+    handle: Handle
+    group: GroupIndex
     source_level: Level
-    source: int
-    target: int
+    source: Slot
+    target: Slot
     num_tokens: int
-    block: int
+    block: BlockIndex
     """Index of the target in the sequence's block table."""
     transfer: int
 
@@ -179,9 +180,9 @@ class BlocksCopied(Event, frozen=True):
 class BlocksStored(Event, frozen=True):
     """Blocks of a sequence became reusable, from `first_block` of its table on. The tokens are the sequence's."""
 
-    handle: int
-    group: int
-    first_block: int
+    handle: Handle
+    group: GroupIndex
+    first_block: BlockIndex
     parent: Parent
     """Name of the block before the first one; empty at the start of a prompt."""
     keys: Keys
@@ -200,7 +201,7 @@ class BlocksFilled(Event, frozen=True):
     """
 
     handles: Handles
-    group: int
+    group: GroupIndex
     blocks: Counts
     """Per sequence, the index of the block in its table."""
     parents: Names
@@ -214,20 +215,20 @@ class BlocksFilled(Event, frozen=True):
 class BlocksUpdated(Event, frozen=True):
     """The priority of cached blocks changed."""
 
-    group: int
+    group: GroupIndex
     level: Level
     slots: Slots
     names: Names
     old_priority: int
     priority: int
-    handle: int | None = None
+    handle: Handle | None = None
     """The sequence for which it was changed."""
 
 
 class BlocksMoved(Event, frozen=True):
     """Blocks changed their level."""
 
-    group: int
+    group: GroupIndex
     names: Names
     from_level: Level
     from_slots: Slots
@@ -236,21 +237,21 @@ class BlocksMoved(Event, frozen=True):
     why: MoveReason
     transfer: int
     """0: nothing is copied."""
-    handle: int | None = None
+    handle: Handle | None = None
     """The sequence for which the move was made."""
-    first_block: int = 0
+    first_block: BlockIndex = BlockIndex(0)
     """Onboard and recomputed: index of the first block in the sequence's table."""
 
 
 class BlocksRemoved(Event, frozen=True):
     """Cached content is gone; deepest block first. Slots that no sequence holds become blank."""
 
-    group: int
+    group: GroupIndex
     level: Level
     slots: Slots
     names: Names
     why: RemoveReason
-    handle: int | None = None
+    handle: Handle | None = None
     """The sequence that needed the room."""
 
 
@@ -266,14 +267,14 @@ class TokensAppended(Event, frozen=True):
 class ContextComputed(Event, frozen=True):
     """The engine has written K/V of the first `num_tokens` tokens of a sequence."""
 
-    handle: int
+    handle: Handle
     num_tokens: int
 
 
 class SequenceRemoved(Event, frozen=True):
     """A sequence ended: its references are released, its own slots become blank."""
 
-    handle: int
+    handle: Handle
     stored: tuple[int, ...]
     """Per group: blocks that stay cached."""
     freed: tuple[Slots, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from events.ids import Handle
 from events.packed import TOKEN_BYTES
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
@@ -126,7 +127,7 @@ def _add(
     primary, secondary, partial = each.reused
     emit(
         SequenceAdded(
-            handle=handle,
+            handle=Handle(handle),
             request_id=request.request_id,
             namespace=request.namespace,
             num_tokens=request.num_tokens,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
-from events.ids import numbers_left
+from events.ids import GroupIndex, numbers_left
 from events.types import (
     PRIMARY,
     AdmissionRefused,
@@ -78,7 +78,7 @@ class BlockManager:
         """Blocks changed since the last checkpoint after which there should be another: none where no log keeps it."""
         self.window = WindowBlockManager(
             state,
-            0,
+            GroupIndex(0),
             emit,
             reuse=config.enable_block_reuse,
             partial_reuse=config.enable_partial_reuse,

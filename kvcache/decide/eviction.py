@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
+from events.ids import GroupIndex, Handle
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
 from kvcache.decide.eviction_order import EvictionOrder
@@ -29,7 +30,7 @@ class Evictor:
     def __init__(
         self,
         state: CacheState,
-        index: int,
+        index: GroupIndex,
         emit: Callable[[Event], None],
         offload_min_priority: int,
         order: type[EvictionOrder],
@@ -44,7 +45,7 @@ class Evictor:
         self._key_bytes = state.hashing.key_bytes
         self._offloads = self.group.levels[SECONDARY].size > 0
 
-    def free_up(self, needed: int, handle: int | None, spares: Collection[int] = ()) -> None:
+    def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
         primary = self.group.levels[PRIMARY]
         together = not spares
@@ -65,7 +66,7 @@ class Evictor:
                     take = 1  # what hung behind it has made room in secondary, which the next ones may use
                 self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
-    def _evict_together(self, victims: list[tuple[Run, int]], handle: int | None) -> bool:
+    def _evict_together(self, victims: list[tuple[Run, int]], handle: Handle | None) -> bool:
         """Evict these, the lowest ones, by an event or two, if that comes to the same as one after the other."""
         if not self._offloads:
             self._remove_tails(victims, RemoveReason.CAPACITY, handle)
@@ -83,7 +84,7 @@ class Evictor:
         self._offload(victims, handle)
         return True
 
-    def _room_in_secondary(self, run: Run, take: int, handle: int | None, spares: Collection[int]) -> int:
+    def _room_in_secondary(self, run: Run, take: int, handle: Handle | None, spares: Collection[int]) -> int:
         """How many of the victim's blocks secondary takes now, after evicting what is lower in order there."""
         secondary = self.group.levels[SECONDARY]
         if run.priority < self._offload_min_priority:
@@ -96,7 +97,7 @@ class Evictor:
             self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
         return len(secondary.free)
 
-    def _offload(self, victims: list[tuple[Run, int]], handle: int | None) -> None:
+    def _offload(self, victims: list[tuple[Run, int]], handle: Handle | None) -> None:
         slots, names = self._tails(victims)
         to_slots = self.group.levels[SECONDARY].peek(len(slots))
         self._emit(
@@ -113,11 +114,11 @@ class Evictor:
             )
         )
 
-    def remove_tail(self, run: Run, count: int, why: RemoveReason, handle: int | None) -> None:
+    def remove_tail(self, run: Run, count: int, why: RemoveReason, handle: Handle | None) -> None:
         """Remove the last `count` blocks of a run that nothing hangs behind."""
         self._remove_tails([(run, count)], why, handle)
 
-    def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: int | None) -> None:
+    def _remove_tails(self, tails: list[tuple[Run, int]], why: RemoveReason, handle: Handle | None) -> None:
         """Remove the ends of runs of one level, in this order."""
         slots, names = self._tails(tails)
         self._emit(
@@ -141,7 +142,7 @@ class Evictor:
             slots += last_reversed(run.slots, count)
         return slots, b"".join([self._names_of_tail(run, count) for run, count in tails])
 
-    def _remove_below(self, run: Run, handle: int | None) -> None:
+    def _remove_below(self, run: Run, handle: Handle | None) -> None:
         """Remove everything cached behind a run, leaves first."""
         # What to remove is noted first: a removal may join the runs that are left.
         events = [

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 
+from events.ids import BlockIndex, GroupIndex, LevelIndex, Slot
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import (
@@ -52,14 +53,14 @@ class BlockNames:
 class CopySource:
     """A block whose first `num_tokens` tokens are to be copied."""
 
-    level: int
-    slot: int
+    level: LevelIndex
+    slot: Slot
     num_tokens: int
 
     @classmethod
     def of(cls, found: PartialMatch) -> CopySource:
         """Where the partial match lies now."""
-        return cls(found.run.level, found.slot, found.num_tokens)
+        return cls(found.run.level, Slot(found.slot), found.num_tokens)
 
 
 class WindowBlockManager:
@@ -68,7 +69,7 @@ class WindowBlockManager:
     def __init__(
         self,
         state: CacheState,
-        index: int,
+        index: GroupIndex,
         emit: Callable[[Event], None],
         *,
         reuse: bool,
@@ -123,22 +124,22 @@ class WindowBlockManager:
                     BlocksReused(
                         handle=sequence.handle,
                         group=self.index,
-                        level=level,
-                        first_block=first,
+                        level=LevelIndex(level),
+                        first_block=BlockIndex(first),
                         slots=slots.tobytes(),
                         names=blocks.names,
                     )
                 )
             first += len(slots)
 
-    def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[int]) -> None:
+    def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.
 
         A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch:
         nothing may overwrite one before it was read.
         """
         primary = self.group.levels[PRIMARY]
-        slot = source.slot
+        slot: int = source.slot
         if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
             unread.discard(slot)
             target = slot
@@ -157,10 +158,10 @@ class WindowBlockManager:
                 handle=sequence.handle,
                 group=self.index,
                 source_level=source.level,
-                source=slot,
-                target=target,
+                source=Slot(slot),
+                target=Slot(target),
                 num_tokens=tokens,
-                block=block,
+                block=BlockIndex(block),
                 transfer=transfer,
             )
         )
@@ -191,7 +192,7 @@ class WindowBlockManager:
                 why=MoveReason.ONBOARD,
                 transfer=self._state.next_transfer,
                 handle=sequence.handle,
-                first_block=runs[0].start,
+                first_block=BlockIndex(runs[0].start),
             )
         )
 
@@ -280,7 +281,7 @@ class WindowBlockManager:
                     handle=sequence.handle,
                     group=index,
                     level=PRIMARY,
-                    first_block=first,
+                    first_block=BlockIndex(first),
                     slots=slots,
                     names=primary.names,
                     replaced=replaced,
@@ -298,7 +299,7 @@ class WindowBlockManager:
                     why=MoveReason.RECOMPUTED,
                     transfer=0,
                     handle=sequence.handle,
-                    first_block=middle,
+                    first_block=BlockIndex(middle),
                 )
             )
         return found.blocks
@@ -322,7 +323,7 @@ class WindowBlockManager:
             BlocksStored(
                 handle=sequence.handle,
                 group=index,
-                first_block=first,
+                first_block=BlockIndex(first),
                 parent=parent[:NAME_BYTES] if first else b"",
                 keys=keys,
                 slots=sequence.tables[index][first:last].tobytes(),

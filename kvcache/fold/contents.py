@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from events import types as ev
+from events.ids import GroupIndex, Handle, LevelIndex
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS, HashAlgorithm
 from events.tokens.sequences import RunningTokens
@@ -21,7 +22,9 @@ class Transfer:
 
     __slots__ = ("group", "handle", "level", "slots")
 
-    def __init__(self, group: int, level: int, slots: array[int], handle: int | None) -> None:
+    def __init__(
+        self, group: GroupIndex, level: LevelIndex, slots: array[int], handle: Handle | None
+    ) -> None:
         self.group = group
         self.level = level
         self.slots = slots

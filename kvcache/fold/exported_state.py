@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from events.ids import MAX_NUMBER
+from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
 from events.packed import SLOT_BYTES, TOKEN_BYTES
 from events.types import (
     PRIMARY,
@@ -110,7 +110,7 @@ def install(state: Contents, event: StateExported) -> None:
         _install_sequence(state, entry)
     invariant(len(state.sequences) == len(event.sequences), "two sequences have one handle")
     state.transfers = {
-        item.transfer: Transfer(item.group, item.level, array("i", item.slots), item.handle)
+        item.transfer: Transfer(GroupIndex(item.group), item.level, array("i", item.slots), item.handle)
         for item in event.transfers
     }
     for transfer in state.transfers.values():
@@ -177,7 +177,7 @@ class _Columns:
             self._slots[begin : self._block],
             bytearray(self._keys[begin * key_bytes : self._block * key_bytes]),
         )
-        run.partial, run.level = partial, level
+        run.partial, run.level = partial, LevelIndex(level)
         run.priority, run.expiry, run.stamp, run.refs, run.transfer = rest
         return run
 
@@ -208,7 +208,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
     invariant(
         0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
     )
-    sequence = Sequence(entry.handle, entry.request_id, entry.namespace, tokens, tails)
+    sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, tails)
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
     sequence.tables = [array("i", slots) for slots in entry.slots]
     state.sequences[entry.handle] = sequence

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from events.ids import LevelIndex
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
@@ -247,7 +248,7 @@ class GroupState:
             self._settle_children(run)
             done += take
 
-    def relocate(self, run: Run, level: int, slots: array[int], transfer: int) -> None:
+    def relocate(self, run: Run, level: LevelIndex, slots: array[int], transfer: int) -> None:
         """Give a whole run a new place; its old slots belong to nobody until they are given back."""
         old = self.levels[run.level]
         if not run.refs:

@@ -20,7 +20,7 @@ from bisect import bisect_left
 import numpy as np
 
 from events.packed import TOKEN_BYTES
-from events.types import Namespace
+from events.types import PRIMARY, Namespace
 from kvcache.errors import invariant
 
 
@@ -100,7 +100,7 @@ class Run(Node):
         """The content of the first block."""
         self.partial = 0
         """Tokens in the last block where it is not full, else 0. Only a run without children ends so."""
-        self.level = 0
+        self.level = PRIMARY
         self.priority = 0
         self.expiry = 0
         self.stamp = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from events.ids import Handle
 from events.tokens.sequences import SequenceTokens
 from events.types import Namespace, RequestId
 from kvcache.fold.prefix_tree import Node
@@ -17,7 +18,12 @@ class Sequence(SequenceTokens):
     __slots__ = ("_computed", "handle", "namespace", "num_prompt_tokens", "request_id", "tables", "tails")
 
     def __init__(
-        self, handle: int, request_id: RequestId, namespace: Namespace, tokens: array[int], roots: list[Node]
+        self,
+        handle: Handle,
+        request_id: RequestId,
+        namespace: Namespace,
+        tokens: array[int],
+        roots: list[Node],
     ) -> None:
         super().__init__(tokens)
         self.handle = handle

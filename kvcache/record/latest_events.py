@@ -14,6 +14,7 @@ from typing import Any
 from events import types as ev
 from events.bus import EventBus
 from events.formats import trtllm
+from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES, names_of_keys, unpack_names
 from events.types import PRIMARY
 from kvcache.fold.prefix_tree import Run, runs_below
@@ -94,9 +95,9 @@ class LatestEvents:
         parent = run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b""
         last_tokens = run.partial or size
         stored = ev.BlocksStored(
-            handle=0,
-            group=group,
-            first_block=run.start,
+            handle=Handle(0),
+            group=GroupIndex(group),
+            first_block=BlockIndex(run.start),
             parent=parent,
             keys=bytes(run.keys),
             slots=run.slots.tobytes(),
@@ -132,9 +133,9 @@ class LatestEvents:
             priority, group = event.priority, event.group
             self._on_stored(
                 ev.BlocksStored(
-                    handle=handle,
+                    handle=Handle(handle),
                     group=group,
-                    first_block=block,
+                    first_block=BlockIndex(block),
                     parent=parent,
                     keys=key,
                     slots=packed,

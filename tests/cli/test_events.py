@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from events.codec import to_dict
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
 from events.packed import pack_i32, pack_i64, pack_u32, unpack_i32, unpack_i64
 from events.structs import SequenceExported, TransferExported
@@ -241,8 +242,8 @@ class TestConditions:
         """A block that decoding filled is found among others: by its name, its parent's, and its request."""
         handles, names = pack_i64([7, 8]), bytes(range(16))
         keys = bytes(range(100, 164))
-        filled = BlocksFilled(handles, 0, pack_u32([1, 2]), names, keys, pack_i32([3, 4]), 35)
-        added = SequenceAdded(8, "mine", Namespace(), 0, b"", (0,), (0,), 0)
+        filled = BlocksFilled(handles, GroupIndex(0), pack_u32([1, 2]), names, keys, pack_i32([3, 4]), 35)
+        added = SequenceAdded(Handle(8), "mine", Namespace(), 0, b"", (0,), (0,), 0)
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
         log = lying(tmp_path / "log", created, added, filled)
         for name in (keys[32:40], keys[:4], names[8:]):
@@ -255,10 +256,10 @@ class TestConditions:
         """Of an event of several sequences only the rows are shown that meet the conditions, in both forms."""
         names, keys = bytes(range(24)), bytes(range(100, 196))
         filled = BlocksFilled(
-            pack_i64([7, 8, 9]), 0, pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
+            pack_i64([7, 8, 9]), GroupIndex(0), pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
         )
         added = [
-            SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
+            SequenceAdded(Handle(handle), name, Namespace(), 0, b"", (0,), (0,), 0)
             for handle, name in ((7, "other"), (8, "mine"), (9, "mine"))
         ]
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
@@ -283,15 +284,25 @@ class TestConditions:
         """Of events of several sequences and copies --request shows its own slots, tokens and copies, in both forms."""
         handles, counts = pack_i64([7, 8, 9, 8]), pack_u32([2, 1, 3, 2])
         slots, four = pack_i32(range(10, 18)), pack_i32([1, 2, 3, 4])
-        moved = BlocksMoved(0, b"", 1, four[:4], 0, four[4:8], MoveReason.ONBOARD, 5, 8)
+        moved = BlocksMoved(
+            GroupIndex(0),
+            b"",
+            LevelIndex(1),
+            four[:4],
+            LevelIndex(0),
+            four[4:8],
+            MoveReason.ONBOARD,
+            5,
+            Handle(8),
+        )
         events: list[AnyEvent] = [
             CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c"),
             *[
-                SequenceAdded(handle, name, Namespace(), 0, b"", (0,), (0,), 0)
+                SequenceAdded(Handle(handle), name, Namespace(), 0, b"", (0,), (0,), 0)
                 for handle, name in ((7, "other"), (8, "mine"), (9, "other"))
             ],
-            BlocksAllocated(handles, counts, 0, slots, AllocateReason.PROMPT),
-            BlocksAllocated(handles, b"", 0, four, AllocateReason.DECODE),
+            BlocksAllocated(handles, counts, GroupIndex(0), slots, AllocateReason.PROMPT),
+            BlocksAllocated(handles, b"", GroupIndex(0), four, AllocateReason.DECODE),
             TokensAppended(handles, counts, slots),
             TokensAppended(handles, b"", four),
             TokensAppended(handles, counts, b""),
@@ -332,12 +343,12 @@ class TestConditions:
         """Of an exported state only the request's own sequence and copies are shown; the latter's landing is found."""
         tokens = pack_i32([1, 2, 3])
         sequences = tuple(
-            SequenceExported(handle, name, Namespace(), 3, tokens, 3, 0, (0,), (b"",))
+            SequenceExported(Handle(handle), name, Namespace(), 3, tokens, 3, 0, (0,), (b"",))
             for handle, name in ((7, "other"), (8, "mine"))
         )
         transfers = tuple(
-            TransferExported(number, 0, 0, pack_i32([number]), handle)
-            for number, handle in ((4, 7), (5, 8), (6, None))
+            TransferExported(number, GroupIndex(0), LevelIndex(0), pack_i32([number]), handle)
+            for number, handle in ((4, Handle(7)), (5, Handle(8)), (6, None))
         )
         exported = StateExported((), sequences, transfers, 9, 7, 0, 0)
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
@@ -430,7 +441,9 @@ def test_handles_are_numbers(log: Path) -> None:
 class TestLyingLogs:
     """Logs whose bytes are whole and make no sense."""
 
-    STORED = BlocksStored(1, 0, 0, b"", bytes(32), bytes(4), 0, 35, 4)
+    STORED = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), b"", bytes(32), bytes(4), LevelIndex(0), 35, 4
+    )
 
     def test_blocks_of_no_cache(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Blocks whose keys have no known size are not found by a name, and cannot be spelled out."""

@@ -15,6 +15,7 @@ from events import (
     SequenceAdded,
     TokensAppended,
 )
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogEnd, LogReader, LogWriter
 from events.packed import pack_i32, pack_i64, pack_u32
 
@@ -29,10 +30,21 @@ def batch(seq: int, tokens: Sequence[int] = (11, 12, 13)) -> EventBatch:
         TIME + seq,
         (
             SequenceAdded(
-                seq, f"request-{seq}", Namespace(), len(tokens), pack_i32(tokens), (0,) * (seq % 3), (0,), 0
+                Handle(seq),
+                f"request-{seq}",
+                Namespace(),
+                len(tokens),
+                pack_i32(tokens),
+                (0,) * (seq % 3),
+                (0,),
+                0,
             ),
             BlocksAllocated(
-                pack_i64([seq]), pack_u32([seq % 5]), 0, pack_i32(range(seq % 5)), AllocateReason.PROMPT
+                pack_i64([seq]),
+                pack_u32([seq % 5]),
+                GroupIndex(0),
+                pack_i32(range(seq % 5)),
+                AllocateReason.PROMPT,
             ),
             TokensAppended(pack_i64([seq]), b"", pack_i32(tokens[:1])),
         ),
@@ -41,7 +53,11 @@ def batch(seq: int, tokens: Sequence[int] = (11, 12, 13)) -> EventBatch:
 
 def large_batch(seq: int, size: int) -> EventBatch:
     """A batch of a little more than `size` bytes."""
-    return EventBatch(seq, TIME, (BlocksStored(0, 0, 0, b"", bytes(size), b"", 0, 35, 4),))
+    return EventBatch(
+        seq,
+        TIME,
+        (BlocksStored(Handle(0), GroupIndex(0), BlockIndex(0), b"", bytes(size), b"", LevelIndex(0), 35, 4),),
+    )
 
 
 def batches(count: int, start: int = 0) -> list[EventBatch]:

@@ -38,6 +38,7 @@ from events.codec import (
     to_json,
     without_tokens,
 )
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.packed import pack_i32, pack_i64, pack_u32
 from events.spelled import Spelled
 from events.types import PRIMARY, SECONDARY, GroupExported, MoveReason, RemoveReason
@@ -72,7 +73,7 @@ def fields(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(fields, arguments))
     if hasattr(hint, "__struct_fields__"):
         return structs(hint)
-    if hint is int:
+    if getattr(hint, "__supertype__", hint) is int:
         return st.integers(-(2**63), 2**64 - 1)
     return st.from_type(hint)
 
@@ -108,7 +109,17 @@ def test_json_is_plain(item: EventBatch) -> None:
 def test_columns_are_lists_in_json() -> None:
     """Numbers are numbers, names and keys of any width are hex strings, one per block."""
     key = bytes(range(16))
-    event = BlocksStored(1, 0, 0, key[:8], key + key[::-1], pack_i32([3, -4]), 0, 35, 2)
+    event = BlocksStored(
+        Handle(1),
+        GroupIndex(0),
+        BlockIndex(0),
+        key[:8],
+        key + key[::-1],
+        pack_i32([3, -4]),
+        LevelIndex(0),
+        35,
+        2,
+    )
     spelled = to_dict(event, key_bytes=16)
     assert spelled["type"] == "BlocksStored"
     assert spelled["slots"] == [3, -4]
@@ -120,10 +131,12 @@ def test_columns_are_lists_in_json() -> None:
 
 def test_blocks_without_names_have_no_names_in_json() -> None:
     """With hashing switched off there are no names, which is something else than names of no blocks."""
-    event = BlocksStored(1, 0, 0, b"", b"", pack_i32([3]), 0, 35, 2)
+    event = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), b"", b"", pack_i32([3]), LevelIndex(0), 35, 2
+    )
     spelled = to_dict(event, key_bytes=0)
     assert (spelled["keys"], spelled["names"], spelled["parent"]) == (None, None, None)
-    removed = BlocksRemoved(0, 0, pack_i32([3]), b"", RemoveReason.CAPACITY)
+    removed = BlocksRemoved(GroupIndex(0), LevelIndex(0), pack_i32([3]), b"", RemoveReason.CAPACITY)
     assert to_dict(removed, key_bytes=0)["names"] is None
     exported = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
     spelled = to_dict(StateExported((exported,), (), (), 1, 1, 0, 0), KEY_BYTES)
@@ -132,11 +145,16 @@ def test_blocks_without_names_have_no_names_in_json() -> None:
 
 def test_levels_have_names_in_json() -> None:
     """Levels are words, and a pair is an object with one value for each of them; a number that is none stays one."""
-    moved = BlocksMoved(0, b"", PRIMARY, b"", SECONDARY, b"", MoveReason.OFFLOAD, 1)
+    moved = BlocksMoved(GroupIndex(0), b"", PRIMARY, b"", SECONDARY, b"", MoveReason.OFFLOAD, 1)
     spelled = to_dict(moved, KEY_BYTES)
     assert (spelled["from_level"], spelled["to_level"]) == ("primary", "secondary")
     assert to_dict(CacheCleared((5, 6), 1), KEY_BYTES)["removed"] == {"primary": 5, "secondary": 6}
-    assert to_dict(BlocksRemoved(0, 7, b"", b"", RemoveReason.CAPACITY), KEY_BYTES)["level"] == 7
+    assert (
+        to_dict(BlocksRemoved(GroupIndex(0), LevelIndex(7), b"", b"", RemoveReason.CAPACITY), KEY_BYTES)[
+            "level"
+        ]
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +191,9 @@ def test_tokens_of_one_each_are_counted_by_no_list() -> None:
 def test_column_of_broken_length_is_a_decode_error(column: str) -> None:
     """A column that is no whole number of entries is refused when spelled out."""
     values: dict[str, Any] = {"parent": b"", "keys": b"", "slots": b"", column: b"\0" * 7}
-    event = BlocksStored(1, 0, 0, level=0, priority=35, last_tokens=2, **values)
+    event = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), level=LevelIndex(0), priority=35, last_tokens=2, **values
+    )
     with pytest.raises(EventDecodeError, match="7 bytes"):
         to_dict(event, KEY_BYTES)
 
@@ -192,8 +212,8 @@ class TestWithoutTokens:
 
     def test_tokens_are_gone_and_counts_stay(self) -> None:
         """What is left says how many tokens there were, and nothing of what they were."""
-        added = without_tokens(SequenceAdded(1, "r", Namespace(), 2, pack_i32([7, 8]), (0,), (0,), 0))
-        assert added == SequenceAdded(1, "r", Namespace(), 2, b"", (0,), (0,), 0)
+        added = without_tokens(SequenceAdded(Handle(1), "r", Namespace(), 2, pack_i32([7, 8]), (0,), (0,), 0))
+        assert added == SequenceAdded(Handle(1), "r", Namespace(), 2, b"", (0,), (0,), 0)
         appended = without_tokens(TokensAppended(pack_i64([1, 2]), b"", pack_i32([7, 8])))
         assert appended == TokensAppended(pack_i64([1, 2]), pack_u32([1, 1]), b"")
         several = without_tokens(TokensAppended(pack_i64([1, 2]), pack_u32([2, 0]), pack_i32([7, 8])))

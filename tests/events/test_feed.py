@@ -13,6 +13,7 @@ import pytest
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
 from events.feed.fold import Change, Cleared, Feed, Removed, Stored
+from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES, pack_i64, pack_u32
 from events.tokens.symbols import has_symbols
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
@@ -182,11 +183,13 @@ def filled(stored: BlocksStored, before: AnyEvent | None) -> BlocksFilled:
     """The block, and those `before` it."""
     handle, block = pack_i64([stored.handle]), pack_u32([stored.first_block])
     if before is None:
-        return BlocksFilled(handle, 0, block, stored.parent, stored.keys, stored.slots, stored.priority)
+        return BlocksFilled(
+            handle, GroupIndex(0), block, stored.parent, stored.keys, stored.slots, stored.priority
+        )
     before = cast(BlocksFilled, before)
     return BlocksFilled(
         before.handles + handle,
-        0,
+        GroupIndex(0),
         before.blocks + block,
         before.parents + stored.parent,
         before.keys + stored.keys,
@@ -205,9 +208,9 @@ def with_stored_blocks(batch: EventBatch, size: int) -> EventBatch:
         width = len(event.keys) // (len(event.slots) // 4)
         events += [
             BlocksStored(
-                int.from_bytes(event.handles[8 * at : 8 * at + 8], "little"),
+                Handle(int.from_bytes(event.handles[8 * at : 8 * at + 8], "little")),
                 event.group,
-                int.from_bytes(event.blocks[4 * at : 4 * at + 4], "little"),
+                BlockIndex(int.from_bytes(event.blocks[4 * at : 4 * at + 4], "little")),
                 event.parents[NAME_BYTES * at : NAME_BYTES * (at + 1)],
                 event.keys[width * at : width * (at + 1)],
                 event.slots[4 * at : 4 * at + 4],

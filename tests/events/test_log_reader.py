@@ -33,6 +33,7 @@ from events import (
     TransferLanded,
 )
 from events.codec import encode_batch
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
 from events.log.segments import Segment
 from events.types import GroupExported, SequenceExported
@@ -270,20 +271,26 @@ def test_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 CREATED = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "")
-EXPORTED = SequenceExported(1, 1, Namespace(), 1, b"", 1, 1, (), ())
+EXPORTED = SequenceExported(Handle(1), 1, Namespace(), 1, b"", 1, 1, (), ())
 GROUP = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
 
 
 @pytest.mark.parametrize(
     ("event", "column"),
     [
-        (BlocksAllocated(bytes(3), b"", 0, b"", AllocateReason.PROMPT), "handles"),
-        (BlocksAllocated(b"", b"", 0, bytes(6), AllocateReason.PROMPT), "slots"),
-        (BlocksStored(1, 0, 0, bytes(9), b"", b"", 0, 35, 4), "parent"),
-        (BlocksFilled(b"", 0, bytes(5), b"", b"", b"", 35), "blocks"),
-        (BlocksStored(1, 0, 0, b"", bytes(40), b"", 0, 35, 4), "keys"),
+        (BlocksAllocated(bytes(3), b"", GroupIndex(0), b"", AllocateReason.PROMPT), "handles"),
+        (BlocksAllocated(b"", b"", GroupIndex(0), bytes(6), AllocateReason.PROMPT), "slots"),
+        (
+            BlocksStored(Handle(1), GroupIndex(0), BlockIndex(0), bytes(9), b"", b"", LevelIndex(0), 35, 4),
+            "parent",
+        ),
+        (BlocksFilled(b"", GroupIndex(0), bytes(5), b"", b"", b"", 35), "blocks"),
+        (
+            BlocksStored(Handle(1), GroupIndex(0), BlockIndex(0), b"", bytes(40), b"", LevelIndex(0), 35, 4),
+            "keys",
+        ),
         (TransferLanded(bytes(12)), "transfers"),
-        (SequenceRemoved(1, (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
+        (SequenceRemoved(Handle(1), (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
         (StateExported((), (replace(EXPORTED, tokens=bytes(5)),), (), 1, 1, 0, 0), "sequences"),
         (StateExported((), (replace(EXPORTED, slots=(bytes(5),)),), (), 1, 1, 0, 0), "sequences"),
         (StateExported((replace(GROUP, free=(b"", bytes(7))),), (), (), 1, 1, 0, 0), "groups"),
@@ -301,7 +308,9 @@ def test_half_entries_are_damage(tmp_path: Path, event: AnyEvent, column: str) -
 
 def test_keys_have_the_size_that_the_cache_chose(tmp_path: Path) -> None:
     """Whole keys pass, none pass where blocks have no names, and sizes that no key has are refused."""
-    stored = BlocksStored(1, 0, 0, bytes(8), bytes(64), bytes(8), 0, 35, 4)
+    stored = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), bytes(8), bytes(64), bytes(8), LevelIndex(0), 35, 4
+    )
     for key_bytes, fits in (
         (32, True),
         (64, True),

@@ -33,6 +33,7 @@ from events import (
     SymbolsInterned,
 )
 from events.codec import encode_batch
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter, output
 from events.log.weight import batch_weight
 from tests.conftest import ROOT, RunPython
@@ -431,9 +432,13 @@ class TestFullQueue:
             )
             assert size <= batch_weight(item) <= 2 * size + 1000
         columns = {"handles": bytes(8_000), "blocks": bytes(4_000), "parents": bytes(8_000)}
-        filled = BlocksFilled(group=0, keys=bytes(32_000), slots=bytes(4_000), priority=35, **columns)
+        filled = BlocksFilled(
+            group=GroupIndex(0), keys=bytes(32_000), slots=bytes(4_000), priority=35, **columns
+        )
         assert 56_000 <= batch_weight(EventBatch(0, 0, (filled,))) <= 60_000
-        stored = BlocksStored(0, 0, 0, b"", bytes(32_000), bytes(4_000), 0, 35, 4)
+        stored = BlocksStored(
+            Handle(0), GroupIndex(0), BlockIndex(0), b"", bytes(32_000), bytes(4_000), LevelIndex(0), 35, 4
+        )
         assert 36_000 <= batch_weight(EventBatch(0, 0, (stored,))) <= 40_000
         pages = SymbolsInterned(tuple(SymbolPage(number, 7, 0, bytes(32)) for number in range(1000)))
         size = len(encode_batch(EventBatch(0, 0, (pages,))))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from events.ids import Handle
 from events.packed import pack_i32, pack_u32
 from events.tokens import symbols as module
 from events.tokens.rich import ItemSpan, RichTokens
@@ -164,7 +165,7 @@ def test_a_table_follows_the_events_of_a_log() -> None:
     table = SymbolTable()
     page = SymbolPage(0, 7, 0, CAT, 0)
     table.fold(SymbolsInterned((page,)))
-    table.fold(ContextComputed(1, 2))
+    table.fold(ContextComputed(Handle(1), 2))
     assert table.pages == {0: page}
     table.fold(SymbolsForgotten(pack_u32([0])))
     assert table.pages == {}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.types import (
     AllocateReason,
     BlocksAllocated,
@@ -127,7 +128,7 @@ def test_numbers_that_no_epoch_gives_are_refused(
             folded(created, replace(exported, **{field: number}))
     if number > 0:
         with pytest.raises(Unreplayable, match="no epoch has such a handle"):
-            folded(created, SequenceAdded(number, "r", Namespace(), 1, slots(1), (0,), (0,), 0))
+            folded(created, SequenceAdded(Handle(number), "r", Namespace(), 1, slots(1), (0,), (0,), 0))
 
 
 def run_with(name: str, value: int) -> Callable[[StateExported], StateExported]:
@@ -208,7 +209,7 @@ def test_impossible_states_are_refused(created: CacheCreated, exported: StateExp
 
 
 def added(num_tokens: int, tokens: bytes) -> SequenceAdded:
-    return SequenceAdded(1, "r", Namespace(), num_tokens, tokens, (0,), (0,), 0)
+    return SequenceAdded(Handle(1), "r", Namespace(), num_tokens, tokens, (0,), (0,), 0)
 
 
 @pytest.mark.parametrize(
@@ -247,13 +248,13 @@ ONE, FIVE = array("q", [1]).tobytes(), slots(1, 2, 3, 4, 5)
         TokensAppended(ONE, b"", b""),
         TokensAppended(ONE, slots(2), slots(1)),
         TokensAppended(ONE, slots(2), b""),
-        ContextComputed(1, 6),
-        ContextComputed(1, -1),
-        BlocksReused(1, 0, -1, 0, slots(0), bytes(8)),
-        BlocksReused(1, 0, 0, 0, slots(0), bytes(8), slots(9)),
-        BlocksAllocated(ONE, b"", 0, slots(-1), AllocateReason.DECODE),
-        BlocksUpdated(0, 0, slots(0), bytes(8), 35, 50),
-        BlocksStored(1, 7, 0, b"", bytes(32), slots(0), 0, 35, 2),
+        ContextComputed(Handle(1), 6),
+        ContextComputed(Handle(1), -1),
+        BlocksReused(Handle(1), GroupIndex(0), LevelIndex(-1), BlockIndex(0), slots(0), bytes(8)),
+        BlocksReused(Handle(1), GroupIndex(0), LevelIndex(0), BlockIndex(0), slots(0), bytes(8), slots(9)),
+        BlocksAllocated(ONE, b"", GroupIndex(0), slots(-1), AllocateReason.DECODE),
+        BlocksUpdated(GroupIndex(0), LevelIndex(0), slots(0), bytes(8), 35, 50),
+        BlocksStored(Handle(1), GroupIndex(7), BlockIndex(0), b"", bytes(32), slots(0), LevelIndex(0), 35, 2),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -270,18 +271,40 @@ TWO = array("q", [2]).tobytes()
 @pytest.mark.parametrize(
     "event",
     [
-        BlocksAllocated(b"", b"", 0, b"", AllocateReason.DECODE),
-        BlocksAllocated(TWO, slots(0), 0, b"", AllocateReason.DECODE),
-        BlocksReused(2, 0, 0, 1, b"", b""),
-        BlocksReused(2, 0, 1, 1, b"", b""),
-        BlocksStored(2, 0, 1, b"", b"", b"", 0, 35, 2),
-        BlocksStored(2, 0, 1, b"", b"", b"", 0, 35, 1),
-        BlocksFilled(b"", 0, b"", b"", b"", b"", 35),
-        BlocksUpdated(0, 0, b"", b"", 35, 50),
-        BlocksMoved(0, b"", 0, b"", 1, b"", MoveReason.OFFLOAD, 9),
-        BlocksMoved(0, b"", 1, b"", 0, b"", MoveReason.ONBOARD, 9, 2, 1),
-        BlocksMoved(0, b"", 1, b"", 0, b"", MoveReason.RECOMPUTED, 0, 2, 1),
-        BlocksRemoved(0, 0, b"", b"", RemoveReason.CAPACITY),
+        BlocksAllocated(b"", b"", GroupIndex(0), b"", AllocateReason.DECODE),
+        BlocksAllocated(TWO, slots(0), GroupIndex(0), b"", AllocateReason.DECODE),
+        BlocksReused(Handle(2), GroupIndex(0), LevelIndex(0), BlockIndex(1), b"", b""),
+        BlocksReused(Handle(2), GroupIndex(0), LevelIndex(1), BlockIndex(1), b"", b""),
+        BlocksStored(Handle(2), GroupIndex(0), BlockIndex(1), b"", b"", b"", LevelIndex(0), 35, 2),
+        BlocksStored(Handle(2), GroupIndex(0), BlockIndex(1), b"", b"", b"", LevelIndex(0), 35, 1),
+        BlocksFilled(b"", GroupIndex(0), b"", b"", b"", b"", 35),
+        BlocksUpdated(GroupIndex(0), LevelIndex(0), b"", b"", 35, 50),
+        BlocksMoved(GroupIndex(0), b"", LevelIndex(0), b"", LevelIndex(1), b"", MoveReason.OFFLOAD, 9),
+        BlocksMoved(
+            GroupIndex(0),
+            b"",
+            LevelIndex(1),
+            b"",
+            LevelIndex(0),
+            b"",
+            MoveReason.ONBOARD,
+            9,
+            Handle(2),
+            BlockIndex(1),
+        ),
+        BlocksMoved(
+            GroupIndex(0),
+            b"",
+            LevelIndex(1),
+            b"",
+            LevelIndex(0),
+            b"",
+            MoveReason.RECOMPUTED,
+            0,
+            Handle(2),
+            BlockIndex(1),
+        ),
+        BlocksRemoved(GroupIndex(0), LevelIndex(0), b"", b"", RemoveReason.CAPACITY),
         TransferLanded(b""),
         TransferFailed(b"", "nothing"),
     ],
@@ -321,12 +344,14 @@ def test_what_happens_to_nothing_takes_nothing(
 )
 def test_impossible_priorities_are_refused(created: CacheCreated, changes: dict[str, Any]) -> None:
     """Only cached blocks in a row, with the priority that they had, get one between 0 and 100."""
-    stored = BlocksStored(1, 0, 0, b"", bytes(64), slots(0, 1), 0, 35, 2)
-    allocated = BlocksAllocated(ONE, slots(3), 0, slots(0, 1, 2), AllocateReason.PROMPT)
-    events = (created, added(5, FIVE), allocated, ContextComputed(1, 4), stored)
+    stored = BlocksStored(
+        Handle(1), GroupIndex(0), BlockIndex(0), b"", bytes(64), slots(0, 1), LevelIndex(0), 35, 2
+    )
+    allocated = BlocksAllocated(ONE, slots(3), GroupIndex(0), slots(0, 1, 2), AllocateReason.PROMPT)
+    events = (created, added(5, FIVE), allocated, ContextComputed(Handle(1), 4), stored)
     first, second = (
-        BlocksUpdated(0, 0, slots(0), bytes(8), 35, 50),
-        BlocksUpdated(0, 0, slots(1), bytes(8), 35, 36),
+        BlocksUpdated(GroupIndex(0), LevelIndex(0), slots(0), bytes(8), 35, 50),
+        BlocksUpdated(GroupIndex(0), LevelIndex(0), slots(1), bytes(8), 35, 36),
     )
     folded(*events, first, second)
     with pytest.raises(Unreplayable, match="batch 0 does not follow"):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from events.bus import EventBus
+from events.ids import Handle
 from events.log import LogReader
 from events.types import Namespace, SequenceAdded, SequenceRemoved, TransferFailed
 from kvcache.cli.summary import _requests
@@ -81,11 +82,11 @@ def test_after_a_failed_copy_all_is_own() -> None:
     """A failed copy makes each sequence compute all of its tokens, also those that it had reused."""
     bus = EventBus()
     counter = StatsCounter(bus)
-    added = SequenceAdded(1, "a", Namespace(), 5, bytes(20), (4,), (0,), 0)
+    added = SequenceAdded(Handle(1), "a", Namespace(), 5, bytes(20), (4,), (0,), 0)
     for event in (
         added,
         TransferFailed(bytes(8), "lost"),
-        SequenceRemoved(1, (2,), (b"",), 5, 5),
+        SequenceRemoved(Handle(1), (2,), (b"",), 5, 5),
         msgspec.structs.replace(added, handle=2),
     ):
         bus.publish(event)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from events.feed.fold import Feed
+from events.ids import GroupIndex
 from events.types import PRIMARY, BlocksMoved, BlocksRemoved, BlocksUpdated, EventBatch
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
@@ -186,7 +187,7 @@ def test_a_released_block_takes_its_new_place() -> None:
         (50, 10, slots[1:2]),
         (50, 5, slots[2:]),
     ):
-        state.apply(BlocksUpdated(0, PRIMARY, part.tobytes(), b"", old, new))
+        state.apply(BlocksUpdated(GroupIndex(0), PRIMARY, part.tobytes(), b"", old, new))
         manager.check()
     assert len(state.groups[0].tree.runs) == 3
     victim = manager._blocks.window.order.next(PRIMARY)

@@ -13,6 +13,7 @@ from cuda_ops.copier import Copier, Copy, CopyFailed, FinishedTicket, Ticket
 from cuda_ops.simulated import FailingCopier, LateCopier
 from cuda_ops.torch_copier import TorchCopier
 from events.bus import EventBus
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import pack_i32
 from events.types import BlocksCopied, BlocksMoved, MoveReason
 from kvcache.device.transfers import TransferEngine
@@ -29,14 +30,30 @@ def moved(
 ) -> BlocksMoved:
     source, target = zip(*pairs, strict=True)
     return BlocksMoved(
-        group, b"", levels[0], pack_i32(source), levels[1], pack_i32(target), MoveReason.OFFLOAD, transfer
+        GroupIndex(group),
+        b"",
+        LevelIndex(levels[0]),
+        pack_i32(source),
+        LevelIndex(levels[1]),
+        pack_i32(target),
+        MoveReason.OFFLOAD,
+        transfer,
     )
 
 
 def copied(
     transfer: int, level: int, source: int, target: int, num_tokens: int, group: int = 0
 ) -> BlocksCopied:
-    return BlocksCopied(1, group, level, source, target, num_tokens, 0, transfer)
+    return BlocksCopied(
+        Handle(1),
+        GroupIndex(group),
+        LevelIndex(level),
+        Slot(source),
+        Slot(target),
+        num_tokens,
+        BlockIndex(0),
+        transfer,
+    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from events.feed.fold import Change, Cleared, Removed, Stored
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.packed import pack_i32
 from events.types import (
     AnyEvent,
@@ -67,23 +68,35 @@ class Source:
 
     def silent(self) -> EventBatch:
         """Something that no router needs to know."""
-        return self.batch(ContextComputed(1, 1))
+        return self.batch(ContextComputed(Handle(1), 1))
 
     def store(self, handle: int, blocks: int, namespace: Namespace | None = None) -> EventBatch:
         self.slots[handle] = slots = [self._free.pop() for _ in range(blocks)]
         prompt = tokens(handle, blocks, self.block)
         return self.batch(
             SequenceAdded(
-                handle, handle, namespace or Namespace(), blocks * self.block, prompt, (0,), (0,), 0
+                Handle(handle), handle, namespace or Namespace(), blocks * self.block, prompt, (0,), (0,), 0
             ),
-            BlocksStored(handle, 0, 0, b"", names(handle, blocks), pack_i32(slots), 0, 35, self.block),
+            BlocksStored(
+                Handle(handle),
+                GroupIndex(0),
+                BlockIndex(0),
+                b"",
+                names(handle, blocks),
+                pack_i32(slots),
+                LevelIndex(0),
+                35,
+                self.block,
+            ),
         )
 
     def remove(self, handle: int) -> EventBatch:
         slots = self.slots.pop(handle)
         self._free += slots
         gone = b"".join(name(handle, block) for block in reversed(range(len(slots))))
-        return self.batch(BlocksRemoved(0, 0, pack_i32(slots[::-1]), gone, RemoveReason.CAPACITY))
+        return self.batch(
+            BlocksRemoved(GroupIndex(0), LevelIndex(0), pack_i32(slots[::-1]), gone, RemoveReason.CAPACITY)
+        )
 
     def gap(self, batches: int) -> EventBatch:
         """Stands for the last batches, as a runner writes it when it has lost them."""

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterable
 
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     AdmissionRefused,
@@ -69,8 +70,8 @@ SAMPLES: tuple[AnyEvent, ...] = (
     EpochStarted(2, b"\x01" * 16, 1, 99, False, True, "kvcache 1"),
     StateExported(
         (GroupExported((SPACE,), bytes(72), TOKENS, TWO, KEYS, (TWO, b""), b""),),
-        (SequenceExported(7, "chat-1", SPACE, 3, TOKENS, 3, 3, (0,), (TWO,)),),
-        (TransferExported(1, 0, 1, TWO, None),),
+        (SequenceExported(Handle(7), "chat-1", SPACE, 3, TOKENS, 3, 3, (0,), (TWO,)),),
+        (TransferExported(1, GroupIndex(0), LevelIndex(1), TWO, None),),
         8,
         2,
         5,
@@ -78,18 +79,30 @@ SAMPLES: tuple[AnyEvent, ...] = (
         (SymbolPage(4, PLANTED),),
     ),
     Gap(3, 9, "overflow"),
-    SequenceAdded(7, "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
-    BlocksAllocated(pack_i64([7]), pack_u32([2]), 0, TWO, AllocateReason.DECODE),
-    BlocksReused(7, 1, 0, 2, TWO, NAMES, pack_i32([9])),
-    BlocksCopied(7, 0, 1, 4, 5, 3, 2, 11),
-    BlocksStored(7, 0, 35, bytes.fromhex("0011223344556677"), KEYS, TWO, 0, 36, 4),
-    BlocksFilled(pack_i64([7, 8]), 0, pack_u32([35, 4]), NAMES, KEYS, TWO, 36),
-    BlocksUpdated(0, 0, TWO, NAMES, 35, 80, 7),
-    BlocksMoved(0, NAMES, 0, TWO, 1, TWO, MoveReason.OFFLOAD, 12, 7),
-    BlocksRemoved(0, 1, TWO, NAMES, RemoveReason.CAPACITY, 7),
+    SequenceAdded(Handle(7), "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
+    BlocksAllocated(pack_i64([7]), pack_u32([2]), GroupIndex(0), TWO, AllocateReason.DECODE),
+    BlocksReused(Handle(7), GroupIndex(1), LevelIndex(0), BlockIndex(2), TWO, NAMES, pack_i32([9])),
+    BlocksCopied(Handle(7), GroupIndex(0), LevelIndex(1), Slot(4), Slot(5), 3, BlockIndex(2), 11),
+    BlocksStored(
+        Handle(7),
+        GroupIndex(0),
+        BlockIndex(35),
+        bytes.fromhex("0011223344556677"),
+        KEYS,
+        TWO,
+        LevelIndex(0),
+        36,
+        4,
+    ),
+    BlocksFilled(pack_i64([7, 8]), GroupIndex(0), pack_u32([35, 4]), NAMES, KEYS, TWO, 36),
+    BlocksUpdated(GroupIndex(0), LevelIndex(0), TWO, NAMES, 35, 80, Handle(7)),
+    BlocksMoved(
+        GroupIndex(0), NAMES, LevelIndex(0), TWO, LevelIndex(1), TWO, MoveReason.OFFLOAD, 12, Handle(7)
+    ),
+    BlocksRemoved(GroupIndex(0), LevelIndex(1), TWO, NAMES, RemoveReason.CAPACITY, Handle(7)),
     TokensAppended(pack_i64([7, 8]), pack_u32([2, 1]), TOKENS),
-    ContextComputed(7, 40),
-    SequenceRemoved(7, (2, 1), (TWO, b""), 815, 814),
+    ContextComputed(Handle(7), 40),
+    SequenceRemoved(Handle(7), (2, 1), (TWO, b""), 815, 814),
     TransferLanded(pack_i64([12, 13, 14, 16])),
     TransferFailed(pack_i64([12]), "lost device"),
     CacheCleared((3, 4), 2),
@@ -104,7 +117,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
 def make_batch(seq: int, events: int = 1, padding: int = 0) -> EventBatch:
     """A batch of `events` events; the first one has a column of `padding` bytes."""
     first = TokensAppended(pack_i64([seq]), b"", bytes(padding))
-    return EventBatch(seq, 1000 + seq, (first, *[ContextComputed(seq, 0)] * (events - 1)))
+    return EventBatch(seq, 1000 + seq, (first, *[ContextComputed(Handle(seq), 0)] * (events - 1)))
 
 
 def gaps(stream: Iterable[EventBatch]) -> list[Gap]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from events.codec import without_tokens
+from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     SECONDARY,
@@ -82,16 +83,16 @@ def test_a_step_of_one_sequence_shows_its_handle() -> None:
     line = render_event(TokensAppended(pack_i64([2 * 2**40 + 7]), b"", pack_i32([1])), Known(KEY_BYTES))
     assert line.split() == ["TokensAppended", "#2.7", "tokens=1"]
     line = render_event(
-        BlocksAllocated(pack_i64([7, 8]), b"", 0, TWO, AllocateReason.DECODE), Known(KEY_BYTES)
+        BlocksAllocated(pack_i64([7, 8]), b"", GroupIndex(0), TWO, AllocateReason.DECODE), Known(KEY_BYTES)
     )
     assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
 
 
 def test_a_sequence_is_named_by_its_request() -> None:
     """What is done by or for a sequence says whose it is, from its beginning to its last line, and not beyond."""
-    added = SequenceAdded(7, "chat 1", Namespace(), 9, b"", (0,), (0,), 0)
-    removed = BlocksRemoved(0, SECONDARY, TWO, NAMES, RemoveReason.CAPACITY, 7)
-    ended = SequenceRemoved(7, (0,), (b"",), 9, 8)
+    added = SequenceAdded(Handle(7), "chat 1", Namespace(), 9, b"", (0,), (0,), 0)
+    removed = BlocksRemoved(GroupIndex(0), SECONDARY, TWO, NAMES, RemoveReason.CAPACITY, Handle(7))
+    ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
     story = (removed, added, removed, TokensAppended(pack_i64([7]), b"", pack_i32([1])), ended, removed)
     lines = list(render_batch(EventBatch(0, 0, story), Known(KEY_BYTES)))
     assert [line.split(maxsplit=2)[2] for line in lines] == [
@@ -107,10 +108,10 @@ def test_a_sequence_is_named_by_its_request() -> None:
 def test_requests_are_known_from_the_state() -> None:
     """Whoever begins behind a gap learns from the whole state which requests run, and that the others do not."""
     known = Known(KEY_BYTES)
-    known.see(SequenceAdded(6, "lost", Namespace(), 9, b"", (0,), (0,), 0))
-    running = SequenceExported(7, 1234, Namespace(), 3, b"", 3, 0, (0,), (b"",))
+    known.see(SequenceAdded(Handle(6), "lost", Namespace(), 9, b"", (0,), (0,), 0))
+    running = SequenceExported(Handle(7), 1234, Namespace(), 3, b"", 3, 0, (0,), (b"",))
     known.see(StateExported((), (running,), (), 8, 1, 0, 0))
-    assert render_event(ContextComputed(7, 3), known).split() == [
+    assert render_event(ContextComputed(Handle(7), 3), known).split() == [
         "ContextComputed",
         "request=1234",
         "tokens=3",
@@ -123,13 +124,15 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinks.known.MAX_REQUESTS", 2)
     known = Known()
     for handle in (1, 2, 3):
-        known.see(SequenceAdded(handle, f"r{handle}", Namespace(), 9, b"", (0,), (0,), 0))
+        known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", (0,), (0,), 0))
     assert [known.request(handle) for handle in (1, 2, 3)] == [None, "r2", "r3"]
 
 
 def test_a_block_filled_alone_shows_its_place() -> None:
     """Where decoding has filled one block, its sequence, index and parent are named, as for a stored one."""
-    event = BlocksFilled(pack_i64([7]), 0, pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36)
+    event = BlocksFilled(
+        pack_i64([7]), GroupIndex(0), pack_u32([35]), NAMES[8:], KEYS[:KEY_BYTES], pack_i32([4]), 36
+    )
     assert render_event(event, Known(KEY_BYTES)).split(maxsplit=1)[1] == (
         "#7 group=0 primary blocks=1 first=35 1f2e3d4c after 9a8b7c6d priority=36"
     )
@@ -144,13 +147,18 @@ def test_tokens_are_counted_when_they_were_taken_out() -> None:
 def test_blocks_without_names_are_counted() -> None:
     """A cache without block hashes still shows how many blocks were stored."""
     assert "blocks=2 first=0 priority=35" in render_event(
-        BlocksStored(1, 0, 0, b"", b"", TWO, 0, 35, 4), Known()
+        BlocksStored(Handle(1), GroupIndex(0), BlockIndex(0), b"", b"", TWO, LevelIndex(0), 35, 4), Known()
     )
 
 
 def test_a_single_name_is_shown_once() -> None:
     """No range is shown where there is one block."""
-    line = render_event(BlocksStored(1, 0, 0, b"", KEYS[:KEY_BYTES], TWO[:4], 0, 35, 4), Known(KEY_BYTES))
+    line = render_event(
+        BlocksStored(
+            Handle(1), GroupIndex(0), BlockIndex(0), b"", KEYS[:KEY_BYTES], TWO[:4], LevelIndex(0), 35, 4
+        ),
+        Known(KEY_BYTES),
+    )
     assert "blocks=1 first=0 1f2e3d4c priority=35" in line
 
 
@@ -158,7 +166,10 @@ def test_a_single_name_is_shown_once() -> None:
 def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
     """Request ids and names are quoted and escaped unless plain, and cut short."""
     space = Namespace(None, hostile, None)
-    for event in (AdmissionRefused(hostile, 1, 0), SequenceAdded(1, hostile, space, 1, b"", (0,), (0,), 0)):
+    for event in (
+        AdmissionRefused(hostile, 1, 0),
+        SequenceAdded(Handle(1), hostile, space, 1, b"", (0,), (0,), 0),
+    ):
         line = render_event(event, Known(KEY_BYTES))
         assert line.isprintable()
         assert line.isascii()
@@ -168,7 +179,7 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
 
 def test_extra_ids_are_mentioned() -> None:
     """That a request uses extra ids is shown as part of its namespace."""
-    event = SequenceAdded(1, "r", Namespace(uses_extra_ids=True), 1, b"", (0,), (0,), 0)
+    event = SequenceAdded(Handle(1), "r", Namespace(uses_extra_ids=True), 1, b"", (0,), (0,), 0)
     assert render_event(event, Known(KEY_BYTES)).endswith("reused=0+0+0 extra_ids=yes")
 
 

@@ -38,7 +38,9 @@ def played(
 
 def recorded(log: Path) -> dict[tuple[int, int], int]:
     """Bytes that the events of a log say were copied, by source and target level."""
-    found = dict.fromkeys([(PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (PRIMARY, PRIMARY)], 0)
+    found: dict[tuple[int, int], int] = dict.fromkeys(
+        [(PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (PRIMARY, PRIMARY)], 0
+    )
     for batch in LogReader(log):
         for event in batch.events:
             if isinstance(event, BlocksMoved) and event.transfer:
