@@ -39,7 +39,7 @@ class EventBus:
         for subscriber in self.subscribers[type(event)]:
             subscriber(event)
 
-    def take(self) -> tuple[Any, ...]:
+    def take_events(self) -> tuple[Any, ...]:
         """The events since the last call."""
         events = tuple(self.pending)
         self.pending.clear()

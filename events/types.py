@@ -104,7 +104,8 @@ class StateExported(Event, frozen=True):
     transfers: tuple[TransferExported, ...]
     next_handle: int
     next_transfer: int
-    stamp: int
+    releases: int
+    """How often a sequence has let go of its blocks so far: the next one is released later than all others."""
     changed_blocks: int
     """Blocks changed since the last checkpoint."""
     symbols: Pages = ()

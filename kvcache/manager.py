@@ -35,7 +35,7 @@ from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.query import Query
 from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
-from kvcache.record.outlets import LogTarget, Outlets
+from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.record.steps import Steps
 from kvcache.results import Admission, PollResult, StoreResult
 from sinks import Sink, SinkContext, SinkRunner
@@ -88,22 +88,22 @@ class KVCacheManager:
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
         self._salts = context.salts
-        outlets = Outlets.open(log, sinks, context, config.log)
+        outputs = Outputs.open(log, sinks, context, config.log)
         try:
-            self._journal = Journal(created, outlets, config.event_buffer_max_size, first)
-            self._assemble(outlets, created, wall_ns, eviction_order)
+            self._journal = Journal(created, outputs, config.event_buffer_max_size, first)
+            self._assemble(outputs, created, wall_ns, eviction_order)
             self._journal.due()
             self._journal.flush(started)
             if pools is not None:
                 # Last, so that they are not taken by a manager that could not be made.
                 pools.take(self)
         except BaseException:
-            outlets.close()
+            outputs.close()
             raise
 
     def _assemble(
         self,
-        outlets: Outlets,
+        outputs: Outputs,
         created: CacheCreated,
         wall_ns: Callable[[], int],
         eviction_order: type[EvictionOrder],
@@ -113,14 +113,14 @@ class KVCacheManager:
         self.state, self.bus = state, bus = journal.state, journal.bus
         if transfers is not None:
             bus.subscribe(transfers.on_event, *transfers.events)
-        recorded = outlets.log is not None
+        recorded = outputs.log is not None
         self._blocks = BlockManager(self.config, state, journal.emit, recorded=recorded, order=eviction_order)
         self._checker = RequestChecker(
             state.handles,
             state.symbols,
             self.layout.max_tokens(self.config.max_sequence_length),
             block_hash=created.hash_algorithm,
-            log_has_tokens=outlets.records_tokens,
+            log_has_tokens=outputs.records_tokens,
         )
         self._query = Query(
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
@@ -285,7 +285,7 @@ class KVCacheManager:
             self._readiness.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
-        return StoreResult(sequence.tails[0].end, swaps)
+        return StoreResult(sequence.path_ends[0].end, swaps)
 
     @exclusive
     def add_tokens(
@@ -377,7 +377,7 @@ class KVCacheManager:
         finally:
             self._guard.closed = True
             try:
-                self._journal.outlets.close()
+                self._journal.outputs.close()
             finally:
                 if self._pools is not None and self.transfers is not None:
                     # After a failure, what was started may still write.

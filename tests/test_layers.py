@@ -29,7 +29,7 @@ ALLOWED_BESIDES = {
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
     "kvcache/record/monitor.py": {"sinks"},
-    "kvcache/record/outlets.py": {"sinks"},
+    "kvcache/record/outputs.py": {"sinks"},
     "kvcache/cli": {"sinks"},
 }
 """What single files, or all files of a directory, may import besides."""

@@ -125,7 +125,7 @@ class Feed:
         ]
         self._hidden = [set() for _ in self.groups]
         self._sequences.clear()
-        self._running.forget()
+        self._running.forget_row()
         self._symbols.clear()
         self._transfers.clear()
         self._waiting = [{} for _ in self.groups]
@@ -145,7 +145,7 @@ class Feed:
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]
-        self._running.forget()
+        self._running.forget_row()
 
     # -- blocks
 

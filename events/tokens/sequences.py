@@ -83,7 +83,7 @@ class RunningTokens:
             return not sequences
         return [id(sampled) for sampled in self._sampled] == [id(each.sampled) for each in sequences]
 
-    def forget(self) -> None:
+    def forget_row(self) -> None:
         """Begin anew: the sequences are others, or one of them is not decoding any more."""
         self.handles = None
 
@@ -95,7 +95,7 @@ class RunningTokens:
         self.handles, self._sampled = handles, [sequence.sampled for sequence in sequences]
 
     def _append_many(self, event: TokensAppended) -> None:
-        self.forget()
+        self.forget_row()
         start = 0
         for handle, count in zip(array("q", event.handles), array("I", event.counts), strict=True):
             size = count * TOKEN_BYTES

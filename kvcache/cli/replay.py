@@ -94,7 +94,7 @@ def _group_json(group: GroupState) -> dict[str, Any]:
 
 def _numbers(group: GroupState, index: int) -> tuple[int, int, int, int]:
     level = group.levels[index]
-    blank = len(level.free)
+    blank = len(level.blank)
     return level.size, level.size - blank - level.unreferenced, level.unreferenced, blank
 
 

@@ -14,7 +14,7 @@ from events.log import LogWriter
 from kvcache.cli.output import Output
 from kvcache.config import LogConfig
 from kvcache.errors import InternalError, UsageError
-from kvcache.record.outlets import open_log
+from kvcache.record.outputs import open_log
 
 
 class RunDirectory:

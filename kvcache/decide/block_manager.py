@@ -207,7 +207,7 @@ class BlockManager:
         for sequence in sequences:
             swaps = self.window.store(sequence)
             if swaps:
-                changed[sequence.request_id] = StoreResult(sequence.tails[0].end, swaps)
+                changed[sequence.request_id] = StoreResult(sequence.path_ends[0].end, swaps)
         return changed
 
     def _growing(self, sequences: list[Sequence], counts: array[int]) -> list[tuple[Sequence, int]]:
@@ -225,7 +225,7 @@ class BlockManager:
         """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
         needed = len(growing) if blocks is None else sum(blocks)
         primary = self.window.group.levels[PRIMARY]
-        if needed > len(primary.free):
+        if needed > len(primary.blank):
             if needed > primary.available:
                 taken = list(accumulate(blocks or [1] * len(growing)))
                 first = growing[bisect_right(taken, primary.available)]

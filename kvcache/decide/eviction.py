@@ -49,7 +49,7 @@ class Evictor:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
         primary = self.group.levels[PRIMARY]
         together = not spares
-        while (short := needed - len(primary.free)) > 0:
+        while (short := needed - len(primary.blank)) > 0:
             if together and self._evict_together(self.order.lowest(PRIMARY, short), handle):
                 continue
             # Rare: priorities, or more than secondary holds. Looking for all of them each time would take too long.
@@ -74,7 +74,7 @@ class Evictor:
         if min(run.priority for run, _ in victims) < self._offload_min_priority:
             return False
         secondary = self.group.levels[SECONDARY]
-        missing = sum(take for _, take in victims) - len(secondary.free)
+        missing = sum(take for _, take in victims) - len(secondary.blank)
         if missing > 0:
             lower = self.order.lowest(SECONDARY, missing)
             room = sum(take for _, take in lower)
@@ -89,13 +89,13 @@ class Evictor:
         secondary = self.group.levels[SECONDARY]
         if run.priority < self._offload_min_priority:
             return 0
-        if not secondary.free:
+        if not secondary.blank:
             lower = self.order.next(SECONDARY, spares)
             if lower is None or not self.order.precedes(lower, run):
                 return 0
             behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
             self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
-        return len(secondary.free)
+        return len(secondary.blank)
 
     def _offload(self, victims: list[tuple[Run, int]], handle: Handle | None) -> None:
         slots, names = self._tails(victims)

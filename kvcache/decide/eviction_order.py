@@ -57,7 +57,7 @@ class LeastRecentlyUsed:
 
     def key(self, run: Run) -> Any:
         """Lower goes first. May depend on what the state says of the run, and on nothing else."""
-        return (run.priority, run.stamp, -run.end)
+        return (run.priority, run.released_at, -run.end)
 
     # -- what happens
 
@@ -136,7 +136,7 @@ class LeastRecentlyUsed:
             count -= take
             parent = run.parent
             if take == len(run.slots) and isinstance(parent, Run) and parent.level == level:
-                children[parent.id] = children.get(parent.id, parent.kin) - 1
+                children[parent.id] = children.get(parent.id, parent.same_level_children) - 1
                 if not children[parent.id] and not parent.refs:
                     turn = self.key(parent)
                     limit = turn if limit is None else min(limit, turn)

@@ -26,7 +26,7 @@ def set_priority(
     One event for each row of blocks that had one priority. All are noted first: applying one splits and joins runs.
     """
     events = []
-    path = list(window.group.path(sequence.tails[window.index]))
+    path = list(window.group.path(sequence.path_ends[window.index]))
     path.reverse()
     for (level, old), runs in groupby(path, lambda run: (run.level, run.priority)):
         slots, names = _within(list(runs), first, last, window.group.tree.key_bytes)

@@ -144,7 +144,7 @@ class WindowBlockManager:
             unread.discard(slot)
             target = slot
         else:
-            target = next(free for free in reversed(primary.free) if free not in unread)
+            target = next(free for free in reversed(primary.blank) if free not in unread)
         block = len(sequence.tables[self.index])
         handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
         self._emit(
@@ -174,7 +174,7 @@ class WindowBlockManager:
 
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary."""
-        runs = [run for run in self.group.path(sequence.tails[self.index]) if run.level == SECONDARY]
+        runs = [run for run in self.group.path(sequence.path_ends[self.index]) if run.level == SECONDARY]
         if not runs:
             return
         runs.reverse()
@@ -206,7 +206,7 @@ class WindowBlockManager:
         size, computed = self.tokens_per_block, sequence.computed
         full = computed // size
         stop = computed if partial and self._partial_reuse else full * size
-        tail = sequence.tails[self.index]
+        tail = sequence.path_ends[self.index]
         first = tail.end
         if self.group.shared:
             own = self._own_blocks(sequence.tables[self.index], first)
@@ -228,7 +228,7 @@ class WindowBlockManager:
         handles, blocks, slots = array("q"), array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
-            tail, table = sequence.tails[index], sequence.tables[index]
+            tail, table = sequence.path_ends[index], sequence.tables[index]
             block = tail.end
             if block != len(table) - 2 or not tail.grows(DEFAULT_PRIORITY) or sequence.handle in self._rich:
                 others.append(sequence)
@@ -265,7 +265,7 @@ class WindowBlockManager:
     def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Replacement]) -> int:
         """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
         index, size = self.index, self.tokens_per_block
-        tail, table = sequence.tails[index], sequence.tables[index]
+        tail, table = sequence.path_ends[index], sequence.tables[index]
         if sequence.packed(first * size, (first + 1) * size) not in tail.children:
             return 0
         symbols = sequence.packed(first * size, full * size)
@@ -307,11 +307,11 @@ class WindowBlockManager:
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`."""
         index, size = self.index, self.tokens_per_block
-        if sequence.tails[index].children:
+        if sequence.path_ends[index].children:
             head = sequence.packed(first * size, min(stop, (first + 1) * size))
             if not self._make_way(sequence, head):
                 return
-        tail = sequence.tails[index]
+        tail = sequence.path_ends[index]
         last = -(-stop // size)
         parent = tail.key_of_last(self._key_bytes)
         keys = b""
@@ -335,7 +335,7 @@ class WindowBlockManager:
 
     def _make_way(self, sequence: Sequence, head: bytes) -> bool:
         """Whether a new block is to be stored beside its siblings; a shorter one that it covers is removed."""
-        tail = sequence.tails[self.index]
+        tail = sequence.path_ends[self.index]
         if covered(tail, head):
             return False  # a block that begins with these tokens serves as well
         shorter = covered_child(tail, head)
@@ -345,7 +345,7 @@ class WindowBlockManager:
 
     def freed_by(self, sequence: Sequence) -> bytes:
         """The slots that become blank when the sequence goes, deepest first."""
-        own = sequence.tables[self.index][sequence.tails[self.index].end :]
+        own = sequence.tables[self.index][sequence.path_ends[self.index].end :]
         own.reverse()
         shared = self.group.shared
         if shared:

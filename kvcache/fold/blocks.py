@@ -23,7 +23,7 @@ class BlockFold(Contents):
     def _allocate(self, event: ev.BlocksAllocated) -> None:
         index, sequences = event.group, self.sequences
         slots = array("i", event.slots)
-        self.groups[index].levels[PRIMARY].take(slots)
+        self.groups[index].levels[PRIMARY].take_slots(slots)
         handles = array("q", event.handles)
         if not event.counts:
             for handle, slot in zip(handles, slots, strict=True):
@@ -40,11 +40,11 @@ class BlockFold(Contents):
         _check_level(event.level)
         slots = array("i", event.slots)
         invariant(len(slots) > 0, "no block was reused")
-        tail = group.claim(sequence.tails[event.group], event.level, slots)
-        sequence.tails[event.group] = tail
+        tail = group.claim(sequence.path_ends[event.group], event.level, slots)
+        sequence.path_ends[event.group] = tail
         if event.level == SECONDARY:
             slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
-            self.holes.setdefault(event.group, []).append(sequence)
+            self.awaiting_onboard.setdefault(event.group, []).append(sequence)
         table = sequence.tables[event.group]
         first = event.first_block
         invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
@@ -54,7 +54,7 @@ class BlockFold(Contents):
             invariant(own.tobytes() == event.replaced, "the slots that a sequence gives back are not its own")
         table[first : first + len(slots)] = slots
         if event.replaced:
-            group.give_back(array("i", event.replaced))
+            group.return_uncached(array("i", event.replaced))
         else:
             self.set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
         group.settle(tail)
@@ -70,7 +70,7 @@ class BlockFold(Contents):
         index, first = event.group, event.first_block
         invariant(event.level == PRIMARY, "blocks are stored in primary")
         group, sequence = self.groups[index], self.sequences[event.handle]
-        tail = sequence.tails[index]
+        tail = sequence.path_ends[index]
         slots = array("i", event.slots)
         last = first + len(slots)
         if not slots or tail.end != first or sequence.tables[index][first:last] != slots:
@@ -87,7 +87,7 @@ class BlockFold(Contents):
             symbols = sequence.packed(first * size, stop)
         else:
             symbols = event.keys
-        sequence.tails[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        sequence.path_ends[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
@@ -98,12 +98,12 @@ class BlockFold(Contents):
         named = len(slots) * NAME_BYTES if key_bytes else 0
         if len(event.keys) != len(slots) * key_bytes or len(event.parents) != named:
             raise InvariantViolated("filled blocks have other names than there are blocks")
-        owner, block_bytes, parents = group.levels[PRIMARY].owner, group.tree.block_bytes, b""
+        owner, block_bytes, parents = group.levels[PRIMARY].run_ids, group.tree.block_bytes, b""
         # Of the parent's key, what is its name; counted from the end, where its run ends.
         name = slice(-key_bytes, NAME_BYTES - key_bytes or None)
         filling = map(self.sequences.__getitem__, array("q", event.handles))
         for sequence, block, slot in zip(filling, blocks, slots, strict=True):
-            run = sequence.tails[index]
+            run = sequence.path_ends[index]
             if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
             if key_bytes:
@@ -134,13 +134,13 @@ class BlockFold(Contents):
             self._take_over(group, event, from_slots, to_slots)
             return
         if event.why == MoveReason.OFFLOAD:
-            group.levels[SECONDARY].take(to_slots)
+            group.levels[SECONDARY].take_slots(to_slots)
             group.offload(from_slots, to_slots, event.transfer)
         else:
             assert event.handle is not None
-            group.levels[PRIMARY].take(to_slots)
+            group.levels[PRIMARY].take_slots(to_slots)
             group.onboard(from_slots, to_slots, event.transfer)
-            group.settle(self.sequences[event.handle].tails[event.group])  # type: ignore[arg-type]
+            group.settle(self.sequences[event.handle].path_ends[event.group])  # type: ignore[arg-type]
             self._fill_tables(event.group)
         onboarded = event.handle if event.why == MoveReason.ONBOARD else None
         self._track(event.transfer, Transfer(event.group, event.to_level, to_slots, onboarded))
@@ -151,15 +151,15 @@ class BlockFold(Contents):
         Each gets what lies on its own path: a request may share only the start of what another one has onboarded.
         """
         group, waiting = self.groups[index], []
-        for sequence in self.holes.pop(index, ()):
+        for sequence in self.awaiting_onboard.pop(index, ()):
             table = sequence.tables[index]
-            for run in group.path(sequence.tails[index]):
+            for run in group.path(sequence.path_ends[index]):
                 if run.level == PRIMARY:
                     table[run.start : run.end] = run.slots
             if -1 in table:
                 waiting.append(sequence)
         if waiting:
-            self.holes[index] = waiting
+            self.awaiting_onboard[index] = waiting
 
     def _take_over(
         self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]
@@ -170,9 +170,9 @@ class BlockFold(Contents):
         table = sequence.tables[event.group]
         first = event.first_block
         invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
-        tail = group.claim(sequence.tails[event.group], SECONDARY, from_slots)
+        tail = group.claim(sequence.path_ends[event.group], SECONDARY, from_slots)
         group.onboard(from_slots, to_slots, 0)
-        sequence.tails[event.group] = tail
+        sequence.path_ends[event.group] = tail
         group.settle(tail)
 
     def _remove(self, event: ev.BlocksRemoved) -> None:

@@ -47,7 +47,7 @@ def check_slots(state: Contents) -> None:
         for namespace, root in group.tree.roots.items():
             invariant(root.users == users[namespace], "a namespace counts its sequences wrongly")
             invariant(bool(root.children or root.users), "an unused namespace is kept")
-    invariant(not state.holes, "a sequence waits for blocks that were not onboarded")
+    invariant(not state.awaiting_onboard, "a sequence waits for blocks that were not onboarded")
     invariant(
         {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
         "request ids and handles disagree",
@@ -58,7 +58,7 @@ def check_slots(state: Contents) -> None:
 
 
 def _check_decoding(state: Contents) -> None:
-    """The row of sequences that decode together is only as good as `RunningTokens.forget` was called for it."""
+    """The row of sequences that decode together is only as good as `RunningTokens.forget_row` was called for it."""
     row = [state.sequences[handle] for handle in array("q", state.running.handles or b"")]
     invariant(
         all(sequence.is_decoding for sequence in row), "a sequence that decodes counts its tokens itself"
@@ -95,10 +95,11 @@ def _check_run(group: GroupState, run: Run) -> None:
     invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
     invariant(run.order == sorted(run.children), "children are out of order")
     invariant(
-        run.kin == sum(c.level == run.level for c in run.children.values()), "children are counted wrongly"
+        run.same_level_children == sum(c.level == run.level for c in run.children.values()),
+        "children are counted wrongly",
     )
     invariant(not (run.partial and run.children), "a block hangs behind a partial one")
-    invariant((run.refs == 0) or (run.stamp == 0), "a held block has a release stamp")
+    invariant((run.refs == 0) or (run.released_at == 0), "a held block has a release stamp")
     if isinstance(parent, Run):
         invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
         invariant(parent.refs >= run.refs, "a block is held but its parent is not")
@@ -108,7 +109,7 @@ def _check_run(group: GroupState, run: Run) -> None:
 
 
 def _check_sequence(group: GroupState, index: int, sequence: Sequence, references: Counter[int]) -> None:
-    table, tail = sequence.tables[index], sequence.tails[index]
+    table, tail = sequence.tables[index], sequence.path_ends[index]
     needed = -(-sequence.num_tokens // group.tokens_per_block)
     invariant(len(table) == needed, "a block table does not fit the tokens")
     invariant(len(set(table)) == len(table), "a block table names a slot twice")
@@ -123,7 +124,7 @@ def _check_sequence(group: GroupState, index: int, sequence: Sequence, reference
 def _check_level(group: GroupState, level: Level, states: States) -> None:
     runs = [run for run in group.tree.runs.values() if run.level == level.index]
     for run in runs:
-        invariant(all(level.owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+        invariant(all(level.run_ids[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
     unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
     invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
 

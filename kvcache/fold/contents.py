@@ -52,13 +52,13 @@ class Contents:
         self.rich: dict[int, int] = {}
         """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
         self.transfers: dict[int, Transfer] = {}
-        self.holes: dict[int, list[Sequence]] = {}
+        self.awaiting_onboard: dict[int, list[Sequence]] = {}
         """By group, sequences that claimed secondary blocks still to be onboarded: none between two commands."""
         self.refused: dict[RequestId, None] = {}
         """Requests that did not fit and were not admitted since, oldest first."""
         self.next_handle = 1
         self.next_transfer = 1
-        self.stamp = 0
+        self.releases = 0
         """Raised by each release."""
         self.changed_blocks = 0
         """Blocks stored, updated, moved and removed since the last checkpoint."""
@@ -92,5 +92,5 @@ class Contents:
 
     def set_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """The K/V of so many leading tokens is written."""
-        self.running.forget()
+        self.running.forget_row()
         sequence.computed = num_tokens

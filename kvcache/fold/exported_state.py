@@ -43,7 +43,7 @@ def export(state: Contents) -> StateExported:
         ),
         next_handle=state.next_handle,
         next_transfer=state.next_transfer,
-        stamp=state.stamp,
+        releases=state.releases,
         changed_blocks=state.changed_blocks,
         symbols=tuple(page for _, page in sorted(state.symbols.pages.items())),
         forget_symbols_at=state.symbols.forget_at,
@@ -61,7 +61,7 @@ def _export_group(group: GroupState) -> GroupExported:
             index[run.id] = len(index)
             last_tokens = run.partial or group.tokens_per_block
             numbers += [parent, len(run.slots), last_tokens, run.level, run.priority, run.expiry]
-            numbers += [run.stamp, run.refs, run.transfer]
+            numbers += [run.released_at, run.refs, run.transfer]
             symbols += run.symbols
             keys += run.keys
             slots += run.slots
@@ -71,7 +71,7 @@ def _export_group(group: GroupState) -> GroupExported:
         symbols=bytes(symbols),
         slots=slots.tobytes(),
         keys=bytes(keys),
-        free=(group.levels[0].free.tobytes(), group.levels[1].free.tobytes()),
+        blank=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
         shared=array("q", [number for item in group.shared.items() for number in item]).tobytes(),
     )
 
@@ -119,7 +119,7 @@ def install(state: Contents, event: StateExported) -> None:
     numbers = (event.next_handle, event.next_transfer)
     invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
     state.next_handle, state.next_transfer = numbers
-    state.stamp, state.changed_blocks = event.stamp, event.changed_blocks
+    state.releases, state.changed_blocks = event.releases, event.changed_blocks
     check_slots(state)
 
 
@@ -131,8 +131,8 @@ def _install_group(state: Contents, group: GroupState, exported: GroupExported) 
         runs.append(columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers))
         _place(group, runs[-1])
     columns.check_used_up()
-    for level, free in zip(group.levels, exported.free, strict=True):
-        level.free = array("i", free)
+    for level, free in zip(group.levels, exported.blank, strict=True):
+        level.blank = array("i", free)
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
 
@@ -178,7 +178,7 @@ class _Columns:
             bytearray(self._keys[begin * key_bytes : self._block * key_bytes]),
         )
         run.partial, run.level = partial, LevelIndex(level)
-        run.priority, run.expiry, run.stamp, run.refs, run.transfer = rest
+        run.priority, run.expiry, run.released_at, run.refs, run.transfer = rest
         return run
 
     def check_used_up(self) -> None:
@@ -201,7 +201,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
         root = group.root(entry.namespace, state.root_key(entry.namespace))
         root.users += 1
         invariant(0 <= stored <= len(slots) // SLOT_BYTES, "a sequence has more cached blocks than blocks")
-        tail = group.owner(PRIMARY, array("i", slots)[stored - 1]) if stored else root
+        tail = group.run_at(PRIMARY, array("i", slots)[stored - 1]) if stored else root
         invariant(tail.end == stored, "a sequence's cached blocks end inside a run")
         tails.append(tail)
     tokens = state.tokens_of(entry.num_tokens, entry.tokens)

@@ -35,7 +35,7 @@ def fingerprint(state: Contents) -> bytes:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
-    digest.update(array("q", [state.next_handle, state.next_transfer, state.stamp]))
+    digest.update(array("q", [state.next_handle, state.next_transfer, state.releases]))
     return digest.digest()
 
 
@@ -48,7 +48,7 @@ def _add_group(digest: Any, group: GroupState) -> None:
             slots = np.frombuffer(b"".join([run.slots for run in runs]), np.int32)
             columns[slots] = _rows(group, runs)
         digest.update(columns.ravel())
-        digest.update(level.free)
+        digest.update(level.blank)
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 
@@ -58,7 +58,7 @@ def _rows(group: GroupState, runs: list[Run]) -> npt.NDArray[np.int64]:
     lengths = np.array([len(run.slots) for run in runs])
     ends = lengths.cumsum()
     rows = np.zeros((ends[-1], _COLUMNS), np.int64)
-    equal = [(full, run.priority, run.expiry, run.stamp, run.refs, run.transfer == 0) for run in runs]
+    equal = [(full, run.priority, run.expiry, run.released_at, run.refs, run.transfer == 0) for run in runs]
     rows[:, 2:] = np.repeat(np.array(equal, np.int64), lengths, axis=0)
     rows[ends - 1, 2] = [run.partial or full for run in runs]
     if key_bytes:

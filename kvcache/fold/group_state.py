@@ -40,16 +40,16 @@ class GroupState:
             root = self.tree.roots[namespace] = Root(namespace, key)
         return root
 
-    def owner(self, level: int, slot: int) -> Run:
+    def run_at(self, level: int, slot: int) -> Run:
         """The run that holds a cached slot."""
-        run = self.tree.runs.get(self.levels[level].owner[slot])
+        run = self.tree.runs.get(self.levels[level].run_ids[slot])
         if run is None or run.level != level:
             raise InvariantViolated("a slot that an event names is not cached")
         return run
 
     def is_cached(self, level: int, slot: int) -> bool:
         """Whether a run holds the slot."""
-        run = self.tree.runs.get(self.levels[level].owner[slot])
+        run = self.tree.runs.get(self.levels[level].run_ids[slot])
         return run is not None and run.level == level and slot in run.slots
 
     def path(self, node: Node) -> Iterator[Run]:
@@ -62,11 +62,12 @@ class GroupState:
         """Take a reference on the blocks in `slots`, which continue `node`; returns the last run."""
         done = 0
         while done < len(slots):
-            run = self.owner(level, slots[done])
+            run = self.run_at(level, slots[done])
             invariant(run.parent is node, "reused blocks do not continue the sequence's prefix")
             take = min(len(run.slots), len(slots) - done)
             invariant(run.slots[:take] == slots[done : done + take], "reused blocks are not consecutive")
             if take < len(run.slots):
+                # What lies behind is not claimed, so from here on its references differ.
                 run = self.split(run, take)
             self.reference(run)
             done += take
@@ -78,7 +79,7 @@ class GroupState:
         """One more sequence holds the run."""
         if run.refs == 0:
             self.levels[run.level].unreferenced -= len(run.slots)
-            run.stamp = 0
+            run.released_at = 0
             self.watcher.held(run.level, run.slots)
         run.refs += 1
 
@@ -87,9 +88,10 @@ class GroupState:
         for run in self.path(node):
             run.refs -= 1
             if run.refs == 0:
-                run.stamp = stamp
+                run.released_at = stamp
                 self.levels[run.level].unreferenced += len(run.slots)
         if isinstance(node, Run):
+            # Only now: while the path was walked, its runs differed in what was released already.
             self._settle_around(node)
             self._offer(node)
 
@@ -116,6 +118,7 @@ class GroupState:
         self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int
     ) -> Run:
         """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
+        # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
         if isinstance(node, Run) and node.grows(priority):
             run = node
             run.symbols += symbols
@@ -147,7 +150,7 @@ class GroupState:
 
     def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
         """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
-        run = self.owner(level, slots[done])
+        run = self.run_at(level, slots[done])
         at = run.slots.index(slots[done])
         take = min(len(run.slots) - at, len(slots) - done)
         consecutive = above is None or (run.parent is above and not at)
@@ -165,7 +168,7 @@ class GroupState:
         if count and self._shorten(level, slots, count):
             return
         while done < count:
-            run = self.owner(level, slots[done])
+            run = self.run_at(level, slots[done])
             take = min(len(run.slots), count - done)
             gone = slots if take == count else slots[done : done + take]
             if run.refs or run.children:
@@ -178,7 +181,7 @@ class GroupState:
     def _shorten(self, level: int, slots: array[int], count: int) -> bool:
         """The usual case of `remove`, in one go: the end of one unreferenced leaf. False if it is not that."""
         at = self.levels[level]
-        run = self.tree.runs.get(at.owner[slots[0]])
+        run = self.tree.runs.get(at.run_ids[slots[0]])
         if (
             run is None
             or run.level != level
@@ -195,7 +198,7 @@ class GroupState:
         """Make the last `take` blocks of an unreferenced leaf blank."""
         level = self.levels[run.level]
         level.unreferenced -= take
-        level.free += gone
+        level.blank += gone
         self.watcher.gone(run.level, gone)
         keep = len(run.slots) - take
         if not keep:
@@ -232,15 +235,15 @@ class GroupState:
         """Move the ends of unreferenced primary leaves to secondary; of each the deepest block first."""
         done = 0
         while done < len(slots):
-            run = self.owner(PRIMARY, slots[done])
+            run = self.run_at(PRIMARY, slots[done])
             take = min(len(run.slots), len(slots) - done)
             gone, to = slots[done : done + take], to_slots[done : done + take]
             invariant(last_reversed(run.slots, take) == gone, "offloaded blocks are not the end of a run")
-            invariant(not run.refs and not run.kin, "an offloaded block is in use")
+            invariant(not run.refs and not run.same_level_children, "an offloaded block is in use")
             if take < len(run.slots):
-                self.split(run, len(run.slots) - take)
+                self.split(run, len(run.slots) - take)  # `run` is the lower part, the one that moves
             self.relocate(run, SECONDARY, last_reversed(to, take), transfer)
-            self.levels[PRIMARY].give_back(gone)
+            self.levels[PRIMARY].return_slots(gone)
             self.watcher.gone(PRIMARY, gone)
             if isinstance(run.parent, Run) and run.parent.level == PRIMARY:
                 self._offer(run.parent)
@@ -256,16 +259,17 @@ class GroupState:
             self.levels[level].unreferenced += len(run.slots)
         parent = run.parent
         if isinstance(parent, Run):
-            parent.kin += (parent.level == level) - (parent.level == run.level)
+            # One more if it comes into the parent's level, one fewer if it leaves it.
+            parent.same_level_children += (parent.level == level) - (parent.level == run.level)
         run.level, run.slots, run.transfer = level, slots, transfer
-        run.kin = sum(child.level == level for child in run.children.values())
+        run.same_level_children = sum(child.level == level for child in run.children.values())
         self.levels[level].own(slots, run.id)
 
     def onboard(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Move whole runs that a sequence holds to primary; shallowest block first."""
         done = 0
         while done < len(slots):
-            run = self.owner(SECONDARY, slots[done])
+            run = self.run_at(SECONDARY, slots[done])
             size = len(run.slots)
             invariant(run.slots == slots[done : done + size], "onboarded blocks are not whole runs")
             parent = run.parent
@@ -273,12 +277,13 @@ class GroupState:
             if isinstance(parent, Run) and parent.level == SECONDARY:
                 self._offer(parent)
             done += size
-        self.levels[SECONDARY].give_back(slots)
+        self.levels[SECONDARY].return_slots(slots)
         self.watcher.gone(SECONDARY, slots)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
         """The copy of these blocks is complete, as far as they are still there."""
-        owners = np.unique(self.levels[level].owners[np.frombuffer(slots, np.int32)])
+        # The slots may have other owners by now: a run counts only if it still waits for this very copy.
+        owners = np.unique(self.levels[level].run_id_array[np.frombuffer(slots, np.int32)])
         for run_id in owners.tolist():
             run = self.tree.runs.get(run_id)
             if run is not None and run.transfer == transfer:
@@ -293,11 +298,11 @@ class GroupState:
                 return
         self.settle(run)
 
-    def give_back(self, slots: array[int]) -> array[int]:
+    def return_uncached(self, slots: array[int]) -> array[int]:
         """A sequence lets go of uncached slots; returns those that nobody else holds, which are blank now."""
         if self.shared:
             slots = array("i", [slot for slot in slots if not self._still_held(slot)])
-        self.levels[PRIMARY].give_back(slots)
+        self.levels[PRIMARY].return_slots(slots)
         return slots
 
     def _still_held(self, slot: int) -> bool:
@@ -317,11 +322,11 @@ class GroupState:
                 unnamed += len(run.slots)
                 self._share(run.refs, run.slots)
             else:
-                self.levels[run.level].give_back(run.slots)
+                self.levels[run.level].return_slots(run.slots)
         for level in self.levels:
             # A fixed order: that of the runs differs between a live state and one that was exported.
-            level.free = array("i", sorted(level.free, reverse=True))
-            level.owners.fill(-1)
+            level.blank = array("i", sorted(level.blank, reverse=True))
+            level.run_id_array.fill(-1)
             level.unreferenced = 0
         self.tree.runs.clear()
         for root in list(self.tree.roots.values()):

@@ -134,10 +134,10 @@ def slot_states(state: Contents, index: int) -> tuple[States, States]:
     group = state.groups[index]
     holders: Counter[int] = Counter()
     for sequence in state.sequences.values():
-        holders.update(sequence.tables[index][sequence.tails[index].end :])
+        holders.update(sequence.tables[index][sequence.path_ends[index].end :])
     shared = {slot: count for slot, count in holders.items() if count > 1}
     invariant(shared == group.shared, "uncached blocks are shared by others than noted")
-    primary, secondary = ([(level.free, BLANK)] for level in group.levels)
+    primary, secondary = ([(level.blank, BLANK)] for level in group.levels)
     primary += [(array("i", holders.keys() - shared), HELD), (array("i", shared), SHARED)]
     for run in group.tree.runs.values():
         (secondary if run.level else primary).append((run.slots, _state_of(run)))

@@ -74,14 +74,14 @@ class Run(Node):
         "head",
         "id",
         "keys",
-        "kin",
         "level",
         "parent",
         "partial",
         "priority",
         "refs",
+        "released_at",
+        "same_level_children",
         "slots",
-        "stamp",
         "symbols",
         "transfer",
     )
@@ -103,18 +103,18 @@ class Run(Node):
         self.level = PRIMARY
         self.priority = 0
         self.expiry = 0
-        self.stamp = 0
+        self.released_at = 0
         """When it was released: a counter, 0 while it is held."""
         self.refs = 0
         self.transfer = 0
         """The copy that brings these blocks here, 0 when they have landed."""
-        self.kin = 0
+        self.same_level_children = 0
         """Children in the same level; without any, the last block may be evicted."""
 
     @property
     def is_leaf(self) -> bool:
         """Whether its last block may be evicted: nobody holds it, and nothing hangs behind it in its level."""
-        return not (self.refs or self.kin)
+        return not (self.refs or self.same_level_children)
 
     def grows(self, priority: int) -> bool:
         """Whether a sequence that ends here may extend this run by blocks of this priority: nobody else holds it."""
@@ -146,7 +146,7 @@ class Run(Node):
         return (
             self.refs == other.refs
             and self.level == other.level
-            and self.stamp == other.stamp
+            and self.released_at == other.released_at
             and self.transfer == other.transfer
             and self.priority == other.priority
             and self.expiry == other.expiry
@@ -171,9 +171,10 @@ class PrefixTree:
         parent = run.parent
         invariant(run.head not in parent.children, "a sibling with the same first block exists")
         parent.children[run.head] = run
+        # Sorted, so that the child with the longest common prefix is a neighbour of where a prompt would stand.
         parent.order.insert(bisect_left(parent.order, run.head), run.head)
         if isinstance(parent, Run) and parent.level == run.level:
-            parent.kin += 1
+            parent.same_level_children += 1
         self.runs[run.id] = run
 
     def unlink(self, run: Run) -> None:
@@ -185,7 +186,7 @@ class PrefixTree:
         del self.runs[run.id]
         if isinstance(parent, Run):
             if parent.level == run.level:
-                parent.kin -= 1
+                parent.same_level_children -= 1
         elif isinstance(parent, Root):
             self.drop_unused(parent)
 
@@ -203,14 +204,16 @@ class PrefixTree:
         """Make the first `at` blocks a run of their own, above the rest; returns it."""
         size, keys = at * self.block_bytes, at * self.key_bytes
         parent = run.parent
+        # The upper part is the new object. Sequences and children of `run` point at its end, and need not be told.
         upper = self.new_run(parent, run.symbols[:size], run.slots[:at], run.keys[:keys])
         del run.symbols[:size]
         del run.slots[:at]
         del run.keys[:keys]
         upper.level, upper.priority, upper.expiry = run.level, run.priority, run.expiry
-        upper.refs, upper.stamp, upper.transfer = run.refs, run.stamp, run.transfer
-        upper.kin = 1
+        upper.refs, upper.released_at, upper.transfer = run.refs, run.released_at, run.transfer
+        upper.same_level_children = 1  # its only child has the same state, hence the same level
         run.head = bytes(run.symbols[: self.block_bytes])
+        # It begins as `run` did, so it takes its place under the same key, and `parent.order` stays as it is.
         parent.children[upper.head] = upper
         upper.children = {run.head: run}
         upper.order = [run.head]
@@ -227,6 +230,7 @@ class PrefixTree:
         """Put the parent's blocks in front of its only child's; returns the parent, which is gone."""
         upper = run.parent
         assert isinstance(upper, Run)
+        # As in a split the lower run stays: whoever points at its end needs not be told.
         run.symbols[:0] = upper.symbols
         run.slots = upper.slots + run.slots
         run.keys[:0] = upper.keys
@@ -250,6 +254,7 @@ def runs_below(top: Node) -> list[Run]:
 
 def common_bytes(run: Run, symbols: bytes, start: int, stop: int) -> int:
     """Length of the common prefix of a run's content and ``symbols[start:stop]``, in whole symbols' bytes."""
+    # Compared as numbers, all at once; `argmax` of booleans is the first True, or 0 if there is none.
     count = min(len(run.symbols), stop - start) // TOKEN_BYTES
     ours = np.frombuffer(run.symbols, np.int32, count)
     differs = ours != np.frombuffer(symbols, np.int32, count, start)

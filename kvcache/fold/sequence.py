@@ -15,7 +15,7 @@ _FOLLOWS = -1
 class Sequence(SequenceTokens):
     """State of one sequence; changed only while an event is applied."""
 
-    __slots__ = ("_computed", "handle", "namespace", "num_prompt_tokens", "request_id", "tables", "tails")
+    __slots__ = ("_computed", "handle", "namespace", "num_prompt_tokens", "path_ends", "request_id", "tables")
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Sequence(SequenceTokens):
         self.num_prompt_tokens = len(tokens)
         self.tables = [array("i") for _ in roots]
         """Per group: the primary slot of each block."""
-        self.tails = roots
+        self.path_ends = roots
         """Per group: the end of the cached path that the sequence holds; its blocks up to there are cached."""
 
     @property
@@ -55,7 +55,7 @@ class Sequence(SequenceTokens):
     @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
-        return tuple(tail.end for tail in self.tails)
+        return tuple(tail.end for tail in self.path_ends)
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""

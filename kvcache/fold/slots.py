@@ -24,17 +24,17 @@ def last_reversed(slots: array[int], count: int) -> array[int]:
 class Level:
     """Slots of one window at one level."""
 
-    __slots__ = ("free", "index", "owner", "owners", "size", "unreferenced")
+    __slots__ = ("blank", "index", "run_id_array", "run_ids", "size", "unreferenced")
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
         self.size = size
-        self.free = array("i")
-        self.free.frombytes(np.arange(size - 1, -1, -1, dtype=np.int32).tobytes())
+        self.blank = array("i")
+        self.blank.frombytes(np.arange(size - 1, -1, -1, dtype=np.int32).tobytes())
         """Blank slots; the last is taken first, so that a new cache hands out 0, 1, 2, ..."""
-        self.owner = array("q", [-1]) * size
+        self.run_ids = array("q", [-1]) * size
         """Id of the run that holds the slot, or was the last to do so: whoever asks compares the run's slots."""
-        self.owners = np.frombuffer(self.owner, np.int64) if size else np.empty(0, np.int64)
+        self.run_id_array = np.frombuffer(self.run_ids, np.int64) if size else np.empty(0, np.int64)
         """The same memory, for many slots at a time."""
         self.unreferenced = 0
         """Cached blocks that no sequence holds: all can be evicted, leaf by leaf."""
@@ -42,33 +42,33 @@ class Level:
     @property
     def available(self) -> int:
         """Slots that can be had: blank, or cached and unreferenced."""
-        return len(self.free) + self.unreferenced
+        return len(self.blank) + self.unreferenced
 
     def peek(self, count: int) -> array[int]:
         """The next `count` blank slots, in the order in which they would be taken."""
-        if count > len(self.free):
+        if count > len(self.blank):
             raise InvariantViolated("not enough blank slots")
-        return last_reversed(self.free, count)
+        return last_reversed(self.blank, count)
 
-    def take(self, slots: array[int]) -> None:
+    def take_slots(self, slots: array[int]) -> None:
         """Take slots off the free list: the next ones or, rarely, chosen ones."""
-        count, free = len(slots), self.free
+        count, free = len(slots), self.blank
         if last_reversed(free, count) == slots:
             del free[len(free) - count :]
             return
         for slot in slots:
-            invariant(slot in self.free, "a slot that is not blank cannot be taken")
-            self.free.remove(slot)
+            invariant(slot in self.blank, "a slot that is not blank cannot be taken")
+            self.blank.remove(slot)
 
-    def give_back(self, slots: array[int]) -> None:
+    def return_slots(self, slots: array[int]) -> None:
         """Add slots to the free list; the last one will be taken first."""
-        self.free.extend(slots)
+        self.blank.extend(slots)
 
     def own(self, slots: array[int], run_id: int) -> None:
         """Note which run holds the slots."""
         if len(slots) > _FEW:
-            self.owners[np.frombuffer(slots, np.int32)] = run_id
+            self.run_id_array[np.frombuffer(slots, np.int32)] = run_id
             return
-        owner = self.owner
+        owner = self.run_ids
         for slot in slots:
             owner[slot] = run_id

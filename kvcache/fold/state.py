@@ -80,8 +80,8 @@ class CacheState(BlockFold):
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
-        self.holes.clear()
-        self.running.forget()
+        self.awaiting_onboard.clear()
+        self.running.forget_row()
         self.symbols.clear()
         self.rich.clear()
         self.refused.clear()
@@ -92,8 +92,8 @@ class CacheState(BlockFold):
         self.tokens_recorded = event.tokens_recorded
 
     def _install(self, event: ev.StateExported) -> None:
-        self.running.forget()
-        self.holes.clear()
+        self.running.forget_row()
+        self.awaiting_onboard.clear()
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
@@ -107,7 +107,7 @@ class CacheState(BlockFold):
             unnamed += kept
         invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
         for sequence in self.sequences.values():
-            sequence.tails = self.roots(sequence.namespace)
+            sequence.path_ends = self.roots(sequence.namespace)
         self.changed_blocks += sum(removed) + unnamed
 
     # -- sequences
@@ -165,15 +165,15 @@ class CacheState(BlockFold):
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
         self.rich.pop(event.handle, None)
-        self.running.forget()
-        self.stamp += 1
+        self.running.forget_row()
+        self.releases += 1
         for index, group in enumerate(self.groups):
-            tail = sequence.tails[index]
+            tail = sequence.path_ends[index]
             own = sequence.tables[index][tail.end :]
             own.reverse()
-            freed = group.give_back(own)
+            freed = group.return_uncached(own)
             invariant(freed.tobytes() == event.freed[index], "other slots were freed")
-            group.release(tail, self.stamp)
+            group.release(tail, self.releases)
             root = group.tree.roots[sequence.namespace]
             root.users -= 1
             group.tree.drop_unused(root)

@@ -54,11 +54,11 @@ class StatsCounter:
         counts["events"] += num_events
         counts["batches"] += 1
         primary, secondary = state.groups[0].levels
-        blank, unreferenced = len(primary.free), primary.unreferenced
+        blank, unreferenced = len(primary.blank), primary.unreferenced
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = (
             counts.copy(),
-            (blank, len(secondary.free), unreferenced, secondary.unreferenced, len(state.sequences)),
+            (blank, len(secondary.blank), unreferenced, secondary.unreferenced, len(state.sequences)),
         )
 
     def read(self) -> Stats:

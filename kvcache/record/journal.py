@@ -15,7 +15,7 @@ from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
 from kvcache.record.latest_events import LatestEvents
-from kvcache.record.outlets import Outlets
+from kvcache.record.outputs import Outputs
 
 
 def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> CacheCreated:
@@ -48,11 +48,11 @@ class Journal:
     def __init__(
         self,
         created: CacheCreated,
-        outlets: Outlets,
+        outputs: Outputs,
         event_buffer_max_size: int = 0,
         first: StateExported | None = None,
     ) -> None:
-        if not outlets.records_tokens and not created.key_bytes:
+        if not outputs.records_tokens and not created.key_bytes:
             raise Unsupported(
                 "a log without tokens and without names, by which blocks could be told apart",
                 "give a block_hash other than none, or record tokens",
@@ -63,9 +63,9 @@ class Journal:
         self.latest = (
             LatestEvents(self.bus, self.state, event_buffer_max_size) if event_buffer_max_size else None
         )
-        self.outlets = outlets
+        self.outputs = outputs
         self._state_due = False
-        self._next_seq = outlets.next_seq
+        self._next_seq = outputs.next_seq
         self._exported_seq = -1
         """The last batch that holds the whole state."""
         self._start(created, first)
@@ -73,7 +73,7 @@ class Journal:
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
         """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
         used = 0 if first is None else epoch_of(max(first.next_handle, first.next_transfer))
-        epoch = self.outlets.begin_epoch(used)
+        epoch = self.outputs.begin_epoch(used)
         if epoch is not None:
             self.bus.publish(epoch)  # it describes the log; the live state always knows its tokens
         self.emit(created)
@@ -89,11 +89,11 @@ class Journal:
 
     def due(self) -> bool:
         """Whether there is something to flush; to be asked before each flush."""
-        if self.outlets.may_lose:
-            gap = self.outlets.take_gap()
+        if self.outputs.may_lose:
+            gap = self.outputs.take_gap()
             if gap is not None:
                 self.bus.publish(gap)
-            lost = self.outlets.lost_seq
+            lost = self.outputs.lost_seq
             # The batch with the state may itself be the last that was lost.
             if gap is not None or (lost >= 0 and lost >= self._exported_seq):
                 self._state_due = True
@@ -107,11 +107,11 @@ class Journal:
             self._exported_seq = self._next_seq
         if not self.bus.pending:
             return None
-        events = self.bus.take()
+        events = self.bus.take_events()
         batch = EventBatch(self._next_seq, now, events)
         self._next_seq += 1
         self.counter.publish(self.state, len(events))
-        self.outlets.publish(batch)
+        self.outputs.publish(batch)
         if self.latest is not None:
             self.latest.publish()
         return batch

@@ -32,16 +32,16 @@ class Monitor:
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
-        return self._journal.outlets.sink_stats()
+        return self._journal.outputs.sink_stats()
 
     def log_stats(self) -> LogStats | None:
         """Progress, lag and losses of the log, and whether the disk refuses it; None without a log. For any thread."""
-        log = self._journal.outlets.log
+        log = self._journal.outputs.log
         return None if log is None else log.stats()
 
     def reopen_sinks(self) -> None:
         """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""
-        self._journal.outlets.reopen()
+        self._journal.outputs.reopen()
 
     def wait_subscribers(
         self, count: int, timeout: float = float("inf"), stop: Callable[[], bool] = lambda: False
@@ -54,12 +54,12 @@ class Monitor:
         if not callable(stop):
             raise UsageError(f"stop must be a function, not {type(stop).__name__}")
         seconds = _up_to(_LONGEST_WAIT_MS / 1000, timeout, "timeout must be a number")
-        return self._journal.outlets.wait_subscribers(count, seconds, stop)
+        return self._journal.outputs.wait_subscribers(count, seconds, stop)
 
     @property
     def feeds(self) -> tuple[RouterFeed, ...]:
         """The sinks that feed routers."""
-        return self._journal.outlets.feeds
+        return self._journal.outputs.feeds
 
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
         """Take the events flushed since the last call, as TensorRT-LLM's dicts; may be called from any thread.

@@ -59,7 +59,7 @@ class Steps:
             with self._guard:
                 self._blocks.upkeep()
         batch = self._flush()
-        self._journal.outlets.check_log()
+        self._journal.outputs.check_log()
         return batch
 
     def end_last(self) -> None:
@@ -78,7 +78,7 @@ class Steps:
             if self._guard.failure is None:
                 with self._guard:
                     self._blocks.checkpoint()
-                self._journal.outlets.make_room()
+                self._journal.outputs.make_room()
                 self._flush()
 
     def _flush(self) -> EventBatch | None:

@@ -66,4 +66,4 @@ def test_a_suspended_log_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert stats is not None
         assert (stats.dropped_batches, stats.last_error) == (0, None)
     with pytest.raises(LogWriteFailed):
-        manager._journal.outlets.log.append(object())  # type: ignore[union-attr, arg-type]
+        manager._journal.outputs.log.append(object())  # type: ignore[union-attr, arg-type]

@@ -299,7 +299,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         }
         assert cached_blocks(self.manager.state) == blocks
         levels = self.manager.state.groups[0].levels
-        assert [len(level.free) for level in levels] == [
+        assert [len(level.blank) for level in levels] == [
             self.model.blank(PRIMARY),
             self.model.blank(SECONDARY),
         ]

@@ -75,7 +75,7 @@ def test_block_that_lies_in_secondary_moves_to_the_one_who_computed_it() -> None
     ]
     (event,) = [event for event in manager.bus.pending if isinstance(event, BlocksMoved)]
     assert (event.why, event.transfer) == (MoveReason.RECOMPUTED, 0)
-    assert len(manager.state.groups[0].levels[1].free) == 4
+    assert len(manager.state.groups[0].levels[1].blank) == 4
     manager.check()
 
 

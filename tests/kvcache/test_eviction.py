@@ -246,7 +246,7 @@ class MostRecentlyUsed(LeastRecentlyUsed):
     """What was released last goes first."""
 
     def key(self, run: Run) -> Any:
-        return (-run.stamp, -run.end)
+        return (-run.released_at, -run.end)
 
 
 class LeastOftenUsed(LeastRecentlyUsed):
@@ -264,7 +264,7 @@ class LeastOftenUsed(LeastRecentlyUsed):
             del self.held_slots[level, slot]
 
     def key(self, run: Run) -> Any:
-        return (self.held_slots[run.level, run.slots[-1]], run.stamp, -run.end)
+        return (self.held_slots[run.level, run.slots[-1]], run.released_at, -run.end)
 
 
 @pytest.mark.parametrize(

@@ -40,18 +40,18 @@ def _swap(slots: array[int]) -> None:
 CHANGES: dict[str, Callable[[CacheState], object]] = {
     "priority": lambda state: setattr(one(state, 0), "priority", 36),
     "expiry": lambda state: setattr(one(state, 0), "expiry", 1),
-    "stamp": lambda state: setattr(one(state, 0), "stamp", 9),
+    "stamp": lambda state: setattr(one(state, 0), "released_at", 9),
     "references": lambda state: setattr(one(state, 1), "refs", 2),
     "copy on its way": lambda state: setattr(one(state, 1), "transfer", 1),
     "tokens in the last block": lambda state: setattr(one(state, 0), "partial", 0),
     "name": lambda state: one(state, 1).keys.__setitem__(0, one(state, 1).keys[0] ^ 1),
     "place": lambda state: _swap(one(state, 0).slots),
-    "order of blank slots": lambda state: _swap(state.groups[0].levels[0].free),
-    "order of blank secondary slots": lambda state: _swap(state.groups[0].levels[1].free),
+    "order of blank slots": lambda state: _swap(state.groups[0].levels[0].blank),
+    "order of blank secondary slots": lambda state: _swap(state.groups[0].levels[1].blank),
     "slots held twice": lambda state: state.groups[0].shared.__setitem__(1, 2),
     "block table": lambda state: _swap(state.sequences[2].tables[0]),
     "computed tokens": lambda state: setattr(state.sequences[2], "computed", 1),
-    "next release": lambda state: setattr(state, "stamp", 9),
+    "next release": lambda state: setattr(state, "releases", 9),
 }
 
 

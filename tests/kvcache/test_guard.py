@@ -90,7 +90,7 @@ def test_closing_in_the_middle_of_a_call_waits_for_its_end() -> None:
     """The call is done whole and recorded; the manager is closed when it has returned."""
     manager = cache()
     batches: list[EventBatch] = []
-    manager._journal.outlets.publish = batches.append  # type: ignore[method-assign,assignment]
+    manager._journal.outputs.publish = batches.append  # type: ignore[method-assign,assignment]
     manager.bus.subscribe(lambda event: manager.close())
     admission = manager.add_sequence("c", [1, 2])
     assert admission.num_tokens == 2
@@ -356,7 +356,7 @@ def full(**settings: Any) -> KVCacheManager:
     serve(manager, "one", PROMPT)
     serve(manager, "two", [9] * 12)
     manager.poll()
-    manager.bus.take()
+    manager.bus.take_events()
     return manager
 
 
@@ -413,9 +413,9 @@ def with_images() -> KVCacheManager:
 def after_a_loss() -> KVCacheManager:
     """The log has lost batches, so the next one says so and holds the whole state."""
     manager = full()
-    outlets = manager._journal.outlets
-    outlets.may_lose = True
-    outlets.take_gap = lambda: Gap(1, 2, "overflow")  # type: ignore[method-assign]
+    outputs = manager._journal.outputs
+    outputs.may_lose = True
+    outputs.take_gap = lambda: Gap(1, 2, "overflow")  # type: ignore[method-assign]
     return manager
 
 

@@ -123,10 +123,10 @@ def test_state_behind_a_gap_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> N
     manager, book = KVCacheManager(config(event_buffer_max_size=10_000)), Book()
     busy(manager)
     keep(book, manager.get_latest_events())
-    outlets = manager._journal.outlets
-    monkeypatch.setattr(outlets, "may_lose", True)
+    outputs = manager._journal.outputs
+    monkeypatch.setattr(outputs, "may_lose", True)
     gaps = [Gap(1, 2, "lost")]
-    monkeypatch.setattr(outlets, "take_gap", lambda: gaps.pop() if gaps else None)
+    monkeypatch.setattr(outputs, "take_gap", lambda: gaps.pop() if gaps else None)
     batch = manager.flush()
     assert batch is not None
     assert "StateExported" in {type(event).__name__ for event in batch.events}

@@ -72,16 +72,16 @@ def contradict(state: CacheState, what: str) -> None:
     """Change one of the places that say something about slots, so that it disagrees with the others."""
     group = state.groups[0]
     primary, secondary = group.levels
-    offloaded = group.owner(SECONDARY, 0)
+    offloaded = group.run_at(SECONDARY, 0)
     match what:
         case "free and cached":
-            secondary.free.append(0)
+            secondary.blank.append(0)
         case "neither free nor cached":
-            secondary.free.pop()
+            secondary.blank.pop()
         case "held and cached":
             state.sequences[4].tables[0][-1] = 4
         case "owner":
-            primary.owner[4] = offloaded.id
+            primary.run_ids[4] = offloaded.id
         case "level":
             offloaded.level = PRIMARY
         case "references":

@@ -146,8 +146,8 @@ def column_with(name: str, edit: Callable[[bytes], bytes]) -> Callable[[StateExp
 
 def free_with(edit: Callable[[bytes], bytes]) -> Callable[[StateExported], StateExported]:
     def change(exported: StateExported) -> StateExported:
-        primary, secondary = exported.groups[0].free
-        return group_with(exported, free=(edit(primary), secondary))
+        primary, secondary = exported.groups[0].blank
+        return group_with(exported, blank=(edit(primary), secondary))
 
     return change
 
@@ -315,7 +315,7 @@ def test_what_happens_to_nothing_takes_nothing(
 ) -> None:
     """An event without a single block is refused, or leaves every block where it was."""
     if isinstance(event, BlocksStored):
-        tail = manager._blocks.sequence("running").tails[0]
+        tail = manager._blocks.sequence("running").path_ends[0]
         event = replace(event, parent=tail.key_of_last(32)[:8])
     try:
         state = folded(created, exported, event).state
@@ -323,8 +323,8 @@ def test_what_happens_to_nothing_takes_nothing(
         return
     check(state)
     assert strategies.cached_blocks(state) == strategies.cached_blocks(manager.state)
-    assert [level.free for level in state.groups[0].levels] == [
-        level.free for level in manager.state.groups[0].levels
+    assert [level.blank for level in state.groups[0].levels] == [
+        level.blank for level in manager.state.groups[0].levels
     ]
 
 

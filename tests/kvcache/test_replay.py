@@ -22,7 +22,7 @@ from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.record.journal import cache_created
-from kvcache.record.outlets import open_log
+from kvcache.record.outputs import open_log
 from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
 from tests import strategies
 
@@ -135,7 +135,7 @@ def test_replay_goes_on_deciding(tmp_path: Path) -> None:
     traffic = Traffic(manager, 5)
     traffic.record(60)
     manager.flush()
-    manager._journal.outlets.log.flush(10)  # type: ignore[union-attr]
+    manager._journal.outputs.log.flush(10)  # type: ignore[union-attr]
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
     twin = strategies.continue_from(config(), *events)
     other = Traffic(twin, 5)
@@ -219,12 +219,12 @@ def passes(batches: Sequence[EventBatch]) -> bool:
 
 def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
     """Make the manager believe that its log has lost batches, and flush."""
-    outlets = manager._journal.outlets
-    outlets.may_lose = True
-    outlets.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
+    outputs = manager._journal.outputs
+    outputs.may_lose = True
+    outputs.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
     batch = manager.flush()
     assert batch is not None
-    outlets.take_gap = lambda: None  # type: ignore[method-assign]
+    outputs.take_gap = lambda: None  # type: ignore[method-assign]
     return [batch]
 
 

@@ -11,7 +11,7 @@ from events.codec import batch_without_tokens, from_json
 from events.log import LogWriter
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.record import outlets
+from kvcache.record import outputs
 from sinks import SinkRunner
 from tests.sinks.helpers import PLANTED, RecordingSink
 
@@ -107,7 +107,7 @@ def test_tokens_are_taken_out_once(monkeypatch: pytest.MonkeyPatch, wanting: int
         made.append(batch_without_tokens(batch))
         return made[-1]
 
-    monkeypatch.setattr(outlets, "batch_without_tokens", strip)
+    monkeypatch.setattr(outputs, "batch_without_tokens", strip)
     sinks = [Saying(False) for _ in range(wanting)]
     whole = play(True, [*sinks, RecordingSink()])
     assert len(made) == (len(whole) if wanting else 0)

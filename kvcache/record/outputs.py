@@ -25,7 +25,7 @@ _ROOM_SECONDS = 2.0
 LogTarget = LogWriter | str | PathLike[str] | None
 
 
-class Outlets:
+class Outputs:
     """Hands batches over without waiting (unless the log is told to block rather than drop)."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Outlets:
     @classmethod
     def open(
         cls, log: LogTarget, sinks: Sequence[str | Sink | SinkRunner], context: SinkContext, config: LogConfig
-    ) -> Outlets:
+    ) -> Outputs:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
         for sink in sinks:
             _check_sink(sink)
