@@ -78,7 +78,7 @@ class GroupExported(Part, frozen=True):
     """The tokens of all runs, in order; empty if the log records no tokens."""
     slots: Slots
     keys: Keys
-    blank: tuple[Slots, Slots]
+    blank_slots: tuple[Slots, Slots]
     """Blank slots per level; the next one to be taken is the last."""
     shared: Numbers
     """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""

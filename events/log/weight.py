@@ -39,7 +39,7 @@ def batch_weight(batch: EventBatch) -> int:
 
 def _exported(event: StateExported) -> int:
     groups = sum(len(g.runs) + len(g.symbols) + len(g.slots) + len(g.keys) for g in event.groups)
-    blanks = sum(len(column) for g in event.groups for column in g.blank)
+    blanks = sum(len(column) for g in event.groups for column in g.blank_slots)
     sequences = sum(len(s.tokens) + sum(map(len, s.slots)) + _EVENT_BYTES for s in event.sequences)
     return groups + blanks + sequences + _EVENT_BYTES * (len(event.transfers) + len(event.symbols))
 

@@ -71,7 +71,7 @@ def _export_group(group: GroupState) -> GroupExported:
         symbols=bytes(symbols),
         slots=slots.tobytes(),
         keys=bytes(keys),
-        blank=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
+        blank_slots=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
         shared=array("q", [number for item in group.shared.items() for number in item]).tobytes(),
     )
 
@@ -131,7 +131,7 @@ def _install_group(state: Contents, group: GroupState, exported: GroupExported) 
         runs.append(columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers))
         _place(group, runs[-1])
     columns.check_used_up()
-    for level, free in zip(group.levels, exported.blank, strict=True):
+    for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))

@@ -19,7 +19,7 @@ from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying
 NOW = 1_790_000_000.25
 NAME = re.compile("[0-9a-f]{16}")
 NUMBERS = ("seq", "first_seq", "last_seq", "index", "handle")
-PER_LEVEL = ("removed", "num_cached", "num_blocks", "blank")
+PER_LEVEL = ("removed", "num_cached", "num_blocks", "blank_slots")
 NAMING = ("name", "names", "parent", "parents", "block_hashes", "parent_block_hash")
 
 

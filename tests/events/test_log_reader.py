@@ -293,7 +293,7 @@ GROUP = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
         (SequenceRemoved(Handle(1), (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
         (StateExported((), (replace(EXPORTED, tokens=bytes(5)),), (), 1, 1, 0, 0), "sequences"),
         (StateExported((), (replace(EXPORTED, slots=(bytes(5),)),), (), 1, 1, 0, 0), "sequences"),
-        (StateExported((replace(GROUP, blank=(b"", bytes(7))),), (), (), 1, 1, 0, 0), "groups"),
+        (StateExported((replace(GROUP, blank_slots=(b"", bytes(7))),), (), (), 1, 1, 0, 0), "groups"),
         (StateExported((replace(GROUP, runs=bytes(7)),), (), (), 1, 1, 0, 0), "groups"),
     ],
 )

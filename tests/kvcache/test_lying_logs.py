@@ -146,8 +146,8 @@ def column_with(name: str, edit: Callable[[bytes], bytes]) -> Callable[[StateExp
 
 def free_with(edit: Callable[[bytes], bytes]) -> Callable[[StateExported], StateExported]:
     def change(exported: StateExported) -> StateExported:
-        primary, secondary = exported.groups[0].blank
-        return group_with(exported, blank=(edit(primary), secondary))
+        primary, secondary = exported.groups[0].blank_slots
+        return group_with(exported, blank_slots=(edit(primary), secondary))
 
     return change
 
