@@ -1,7 +1,7 @@
 """How bytes move: copies between the pools' tensors.
 
 The modules are imported one by one (`cuda_ops.copier`, `cuda_ops.hazards`, ...), because only some of
-them need torch: importing this package, the protocol, the scheduling or the simulated devices does not.
+them need torch: importing this package, the protocol or the scheduling does not.
 """
 
 KVCACHE_PACKAGE = "kvcache"

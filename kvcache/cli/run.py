@@ -32,7 +32,10 @@ from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
-from kvcache.workload import DriveOptions, RunResult, StepClock, TimedCopier, drive, parse_speed
+from kvcache.workload.clock import StepClock, parse_speed
+from kvcache.workload.copies import TimedCopier
+from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.summary import RunResult
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, SinkURL, open_sink
 from sinks.router.feed import RouterFeed
@@ -312,7 +315,7 @@ def _drive(
                 copies=copier,
                 clock=clock,
                 stop=stop,
-                progress=lambda step, done, total: update(done),
+                progress=lambda step, done: update(done),
             )
     except BaseException:
         # What went wrong first is what must be heard of.
@@ -352,13 +355,13 @@ def _finish(
         result=result,
         stats=manager.stats(),
         sinks=manager.sink_stats(),
-        seconds=result.manager_seconds + drained,
+        seconds=result.times.seconds() + drained,
         log_bytes=writer.bytes_written,
         dropped_batches=writer.dropped_batches,
         fingerprint=live,
         verification=verification,
         signal=None if stop.first is None else stop.first.name,
-        copies=None if copier is None else copier.totals(),
+        copies=copier,
         feed=feed,
         log_failure=incomplete or result.log_failure,
     )

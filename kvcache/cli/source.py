@@ -9,7 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvcache.errors import UsageError
-from kvcache.workload import ChatOptions, TraceRequest, generate_chats, read_trace
+from kvcache.workload.chats import generate_chats
+from kvcache.workload.mooncake import TraceRequest, read_trace
 
 USERS = 128
 """Conversations of a run without a trace: some seconds of work."""
@@ -89,5 +90,5 @@ def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
 
 def generated_chats(seed: int, limit: int | None, stop: threading.Event) -> Source:
     """The requests of a run without a trace."""
-    requests = generate_chats(ChatOptions(seed=seed, users=USERS))[:limit]
+    requests = generate_chats(USERS, seed)[:limit]
     return Source(f"generated chats (seed {seed})", requests, Sizes.of(requests, stop))

@@ -18,13 +18,16 @@ from kvcache.cli.verification import Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.stats import Stats
-from kvcache.workload import CopyTotals, RunResult, StepClock
+from kvcache.workload.clock import StepClock
+from kvcache.workload.copies import TimedCopier
+from kvcache.workload.summary import RunResult
 from sinks import SinkStats
 
 if TYPE_CHECKING:
     from kvcache.pools import PoolSizes
 
 LAST_EVENTS = 12
+_BYTES = ("bytes_offloaded", "bytes_onboarded", "bytes_within_primary", "bytes", "bytes_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Outcome:
     fingerprint: bytes
     verification: Verification
     signal: str | None
-    copies: CopyTotals | None
+    copies: TimedCopier | None
     """None: there were no tensors."""
     feed: FeedCheck | None
     """What the attached router held; None: there was none."""
@@ -63,9 +66,10 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "refusals": [asdict(refusal) for refusal in result.refusals],
         "interrupted": result.interrupted,
         "signal": outcome.signal,
-        **_of(result, "prompt_tokens", "output_tokens", "reused_tokens", "reused_tokens_primary"),
-        **_of(result, "reused_tokens_secondary", "reused_tokens_partial"),
-        "reused_tokens_own": stats.reused_tokens_own,
+        "prompt_tokens": stats.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        **_of(stats, "reused_tokens", "reused_tokens_primary", "reused_tokens_secondary"),
+        **_of(stats, "reused_tokens_partial", "reused_tokens_own"),
         "recomputed_tokens": result.recomputed_tokens,
         **_of(stats, "hit_rate", "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded"),
         **_of(stats, "blocks_onboarded", "blocks_deduplicated"),
@@ -78,10 +82,11 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "feed": feed and asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))},
         # A name is a block's.
         "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
-        "copies": copies and asdict(copies) | _of(copies, "bytes", "bytes_per_second"),
-        "steps": result.steps,
+        "copies": copies and _of(copies, "seconds", *_BYTES),
+        "steps": len(result.times),
         **_of(outcome, "seconds", "requests_per_second"),
-        **_of(result, "step_us_p50", "step_us_p99"),
+        "step_us_p50": result.times.percentile_us(50),
+        "step_us_p99": result.times.percentile_us(99),
         "fingerprint": outcome.fingerprint.hex(),
         "replay_fingerprint": None if verification.fingerprint is None else verification.fingerprint.hex(),
         "replay_seconds": verification.seconds,
@@ -152,8 +157,8 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
 def _requests(outcome: Outcome) -> list[tuple[str, str]]:
     result, stats = outcome.result, outcome.stats
     by_level = (
-        f"{result.reused_tokens_primary:,} from primary, {result.reused_tokens_secondary:,} from secondary, "
-        f"{result.reused_tokens_partial:,} in partial blocks"
+        f"{stats.reused_tokens_primary:,} from primary, {stats.reused_tokens_secondary:,} from secondary, "
+        f"{stats.reused_tokens_partial:,} in partial blocks"
     )
     own = stats.reused_tokens_own
     if own:
@@ -162,10 +167,10 @@ def _requests(outcome: Outcome) -> list[tuple[str, str]]:
         )
     refused = f", {result.refused:,} refused" if result.refused else ""
     return [
-        ("requests", f"{result.requests:,} served in {count(result.steps, 'step')}{refused}"),
+        ("requests", f"{result.requests:,} served in {count(len(result.times), 'step')}{refused}"),
         (
             "prompt tokens",
-            f"{result.prompt_tokens:,}, of which {result.reused_tokens:,} were reused: {share(stats.hit_rate)}",
+            f"{stats.prompt_tokens:,}, of which {stats.reused_tokens:,} were reused: {share(stats.hit_rate)}",
         ),
         ("", by_level),
     ]
@@ -190,8 +195,7 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _times(outcome: Outcome) -> list[tuple[str, str]]:
-    result = outcome.result
-    p50, p99 = duration(result.step_us_p50 / 1e6), duration(result.step_us_p99 / 1e6)
+    p50, p99 = (duration(outcome.result.times.percentile_us(percent) / 1e6) for percent in (50, 99))
     return [
         ("manager and log", f"{duration(outcome.seconds)}, {outcome.requests_per_second:,.0f} requests/s"),
         ("", f"per step {p50} (median), {p99} (99th percentile)"),
@@ -199,7 +203,7 @@ def _times(outcome: Outcome) -> list[tuple[str, str]]:
     ]
 
 
-def _copies(copies: CopyTotals) -> list[tuple[str, str]]:
+def _copies(copies: TimedCopier) -> list[tuple[str, str]]:
     if not copies.bytes:
         return [("copies", "none")]
     ways = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from events.types import SECONDARY
@@ -19,16 +18,27 @@ if TYPE_CHECKING:
     from cuda_ops.copier import Copier, Copy, Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class CopyTotals:
-    """The copies of a run. Bytes are those that were asked for, whether they arrived or not."""
+class TimedCopier:
+    """A copier that is watched. For one thread, which submits and waits.
 
-    seconds: float
-    """Starting them and waiting for them."""
-    bytes_offloaded: int
-    bytes_onboarded: int
-    """Partly matching blocks that come from secondary included."""
-    bytes_within_primary: int
+    Bytes are those that were asked for, whether they arrived or not.
+    """
+
+    def __init__(self, inner: Copier, layout: Layout) -> None:
+        self._inner = inner
+        self._bytes_per_token = [group.bytes_per_block // layout.tokens_per_block for group in layout.groups]
+        self._tokens_per_block = layout.tokens_per_block
+        self.nanoseconds = 0
+        """Starting copies and waiting for them, so far."""
+        self.bytes_offloaded = 0
+        self.bytes_onboarded = 0
+        """Partly matching blocks that come from secondary included."""
+        self.bytes_within_primary = 0
+
+    @property
+    def seconds(self) -> float:
+        """`nanoseconds` in seconds."""
+        return self.nanoseconds / 1e9
 
     @property
     def bytes(self) -> int:
@@ -40,18 +50,6 @@ class CopyTotals:
         """0 if nothing was copied."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
-
-class TimedCopier:
-    """A copier that is watched. For one thread, which submits and waits."""
-
-    def __init__(self, inner: Copier, layout: Layout) -> None:
-        self._inner = inner
-        self._bytes_per_token = [group.bytes_per_block // layout.tokens_per_block for group in layout.groups]
-        self._tokens_per_block = layout.tokens_per_block
-        self._offloaded = self._onboarded = self._within = 0
-        self.nanoseconds = 0
-        """Spent so far."""
-
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Start a batch; see `cuda_ops.copier.Copier`."""
         with self.timed():
@@ -59,10 +57,6 @@ class TimedCopier:
         for copy in copies:
             self._count(copy)
         return _TimedTicket(ticket, self)
-
-    def totals(self) -> CopyTotals:
-        """All until now."""
-        return CopyTotals(self.nanoseconds / 1e9, self._offloaded, self._onboarded, self._within)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -77,11 +71,11 @@ class TimedCopier:
         tokens = len(copy.source) * (copy.num_tokens or self._tokens_per_block)
         num_bytes = tokens * self._bytes_per_token[copy.group]
         if copy.target_level == SECONDARY:
-            self._offloaded += num_bytes
+            self.bytes_offloaded += num_bytes
         elif copy.source_level == SECONDARY:
-            self._onboarded += num_bytes
+            self.bytes_onboarded += num_bytes
         else:
-            self._within += num_bytes
+            self.bytes_within_primary += num_bytes
 
 
 class _TimedTicket:

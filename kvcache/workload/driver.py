@@ -16,7 +16,7 @@ it catches what a model would only answer with worse text.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,15 +30,15 @@ from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
-from kvcache.workload.summary import RunCounts, RunResult, StepTimes
+from kvcache.workload.summary import RunResult, StepTimes
 from kvcache.workload.tokens import Uint64s
 from kvcache.workload.waiting import Limits, Waiting, WaitingLine
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
 
-Progress = Callable[[int, int, int | None], None]
-"""Called after each step with (step, requests done or refused, requests in all or None if unknown)."""
+Progress = Callable[[int, int], None]
+"""Called after each step with (step, requests done or refused)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,8 @@ def drive(
     """
     if manager.num_sequences:
         raise UsageError("the manager is serving requests: a trace needs one of its own")
-    total = len(trace) if isinstance(trace, Collection) else None
     engine = _Engine(manager, trace, options or DriveOptions(), pools, copies, clock or StepClock())
-    return engine.run(stop or threading.Event(), progress, total)
+    return engine.run(stop or threading.Event(), progress)
 
 
 @dataclass(slots=True)
@@ -140,28 +139,27 @@ class _Engine:
         self._options = options
         self._clock = clock
         self._pattern = PoolPattern(pools) if pools is not None else None
-        limits = Limits(
-            manager.config.max_sequence_length, manager.num_free_blocks, manager.config.tokens_per_block
-        )
-        self._line = WaitingLine(trace, limits, clock, options.seed)
+        self._times = StepTimes(copies)
+        self._result = RunResult(self._times)
+        config = manager.config
+        limits = Limits(config.max_sequence_length, manager.num_free_blocks, config.tokens_per_block)
+        self._line = WaitingLine(trace, limits, clock, options.seed, self._result.refuse)
         self._running: dict[int, _Running] = {}
         """In the order of admission."""
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
-        self._counts = RunCounts()
-        self._times = StepTimes(copies)
-        self._log_failure: LogWriteFailed | None = None
 
-    def run(self, stop: threading.Event, progress: Progress | None, total: int | None) -> RunResult:
+    def run(self, stop: threading.Event, progress: Progress | None) -> RunResult:
         """Step until all requests are done."""
-        while (self._line or self._running) and not stop.is_set() and self._log_failure is None:
+        result = self._result
+        while (self._line or self._running) and not stop.is_set() and result.log_failure is None:
             self._step()
             if progress is not None:
-                progress(len(self._times), self._counts.requests + self._counts.refused, total)
+                progress(len(self._times), result.requests + result.refused)
             self._clock.advance(stop, until_ms=0 if self._running else self._line.next_arrival_ms)
-        interrupted = bool(self._line or self._running)
+        result.interrupted = bool(self._line or self._running)
         self._end()
-        return self._counts.result(self._times, interrupted=interrupted, log_failure=self._log_failure)
+        return result
 
     def _step(self) -> None:
         self._check_reused(self._admit())
@@ -185,7 +183,7 @@ class _Engine:
             try:
                 self._manager.flush()
             except LogWriteFailed as error:
-                self._log_failure = error
+                self._result.log_failure = error
 
     # -- admission
 
@@ -206,7 +204,6 @@ class _Engine:
         """Return the first requests in line that can be completed beside the running ones."""
         room = self._options.concurrency - len(self._running) if self._may_admit else 0
         candidates = self._line.first(room)
-        self._counts.refuse(self._line.refusals)
         if not candidates:
             return []
         free = self._free_after_completion()
@@ -233,13 +230,12 @@ class _Engine:
 
     def _start(self, waiting: Waiting, admission: Admission) -> _Running:
         index = int(admission.request_id)
-        running = _Running(index, len(waiting.prompt), waiting.outputs.tolist(), admission.reused_tokens)
+        running = _Running(index, admission.num_tokens, waiting.outputs.tolist(), admission.reused_tokens)
         if self._pattern is not None:
             request = waiting.request
             namespace = (request.lora_id, request.lora_name, request.cache_salt)
-            running.digests = prefix_digests(np.concatenate([waiting.prompt, waiting.outputs]), namespace)
+            running.digests = prefix_digests(np.concatenate([request.tokens, waiting.outputs]), namespace)
         self._running[index] = running
-        self._counts.admit(admission)
         return running
 
     def _transfer(self) -> None:
@@ -254,7 +250,7 @@ class _Engine:
         for request_id, computed in cut:
             running = self._running.get(int(request_id))
             if running is not None and computed < running.computed:
-                self._counts.recomputed_tokens += running.computed - computed
+                self._result.recomputed_tokens += running.computed - computed
                 running.computed = computed
 
     # -- the forward pass
@@ -282,7 +278,7 @@ class _Engine:
                 if chunk.is_last:
                     everything = replace(span, begin=0)
                     checked = self._pattern.check(chunk.running.request_id, everything)
-                    self._counts.checked_final_blocks += checked
+                    self._result.checked_final_blocks += checked
         for chunk in chunks:
             chunk.running.computed = chunk.end
 
@@ -293,7 +289,7 @@ class _Engine:
         for running in admitted:
             if running.computed:
                 span = self._span(running, 0, running.computed)
-                self._counts.checked_blocks += self._pattern.check(running.request_id, span)
+                self._result.checked_blocks += self._pattern.check(running.request_id, span)
 
     def _span(self, running: _Running, begin: int, end: int) -> Span:
         assert running.digests is not None
@@ -333,5 +329,6 @@ class _Engine:
             with self._times.timed():
                 self._manager.remove_sequence(running.request_id)
             del self._running[running.request_id]
-            self._counts.end(running.sampled, finished=running.finished)
+            self._result.requests += running.finished
+            self._result.output_tokens += running.sampled
             self._may_admit = True

@@ -9,7 +9,8 @@ Reading streams: a trace of any length takes the memory of one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -39,7 +40,7 @@ class TraceError(UsageError):
         return f"{self.path}:{self.line}: {self.reason}"
 
 
-class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceRequest(msgspec.Struct, frozen=True):
     """One request of a trace. Fields of the file that are not named here are ignored."""
 
     timestamp: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -68,38 +69,18 @@ def read_trace(path: str | Path, limit: int | None = None) -> Iterator[TraceRequ
     Raises TraceError at the first line that is no request, OSError if the file cannot be read.
     """
     decoder = msgspec.json.Decoder(TraceRequest)
-    found = 0
     with Path(path).open("rb") as file:
-        for number, line in enumerate(_lines(file, str(path)), start=1):
-            if found == limit:
-                return
-            if line.strip():
-                yield _decode(decoder, line, str(path), number)
-                found += 1
+        lines = ((number, line) for number, line in _lines(file, str(path)) if line.strip())
+        for number, line in islice(lines, limit):
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise TraceError(str(path), number, str(error)) from None
 
 
-def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> int:
-    """Write requests as a trace, replacing the file; return how many there were."""
-    count = 0
-    encoder = msgspec.json.Encoder()
-    with Path(path).open("wb") as file:
-        for request in requests:
-            file.write(encoder.encode(request) + b"\n")
-            count += 1
-    return count
-
-
-def _lines(file: BinaryIO, path: str) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
+def _lines(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes]]:
+    """The lines and their numbers, from 1."""
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
         if len(line) > MAX_LINE_BYTES:
             raise TraceError(path, number, f"longer than {MAX_LINE_BYTES} bytes; is this a trace?")
-        yield line
-
-
-def _decode(decoder: msgspec.json.Decoder[TraceRequest], line: bytes, path: str, number: int) -> TraceRequest:
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise TraceError(path, number, str(error)) from None
+        yield number, line

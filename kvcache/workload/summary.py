@@ -1,132 +1,20 @@
-"""What a played trace amounted to: the counts that a run collects and the result that it returns."""
+"""What a played trace has come to."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from events.errors import LogWriteFailed
-from kvcache.results import Admission
 from kvcache.workload.copies import TimedCopier
 
 MAX_NAMED_REFUSALS = 100
 """All refusals are counted, so many are named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that could not be served even by an idle cache."""
-
-    request_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Counts of a run. Equal inputs give equal results but for the times."""
-
-    requests: int
-    """Requests that ran to their end."""
-    refused: int
-    refusals: tuple[Refusal, ...]
-    """The first of them by name."""
-    prompt_tokens: int
-    """Of all admitted requests."""
-    output_tokens: int
-    reused_tokens: int
-    """Prompt tokens that were found in the cache; the sum of the following three."""
-    reused_tokens_primary: int
-    reused_tokens_secondary: int
-    reused_tokens_partial: int
-    recomputed_tokens: int
-    """Reused tokens whose copy failed, so that they were computed after all."""
-    steps: int
-    manager_seconds: float
-    """Time inside the manager's calls, without that of the copies, if these are measured."""
-    step_us_p50: float
-    """Median over the steps of the time inside the manager, in microseconds."""
-    step_us_p99: float
-    checked_blocks: int
-    """Reused blocks whose bytes were compared, over all groups."""
-    checked_final_blocks: int
-    """Blocks that were compared once more when their request ended, over all groups."""
-    interrupted: bool
-    """Whether the run ended before the trace did: by the stop flag, or by its log."""
-    log_failure: LogWriteFailed | None = None
-    """Why the log ended the run (`overflow` "block"); None: it did not."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Reused part of the prompt tokens, 0 to 1."""
-        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
-
-class RunCounts:
-    """What a run counts while it lasts."""
-
-    def __init__(self) -> None:
-        self.requests = 0
-        self.refused = 0
-        self.prompt_tokens = 0
-        self.output_tokens = 0
-        self.reused = [0, 0, 0]
-        """From primary, from secondary, partial."""
-        self.recomputed_tokens = 0
-        self.checked_blocks = 0
-        self.checked_final_blocks = 0
-        self._refusals: list[Refusal] = []
-
-    def refuse(self, refusals: deque[Refusal]) -> None:
-        """Count refusals, taking them out of the deque."""
-        while refusals:
-            self.refused += 1
-            refusal = refusals.popleft()
-            if len(self._refusals) < MAX_NAMED_REFUSALS:
-                self._refusals.append(refusal)
-
-    def admit(self, admission: Admission) -> None:
-        """Count an admitted prompt and what it found."""
-        self.prompt_tokens += admission.num_tokens
-        self.reused[0] += admission.reused_primary
-        self.reused[1] += admission.reused_secondary
-        self.reused[2] += admission.reused_partial
-
-    def end(self, num_outputs: int, *, finished: bool) -> None:
-        """Count a request that ended, finished or not."""
-        self.requests += finished
-        self.output_tokens += num_outputs
-
-    def result(
-        self, times: StepTimes, *, interrupted: bool, log_failure: LogWriteFailed | None = None
-    ) -> RunResult:
-        """Return the counts as they are now."""
-        primary, secondary, partial = self.reused
-        return RunResult(
-            requests=self.requests,
-            refused=self.refused,
-            refusals=tuple(self._refusals),
-            prompt_tokens=self.prompt_tokens,
-            output_tokens=self.output_tokens,
-            reused_tokens=primary + secondary + partial,
-            reused_tokens_primary=primary,
-            reused_tokens_secondary=secondary,
-            reused_tokens_partial=partial,
-            recomputed_tokens=self.recomputed_tokens,
-            steps=len(times),
-            manager_seconds=times.seconds(),
-            step_us_p50=times.percentile_us(50),
-            step_us_p99=times.percentile_us(99),
-            checked_blocks=self.checked_blocks,
-            checked_final_blocks=self.checked_final_blocks,
-            interrupted=interrupted,
-            log_failure=log_failure,
-        )
 
 
 class StepTimes:
@@ -169,3 +57,41 @@ class StepTimes:
         if not self._steps:
             return 0.0
         return float(np.percentile(np.frombuffer(self._steps, dtype=np.int64), percent)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that could not be served even by an idle cache."""
+
+    request_id: int
+    reason: str
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Counts of a run, beside what its manager counts. Equal inputs give equal ones."""
+
+    times: StepTimes
+    """Time inside the manager's calls, without that of the copies, if these are measured."""
+    requests: int = 0
+    """Requests that ran to their end."""
+    refused: int = 0
+    refusals: list[Refusal] = field(default_factory=list)
+    """The first of them by name."""
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Reused tokens whose copy failed, so that they were computed after all."""
+    checked_blocks: int = 0
+    """Reused blocks whose bytes were compared, over all groups."""
+    checked_final_blocks: int = 0
+    """Blocks that were compared once more when their request ended, over all groups."""
+    interrupted: bool = False
+    """Whether the run ended before the trace did: by the stop flag, or by its log."""
+    log_failure: LogWriteFailed | None = None
+    """Why the log ended the run (`overflow` "block"); None: it did not."""
+
+    def refuse(self, request_id: int, reason: str) -> None:
+        """Count a refusal."""
+        self.refused += 1
+        if len(self.refusals) < MAX_NAMED_REFUSALS:
+            self.refusals.append(Refusal(request_id, reason))

@@ -7,13 +7,12 @@ memory of a run does not grow with its trace.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvcache.inputs.requests import Request
 from kvcache.workload.clock import StepClock
 from kvcache.workload.mooncake import TraceRequest
-from kvcache.workload.summary import Refusal
 from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
 
 
@@ -44,7 +43,6 @@ class Waiting:
     """A request with its tokens, ready to be admitted."""
 
     request: Request
-    prompt: Int32s
     outputs: Int32s
     blocks_to_completion: int
     """Blocks it holds at its end if nothing is shared."""
@@ -53,15 +51,21 @@ class Waiting:
 class WaitingLine:
     """The requests of a trace in its order. Each one's place in the trace, from 0, is its request id."""
 
-    def __init__(self, trace: Iterable[TraceRequest], limits: Limits, clock: StepClock, seed: int) -> None:
+    def __init__(
+        self,
+        trace: Iterable[TraceRequest],
+        limits: Limits,
+        clock: StepClock,
+        seed: int,
+        refuse: Callable[[int, str], None],
+    ) -> None:
         self._trace = enumerate(trace)
         self._limits = limits
         self._clock = clock
         self._seed = seed
+        self._refuse = refuse
         self._ready: deque[Waiting] = deque()
         self._next = next(self._trace, None)
-        self.refusals: deque[Refusal] = deque()
-        """Refused since the driver has last taken them."""
 
     def __bool__(self) -> bool:
         """Whether requests are left."""
@@ -94,11 +98,9 @@ class WaitingLine:
         obstacle = self._limits.obstacle(num_tokens)
         if obstacle is not None:
             # Checked before any token is made: a line may claim any length.
-            self.refusals.append(Refusal(index, obstacle))
+            self._refuse(index, obstacle)
             return
         prompt = prompt_tokens(request.hash_ids, request.input_length, self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
-        self._ready.append(
-            Waiting(Request(index, prompt, cache_salt=request.cache_salt), prompt, outputs, blocks)
-        )
+        self._ready.append(Waiting(Request(index, prompt, cache_salt=request.cache_salt), outputs, blocks))

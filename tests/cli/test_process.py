@@ -20,9 +20,10 @@ import pytest
 from events.log import LogReader
 from kvcache.cli.process import StopSignals, nobody_reads
 from kvcache.replay import replay
-from kvcache.workload import TraceRequest, write_trace
+from kvcache.workload.mooncake import TraceRequest
 from tests.cli.conftest import Kvcache, Start
 from tests.conftest import ROOT, RunPython
+from tests.traces import write_trace
 
 OUTPUTS = 2_000_000
 """Steps of the endless request: nobody waits for its end."""

@@ -24,8 +24,9 @@ from events.types import EpochStarted
 from kvcache.cli import main
 from kvcache.cli import run as run_module
 from kvcache.replay import replay
-from kvcache.workload import TraceRequest, write_trace
+from kvcache.workload.mooncake import TraceRequest
 from tests.cli.conftest import TRACE, Kvcache, Start, segments
+from tests.traces import write_trace
 
 SMALL = (TRACE, "--no-pools", "--tokens-per-block", 16)
 KEYS = {

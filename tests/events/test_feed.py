@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from cuda_ops.simulated import LateCopier
 from events.feed.fold import Change, Cleared, Feed, Removed, Stored
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES, pack_i64, pack_u32
@@ -21,6 +20,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Reque
 from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
 from kvcache.pools import Pools
+from tests.simulated import LateCopier
 
 
 class StrictIndex:

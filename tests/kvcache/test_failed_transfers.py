@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from events.feed.fold import Change, Cleared, Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.block_manager import GIVEN_UP
@@ -21,6 +20,7 @@ from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.fake_engine import FakeEngine
+from tests.simulated import FailingCopier, LateCopier
 
 PROMPT = [0, 1, 0, 1, 1]
 

@@ -18,7 +18,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.record import own_tokens
 from kvcache.record.counting import StatsCounter
 from kvcache.stats import Stats
-from kvcache.workload.summary import RunCounts, StepTimes
+from kvcache.workload.summary import RunResult, StepTimes
 from tests import strategies
 
 
@@ -143,7 +143,7 @@ def test_reader_of_a_log_counts_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [0, 1234])
 def test_summary_tells_of_own_tokens_if_there_are_any(own: int) -> None:
     """The summary of a run has no word of them where no request came back."""
-    result = RunCounts().result(StepTimes(), interrupted=False)
+    result = RunResult(StepTimes())
     outcome = SimpleNamespace(result=result, stats=Stats(prompt_tokens=2000, reused_tokens_own=own))
     text = str(_requests(outcome))  # type: ignore[arg-type]
     assert ("1,234 that a request had computed itself" in text) == bool(own)

@@ -16,7 +16,9 @@ from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
-from kvcache.workload import CopyTotals, DriveOptions, RunResult, TimedCopier, drive
+from kvcache.workload.copies import TimedCopier
+from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.summary import RunResult
 from tests.workload.test_driver import CHATS, TIERED
 
 CONFIG = KVCacheConfig(**TIERED)
@@ -26,14 +28,14 @@ MS = 1_000_000
 
 def played(
     log: Path, wrapped: Any = lambda copier: copier, *, timed: bool = True
-) -> tuple[RunResult, CopyTotals]:
+) -> tuple[RunResult, TimedCopier]:
     """A run over a copier that is watched."""
     pools = Pools(Layout.of(CONFIG), "cpu")
     copier = TimedCopier(wrapped(pools.copier()), pools.layout)
     with KVCacheManager(CONFIG, pools=pools, copier=copier, log=log) as manager:
         options = DriveOptions(concurrency=2)
         result = drive(manager, CHATS, options, pools=pools, copies=copier if timed else None)
-        return result, copier.totals()
+        return result, copier
 
 
 def recorded(log: Path) -> dict[tuple[int, int], int]:
@@ -63,7 +65,7 @@ def test_bytes_are_those_of_the_events(tmp_path: Path) -> None:
     assert min(ways) > 0
     assert totals.bytes == sum(ways)
     assert totals.bytes_per_second == totals.bytes / totals.seconds
-    assert result.manager_seconds > 0
+    assert result.times.seconds() > 0
 
 
 class Time:
@@ -112,8 +114,8 @@ def test_time_is_the_copies_or_the_managers(
     submitted = time.ns // (10 * MS)
     assert submitted > 10
     assert totals.seconds == time.ns / 1e9 == submitted / 100
-    assert result.manager_seconds == (0 if timed else submitted * 7 / 1000)
-    assert result.step_us_p99 == 0 or not timed
+    assert result.times.seconds() == (0 if timed else submitted * 7 / 1000)
+    assert result.times.percentile_us(99) == 0 or not timed
 
 
 def test_failed_waits_are_counted() -> None:
@@ -134,5 +136,4 @@ def test_failed_waits_are_counted() -> None:
         copier = TimedCopier(Copying(), Layout.of(CONFIG))
         with pytest.raises(OSError, match="lost"):
             copier.submit([]).wait()
-    assert copier.totals() == CopyTotals(0.003, 0, 0, 0)
-    assert copier.totals().bytes_per_second == 0
+    assert (copier.seconds, copier.bytes, copier.bytes_per_second) == (0.003, 0, 0)

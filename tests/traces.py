@@ -1,0 +1,14 @@
+"""Requests written as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from kvcache.workload.mooncake import TraceRequest
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    path.write_bytes(msgspec.json.Encoder().encode_lines(list(requests)))
