@@ -4,114 +4,56 @@ Events are the only way in which the cache's state changes, so whoever has them 
 `events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
 """
 
-from events.errors import (
-    EventDecodeError,
-    EventsError,
-    LogDamaged,
-    LogError,
-    LogExists,
-    LogLocked,
-    LogTooNew,
-    LogUnavailable,
-    LogWriteFailed,
-    NotALog,
-)
-from events.types import (
-    FORMAT_VERSION,
-    PRIMARY,
-    SECONDARY,
-    AdmissionRefused,
-    AllocateReason,
-    AnyEvent,
-    BlocksAllocated,
-    BlocksCopied,
-    BlocksFilled,
-    BlocksMoved,
-    BlocksRemoved,
-    BlocksReused,
-    BlocksStored,
-    BlocksUpdated,
-    CacheCleared,
-    CacheCreated,
-    Checkpoint,
-    ContextComputed,
-    EpochStarted,
-    Event,
-    EventBatch,
-    Gap,
-    GroupCreated,
-    GroupExported,
-    MoveReason,
-    Namespace,
-    PoolCreated,
-    RemoveReason,
-    RequestId,
-    SequenceAdded,
-    SequenceExported,
-    SequenceRemoved,
-    StateExported,
-    SymbolPage,
-    SymbolsForgotten,
-    SymbolsInterned,
-    TokensAppended,
-    TransferExported,
-    TransferFailed,
-    TransferLanded,
-)
+from events.errors import EventDecodeError as EventDecodeError
+from events.errors import EventsError as EventsError
+from events.errors import LogDamaged as LogDamaged
+from events.errors import LogError as LogError
+from events.errors import LogExists as LogExists
+from events.errors import LogLocked as LogLocked
+from events.errors import LogTooNew as LogTooNew
+from events.errors import LogUnavailable as LogUnavailable
+from events.errors import LogWriteFailed as LogWriteFailed
+from events.errors import NotALog as NotALog
+from events.types import FORMAT_VERSION as FORMAT_VERSION
+from events.types import PRIMARY as PRIMARY
+from events.types import SECONDARY as SECONDARY
+from events.types import AdmissionRefused as AdmissionRefused
+from events.types import AllocateReason as AllocateReason
+from events.types import AnyEvent as AnyEvent
+from events.types import BlocksAllocated as BlocksAllocated
+from events.types import BlocksCopied as BlocksCopied
+from events.types import BlocksFilled as BlocksFilled
+from events.types import BlocksMoved as BlocksMoved
+from events.types import BlocksRemoved as BlocksRemoved
+from events.types import BlocksReused as BlocksReused
+from events.types import BlocksStored as BlocksStored
+from events.types import BlocksUpdated as BlocksUpdated
+from events.types import CacheCleared as CacheCleared
+from events.types import CacheCreated as CacheCreated
+from events.types import Checkpoint as Checkpoint
+from events.types import ContextComputed as ContextComputed
+from events.types import EpochStarted as EpochStarted
+from events.types import Event as Event
+from events.types import EventBatch as EventBatch
+from events.types import Gap as Gap
+from events.types import GroupCreated as GroupCreated
+from events.types import GroupExported as GroupExported
+from events.types import MoveReason as MoveReason
+from events.types import Namespace as Namespace
+from events.types import PoolCreated as PoolCreated
+from events.types import RemoveReason as RemoveReason
+from events.types import RequestId as RequestId
+from events.types import SequenceAdded as SequenceAdded
+from events.types import SequenceExported as SequenceExported
+from events.types import SequenceRemoved as SequenceRemoved
+from events.types import StateExported as StateExported
+from events.types import SymbolPage as SymbolPage
+from events.types import SymbolsForgotten as SymbolsForgotten
+from events.types import SymbolsInterned as SymbolsInterned
+from events.types import TokensAppended as TokensAppended
+from events.types import TransferExported as TransferExported
+from events.types import TransferFailed as TransferFailed
+from events.types import TransferLanded as TransferLanded
 
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
-
-__all__ = [
-    "FORMAT_VERSION",
-    "KVCACHE_PACKAGE",
-    "PRIMARY",
-    "SECONDARY",
-    "AdmissionRefused",
-    "AllocateReason",
-    "AnyEvent",
-    "BlocksAllocated",
-    "BlocksCopied",
-    "BlocksFilled",
-    "BlocksMoved",
-    "BlocksRemoved",
-    "BlocksReused",
-    "BlocksStored",
-    "BlocksUpdated",
-    "CacheCleared",
-    "CacheCreated",
-    "Checkpoint",
-    "ContextComputed",
-    "EpochStarted",
-    "Event",
-    "EventBatch",
-    "EventDecodeError",
-    "EventsError",
-    "Gap",
-    "GroupCreated",
-    "GroupExported",
-    "LogDamaged",
-    "LogError",
-    "LogExists",
-    "LogLocked",
-    "LogTooNew",
-    "LogUnavailable",
-    "LogWriteFailed",
-    "MoveReason",
-    "Namespace",
-    "NotALog",
-    "PoolCreated",
-    "RemoveReason",
-    "RequestId",
-    "SequenceAdded",
-    "SequenceExported",
-    "SequenceRemoved",
-    "StateExported",
-    "SymbolPage",
-    "SymbolsForgotten",
-    "SymbolsInterned",
-    "TokensAppended",
-    "TransferExported",
-    "TransferFailed",
-    "TransferLanded",
-]

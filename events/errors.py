@@ -20,62 +20,62 @@ are never repeated. All errors survive pickling, because engines carry them betw
 from __future__ import annotations
 
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 
 class EventsError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. Fields that a subclass declares become its arguments."""
+
+    text = ""
+    """What it says, with the fields put in; empty: the argument itself."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())
+
+    def __str__(self) -> str:
+        return self.text.format_map(vars(self)) or super().__str__()
 
 
+@dataclass(eq=False, repr=False)
 class EventDecodeError(EventsError):
     """Bytes, or JSON, that hold no event batch."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    reason: str
 
 
+@dataclass(eq=False, repr=False)
 class LogError(EventsError):
     """Base of the errors about a log directory or a file in it."""
 
-    def __init__(self, path: Path, *details: object) -> None:
-        super().__init__(path, *details)
-        self.path = path
+    path: Path
 
 
 class LogExists(LogError):
     """The directory holds a log, and `resume` was not asked for."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.path} holds a log already: choose another directory, or continue it with "
-            "log=LogWriter(directory, resume=True)"
-        )
+    text = (
+        "{path} holds a log already: choose another directory, or continue it with "
+        "log=LogWriter(directory, resume=True)"
+    )
 
 
+@dataclass(eq=False, repr=False)
 class LogLocked(LogError):
     """Another writer has the log open; `holder` says which process, as far as is known."""
 
-    def __init__(self, path: Path, holder: str) -> None:
-        super().__init__(path, holder)
-        self.holder = holder
-
-    def __str__(self) -> str:
-        return f"{self.path} is being written by {self.holder}: stop that process or choose another directory"
+    holder: str
+    text = "{path} is being written by {holder}: stop that process or choose another directory"
 
 
+@dataclass(eq=False, repr=False)
 class NotALog(LogError):
     """No log is there: the directory is missing, empty, or holds other things.
 
     `to_write` says whether a log was to be written there: then an empty or a missing directory would do.
     """
 
-    def __init__(self, path: Path, to_write: bool = False) -> None:
-        super().__init__(path, to_write)
-        self.to_write = to_write
+    to_write: bool = False
 
     def __str__(self) -> str:
         if self.to_write:
@@ -87,17 +87,15 @@ class NotALog(LogError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class LogTooNew(LogError):
     """The log has a format version that this software does not know."""
 
-    def __init__(self, path: Path, version: int) -> None:
-        super().__init__(path, version)
-        self.version = version
-
-    def __str__(self) -> str:
-        return f"{self.path} has format version {self.version}, which is newer than this software: upgrade it"
+    version: int
+    text = "{path} has format version {version}, which is newer than this software: upgrade it"
 
 
+@dataclass(eq=False, repr=False)
 class LogDamaged(LogError):
     """What was written is not there any more.
 
@@ -105,28 +103,24 @@ class LogDamaged(LogError):
     there (None if that is not known). Everything before it is intact; nothing behind it is shown.
     """
 
-    def __init__(self, path: Path, offset: int, seq: int | None, reason: str) -> None:
-        super().__init__(path, offset, seq, reason)
-        self.offset = offset
-        self.seq = seq
-        self.reason = reason
+    offset: int
+    seq: int | None
+    reason: str
 
     def __str__(self) -> str:
         where = f"byte {self.offset}" if self.seq is None else f"byte {self.offset}, batch {self.seq}"
         return f"{self.path} is damaged at {where}: {self.reason}; restore the file from a copy"
 
 
+@dataclass(eq=False, repr=False)
 class LogUnavailable(LogError):
     """The system does not let us make, open or lock a log there: no permission, a read-only disk, too long a path."""
 
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path} cannot be used for a log: {self.reason}; choose a directory that this user may write to"
+    reason: str
+    text = "{path} cannot be used for a log: {reason}; choose a directory that this user may write to"
 
 
+@dataclass(eq=False, repr=False)
 class LogWriteFailed(LogError):
     """Nothing is recorded at present, because the disk refuses, or any more, because the log is closed.
 
@@ -135,11 +129,9 @@ class LogWriteFailed(LogError):
     does not: what was not written is lost.
     """
 
-    def __init__(self, path: Path, reason: str, errno: int | None = None, ended: bool = False) -> None:
-        super().__init__(path, reason, errno, ended)
-        self.reason = reason
-        self.errno = errno
-        self.ended = ended
+    reason: str
+    errno: int | None = None
+    ended: bool = False
 
     def __str__(self) -> str:
         if self.errno is None:

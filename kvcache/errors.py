@@ -35,6 +35,7 @@ the prompt, and error texts end up in logs that more people read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from events.types import RequestId
 
@@ -51,7 +52,16 @@ def _shown(request_id: RequestId) -> str:
 
 
 class KVCacheError(Exception):
-    """Base of all errors of the cache manager."""
+    """Base of all errors of the cache manager. Fields that a subclass declares become its arguments."""
+
+    text = ""
+    """What it says, with the fields put in; empty: the argument itself."""
+
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())
+
+    def __str__(self) -> str:
+        return self.text.format_map(vars(self)) or super().__str__()
 
 
 class UsageError(KVCacheError):
@@ -76,13 +86,12 @@ class ConfigError(UsageError, ValueError):
         return f"the configuration{origin} has {count}:" + "".join(f"\n  {line}" for line in self.problems)
 
 
+@dataclass(eq=False, repr=False)
 class DuplicateRequest(UsageError):
     """A request was added whose id belongs to a running one, or (`in_batch`) to another one of the same call."""
 
-    def __init__(self, request_id: RequestId, in_batch: bool = False) -> None:
-        super().__init__(request_id, in_batch)
-        self.request_id = request_id
-        self.in_batch = in_batch
+    request_id: RequestId
+    in_batch: bool = False
 
     def __str__(self) -> str:
         if self.in_batch:
@@ -92,75 +101,67 @@ class DuplicateRequest(UsageError):
         return f"request {_shown(self.request_id)} is running already: remove it first, or choose another id"
 
 
+@dataclass(eq=False, repr=False)
 class UnknownRequest(UsageError):
     """No running request has this id."""
 
-    def __init__(self, request_id: RequestId) -> None:
-        super().__init__(request_id)
-        self.request_id = request_id
+    request_id: RequestId
 
     def __str__(self) -> str:
         return f"request {_shown(self.request_id)} is not running: it was never added, or was removed already"
 
 
+@dataclass(eq=False, repr=False)
 class InvalidTokens(UsageError):
     """Token ids cannot be used. `reason` says why without naming any; `position` is the first bad one's index."""
 
-    def __init__(self, reason: str, position: int | None = None) -> None:
-        super().__init__(reason, position)
-        self.reason = reason
-        self.position = position
+    reason: str
+    position: int | None = None
 
     def __str__(self) -> str:
         where = "" if self.position is None else f" at position {self.position}"
         return f"tokens{where}: {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class WrongThread(UsageError):
     """The manager was called from another thread than the one that owns it; both by name."""
 
-    def __init__(self, owner: str, caller: str) -> None:
-        super().__init__(owner, caller)
-        self.owner = owner
-        self.caller = caller
-
-    def __str__(self) -> str:
-        return (
-            f"the manager belongs to thread {self.owner!r} and was called from {self.caller!r}: "
-            "make all calls from one thread"
-        )
+    owner: str
+    caller: str
+    text = (
+        "the manager belongs to thread {owner!r} and was called from {caller!r}: "
+        "make all calls from one thread"
+    )
 
 
 class ManagerBusy(UsageError):
     """The manager was called in the middle of another call, by the same thread."""
 
-    def __str__(self) -> str:
-        return (
-            "the manager is in the middle of another call: what runs meanwhile (a signal handler, clock, copier or "
-            "iterable) may only call close(), which takes effect when that call has ended; call the rest after it"
-        )
+    text = (
+        "the manager is in the middle of another call: what runs meanwhile (a signal handler, clock, copier or "
+        "iterable) may only call close(), which takes effect when that call has ended; call the rest after it"
+    )
 
 
 class TransfersPending(UsageError):
     """Block tables were asked for, or tokens said to be computed, before the copies into these blocks were started."""
 
-    def __str__(self) -> str:
-        return (
-            "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
-            "block tables and computing"
-        )
+    text = (
+        "copies into these blocks are pending: call start_transfers() after admissions, before asking for "
+        "block tables and computing"
+    )
 
 
+@dataclass(eq=False, repr=False)
 class ComputationLost(UsageError):
     """A request goes on without having heard, by `poll`, that a failed copy took what it had computed.
 
     `computed` is the number of leading tokens that it still has.
     """
 
-    def __init__(self, request_id: RequestId, computed: int) -> None:
-        super().__init__(request_id, computed)
-        self.request_id = request_id
-        self.computed = computed
+    request_id: RequestId
+    computed: int
 
     def __str__(self) -> str:
         return (
@@ -172,20 +173,16 @@ class ComputationLost(UsageError):
 class ManagerClosed(UsageError):
     """The manager was called after close()."""
 
-    def __str__(self) -> str:
-        return "the manager is closed: create a new one"
+    text = "the manager is closed: create a new one"
 
 
+@dataclass(eq=False, repr=False)
 class Unsupported(UsageError):
     """A combination that this library does not offer. `what` names it, `instead` says what to do."""
 
-    def __init__(self, what: str, instead: str) -> None:
-        super().__init__(what, instead)
-        self.what = what
-        self.instead = instead
-
-    def __str__(self) -> str:
-        return f"{self.what} is not supported: {self.instead}"
+    what: str
+    instead: str
+    text = "{what} is not supported: {instead}"
 
 
 class CapacityError(KVCacheError):
@@ -216,89 +213,75 @@ class OutOfBlocks(CapacityError):
         return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise primary_blocks"
 
 
+@dataclass(eq=False, repr=False)
 class PromptTooLong(CapacityError):
     """A sequence would be longer than can ever be held; both in tokens."""
 
-    def __init__(self, length: int, limit: int) -> None:
-        super().__init__(length, limit)
-        self.length = length
-        self.limit = limit
-
-    def __str__(self) -> str:
-        return (
-            f"{self.length} tokens are more than the {self.limit} that can be held: pass fewer, end the sequence, "
-            "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
-        )
+    length: int
+    limit: int
+    text = (
+        "{length} tokens are more than the {limit} that can be held: pass fewer, end the sequence, "
+        "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
+    )
 
 
+@dataclass(eq=False, repr=False)
 class OutOfSymbols(CapacityError):
     """The prompts in use have too many different multimodal tokens and extra ids; both in pages of symbols."""
 
-    def __init__(self, needed: int, available: int) -> None:
-        super().__init__(needed, available)
-        self.needed = needed
-        self.available = available
-
-    def __str__(self) -> str:
-        return (
-            f"the multimodal items and extra ids need {self.needed} more pages of symbols, {self.available} are left: "
-            "remove sequences, or clear the cache and flush"
-        )
+    needed: int
+    available: int
+    text = (
+        "the multimodal items and extra ids need {needed} more pages of symbols, {available} are left: "
+        "remove sequences, or clear the cache and flush"
+    )
 
 
 class OutOfNumbers(CapacityError):
     """The handles, or the transfer ids, of the cache's epoch are used up: after some 10**12 admissions or copies."""
 
-    def __str__(self) -> str:
-        return (
-            "the cache has given out all its numbers for sequences or copies: let what runs end, close the manager and "
-            "make a new one; LogWriter(directory, resume=True) continues a log"
-        )
+    text = (
+        "the cache has given out all its numbers for sequences or copies: let what runs end, close the manager and "
+        "make a new one; LogWriter(directory, resume=True) continues a log"
+    )
 
 
+@dataclass(eq=False, repr=False)
 class NotEnoughMemory(CapacityError):
     """Pools do not fit; both in bytes. `where` names the memory, `lower` the settings that shrink the need."""
 
-    def __init__(
-        self, needed: int, free: int, where: str = "memory", lower: str = "primary_blocks or max_tokens"
-    ) -> None:
-        super().__init__(needed, free, where, lower)
-        self.needed = needed
-        self.free = free
-        self.where = where
-        self.lower = lower
-
-    def __str__(self) -> str:
-        return f"the cache needs {self.needed:,} bytes of {self.where}, {self.free:,} are free: lower {self.lower}"
+    needed: int
+    free: int
+    where: str = "memory"
+    lower: str = "primary_blocks or max_tokens"
+    text = "the cache needs {needed:,} bytes of {where}, {free:,} are free: lower {lower}"
 
 
 class InternalError(KVCacheError):
     """A bug of this library. The manager must not be used any further; please report it."""
 
 
+@dataclass(eq=False, repr=False)
 class InvariantViolated(InternalError):
     """The state breaks one of its laws. `law` says what is broken, `detail` where, in numbers and ids."""
 
-    def __init__(self, law: str, detail: str = "") -> None:
-        super().__init__(law, detail)
-        self.law = law
-        self.detail = detail
+    law: str
+    detail: str = ""
 
     def __str__(self) -> str:
         where = f" ({self.detail})" if self.detail else ""
         return f"{self.law}{where}: a bug of kvcache, please report it"
 
 
+@dataclass(eq=False, repr=False)
 class Poisoned(InternalError):
     """An earlier call ended halfway, so the state cannot be trusted. `cause` names the first failure.
 
     `interrupted`: it was no bug, but a KeyboardInterrupt, SystemExit or the like in the middle of the call.
     """
 
-    def __init__(self, cause: str, interrupted: bool = False) -> None:
-        super().__init__(cause, interrupted)
-        self.cause = cause
-        self.interrupted = interrupted
+    cause: str
+    interrupted: bool = False
 
     def __str__(self) -> str:
         if self.interrupted:

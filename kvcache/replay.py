@@ -24,40 +24,31 @@ from kvcache.fold.state import CacheState
 Progress = Callable[[int], None]
 
 
+@dataclass(eq=False, repr=False)
 class BeyondEnd(CapacityError):
     """A state was asked for that the log does not reach."""
 
-    def __init__(self, seq: int, last_seq: int) -> None:
-        super().__init__(seq, last_seq)
-        self.seq = seq
-        self.last_seq = last_seq
-
-    def __str__(self) -> str:
-        return f"batch {self.seq} is beyond the log's end: the last one is {self.last_seq}"
+    seq: int
+    last_seq: int
+    text = "batch {seq} is beyond the log's end: the last one is {last_seq}"
 
 
+@dataclass(eq=False, repr=False)
 class TooLarge(CapacityError):
     """The cache of a log has more blocks than this machine can keep book of; both in bytes."""
 
-    def __init__(self, needed: int, free: int) -> None:
-        super().__init__(needed, free)
-        self.needed = needed
-        self.free = free
-
-    def __str__(self) -> str:
-        return f"the log is of a cache whose replay needs {self.needed:,} bytes of memory, {self.free:,} are free"
+    needed: int
+    free: int
+    text = "the log is of a cache whose replay needs {needed:,} bytes of memory, {free:,} are free"
 
 
+@dataclass(eq=False, repr=False)
 class Unreplayable(InternalError):
     """A batch does not fit the state before it: the log is not the record of one cache."""
 
-    def __init__(self, seq: int, reason: str) -> None:
-        super().__init__(seq, reason)
-        self.seq = seq
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"batch {self.seq} does not follow from those before it: {self.reason}"
+    seq: int
+    reason: str
+    text = "batch {seq} does not follow from those before it: {reason}"
 
 
 _FINGERPRINT_BYTES = 128

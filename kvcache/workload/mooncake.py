@@ -10,6 +10,7 @@ Reading streams: a trace of any length takes the memory of one line.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -27,17 +28,14 @@ _MAX_LENGTH = 2**31 - 1
 HashId = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
+@dataclass(eq=False, repr=False)
 class TraceError(UsageError):
     """A line of a trace cannot be used; `path`, `line` (from 1) and `reason` say which and why."""
 
-    def __init__(self, path: str, line: int, reason: str) -> None:
-        super().__init__(path, line, reason)
-        self.path = path
-        self.line = line
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.reason}"
+    path: str
+    line: int
+    reason: str
+    text = "{path}:{line}: {reason}"
 
 
 class TraceRequest(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ _CHUNK_BYTES = 32 * 2**20
 _WORD_TYPES = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}
 
 
+@dataclass(eq=False, repr=False)
 class PatternMismatch(InternalError):
     """A block does not hold what computing it would have given.
 
@@ -47,18 +48,14 @@ class PatternMismatch(InternalError):
     first layer that differs.
     """
 
-    def __init__(self, request_id: str | int, block_index: int, slot: int, layer: int) -> None:
-        super().__init__(request_id, block_index, slot, layer)
-        self.request_id = request_id
-        self.block_index = block_index
-        self.slot = slot
-        self.layer = layer
-
-    def __str__(self) -> str:
-        return (
-            f"request {self.request_id!r}: block {self.block_index} (primary slot {self.slot}) holds wrong bytes "
-            f"in layer {self.layer}: it was never filled, was overwritten, or belongs to another prefix"
-        )
+    request_id: str | int
+    block_index: int
+    slot: int
+    layer: int
+    text = (
+        "request {request_id!r}: block {block_index} (primary slot {slot}) holds wrong bytes "
+        "in layer {layer}: it was never filled, was overwritten, or belongs to another prefix"
+    )
 
 
 @dataclass(frozen=True, slots=True)
