@@ -39,11 +39,6 @@ def schedule(copies: Sequence[Copy]) -> list[list[int]]:
     return batches
 
 
-def split(copies: Sequence[Copy]) -> list[list[Copy]]:
-    """Return the batches of `schedule` with the copies themselves."""
-    return [[copies[index] for index in batch] for batch in schedule(copies)]
-
-
 def _place(copy: Copy, written: Marks, read: Marks) -> int:
     """Find the batch of a copy and mark the slots it uses there."""
     source, target = (copy.group, copy.source_level), (copy.group, copy.target_level)

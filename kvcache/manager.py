@@ -20,8 +20,8 @@ from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
-from kvcache.device.bookkeeping import served_layout
 from kvcache.device.engine import engine_for
+from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export

@@ -25,6 +25,7 @@ except ImportError as error:
 
 from cuda_ops.host_memory import pinned_zeros
 from cuda_ops.torch_copier import TorchCopier
+from events.types import PRIMARY, SECONDARY
 from kvcache.device.memory import free_bytes
 from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout, PoolLayout
@@ -41,25 +42,16 @@ class KVCacheBlockPool:
         self.layout = layout
         primary, secondary = num_blocks
         dtype = getattr(torch, layout.dtype)
-        self._levels = (
-            torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device),
-            _host_zeros((secondary, *layout.block_shape), dtype, pinned=device.type == "cuda"),
+        self.primary = torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device)
+        """The tensor that attention reads and writes, [blocks, *layout.block_shape]."""
+        shape = (secondary, *layout.block_shape)
+        self.secondary = (
+            pinned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            if device.type == "cuda"
+            else torch.zeros(shape, dtype=dtype)
         )
-
-    @property
-    def levels(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors of primary and secondary, [blocks, *layout.block_shape]."""
-        return self._levels
-
-    @property
-    def primary(self) -> torch.Tensor:
-        """The tensor that attention reads and writes."""
-        return self._levels[0]
-
-    @property
-    def secondary(self) -> torch.Tensor:
         """The tensor on the host."""
-        return self._levels[1]
+        self.levels = (self.primary, self.secondary)
 
     @property
     def token_dim(self) -> int:
@@ -84,7 +76,10 @@ class PoolSizes:
                 f"pools are made of a Layout, not of {type(layout).__name__}: pass Layout.of(config)"
             )
         self.layout, self.device = layout, _device(device)
-        self.primary, self.secondary = _bytes(layout)
+        self.primary, self.secondary = (
+            sum(group.num_blocks[level] * group.bytes_per_block for group in layout.groups)
+            for level in (PRIMARY, SECONDARY)
+        )
         """Bytes per level."""
 
     def require_room(self) -> None:
@@ -99,10 +94,6 @@ class PoolSizes:
         free = free_bytes()
         if on_host > free:
             raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
-
-    def __str__(self) -> str:
-        secondary = f", {_readable(self.secondary)} secondary on the host" if self.secondary else ""
-        return f"{_readable(self.primary)} primary on {self.device}{secondary}"
 
 
 class Pools:
@@ -182,22 +173,3 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Unsupported("a cache on cuda", "this PyTorch finds no GPU: use the CPU")
     return torch.empty(0, device=device).device  # with the index of the GPU, should it be missing
-
-
-def _bytes(layout: Layout) -> tuple[int, int]:
-    primary = sum(group.num_blocks[0] * group.bytes_per_block for group in layout.groups)
-    secondary = sum(group.num_blocks[1] * group.bytes_per_block for group in layout.groups)
-    return primary, secondary
-
-
-def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    if not pinned:
-        return torch.zeros(shape, dtype=dtype)
-    return pinned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def _readable(num_bytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from events.log import LogEnd, LogReader
 from events.types import CacheCreated, Checkpoint, EventBatch, Gap
-from kvcache.device.bookkeeping import SLOT_BYTES
-from kvcache.device.memory import free_bytes
+from kvcache.device.memory import SLOT_BYTES, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint

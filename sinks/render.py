@@ -21,48 +21,21 @@ from typing import Any
 
 import numpy as np
 
+from events import types as ev
 from events.ids import epoch_of, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
 from events.spelled import LEVEL_NAMES
-from events.types import (
-    PRIMARY,
-    AdmissionRefused,
-    AnyEvent,
-    BlocksAllocated,
-    BlocksCopied,
-    BlocksFilled,
-    BlocksMoved,
-    BlocksRemoved,
-    BlocksReused,
-    BlocksStored,
-    BlocksUpdated,
-    CacheCleared,
-    CacheCreated,
-    Checkpoint,
-    ContextComputed,
-    EpochStarted,
-    EventBatch,
-    Gap,
-    Namespace,
-    SequenceAdded,
-    SequenceRemoved,
-    StateExported,
-    SymbolsForgotten,
-    SymbolsInterned,
-    TokensAppended,
-    TransferFailed,
-    TransferLanded,
-)
+from events.types import PRIMARY
 from sinks.known import Known
 
 NAME_DIGITS = 8
 """Hex digits shown of a block's name: enough to tell blocks apart by eye, and to search the log for."""
 TEXT_LENGTH_MAX = 64
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]*")
-_TYPE_WIDTH = max(len(kind.__name__) for kind in AnyEvent.__args__)
+_TYPE_WIDTH = max(len(kind.__name__) for kind in ev.AnyEvent.__args__)
 
 
-def render_batch(batch: EventBatch, known: Known) -> Iterator[str]:
+def render_batch(batch: ev.EventBatch, known: Known) -> Iterator[str]:
     """The lines of a batch, without newlines. All of the stream's events before it were seen by `known`."""
     for index, event in enumerate(batch.events):
         known.see(event)
@@ -70,7 +43,7 @@ def render_batch(batch: EventBatch, known: Known) -> Iterator[str]:
         yield f"{address:>9}  {render_event(event, known)}"
 
 
-def render_event(event: AnyEvent, known: Known) -> str:
+def render_event(event: ev.AnyEvent, known: Known) -> str:
     """One event, which was seen by `known`, without its address."""
     kind = type(event)
     return f"{kind.__name__:<{_TYPE_WIDTH}}  {_DETAILS[kind](event, known)}".rstrip()
@@ -134,14 +107,14 @@ def _name(packed: bytes) -> str:
     return packed.hex()[:NAME_DIGITS]
 
 
-def _namespace(namespace: Namespace) -> str:
+def _namespace(namespace: ev.Namespace) -> str:
     adapter = namespace.lora_id if namespace.lora_name is None else namespace.lora_name
     lora = "" if adapter is None else f" lora={text(adapter)}"
     salt = "" if namespace.salt_digest is None else f" salt={_name(namespace.salt_digest)}"
     return lora + salt + (" extra_ids=yes" if namespace.uses_extra_ids else "")
 
 
-def _cache_created(e: CacheCreated, known: Known) -> str:
+def _cache_created(e: ev.CacheCreated, known: Known) -> str:
     groups = " ".join(
         f"group{i}(window={g.window} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
         for i, g in enumerate(e.groups)
@@ -149,18 +122,18 @@ def _cache_created(e: CacheCreated, known: Known) -> str:
     return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}"
 
 
-def _epoch_started(e: EpochStarted, known: Known) -> str:
+def _epoch_started(e: ev.EpochStarted, known: Known) -> str:
     before = "" if e.previous_epoch is None else f" after={e.previous_epoch} clean={_yes(e.clean)}"
     software = " ".join(map(text, e.software[:TEXT_LENGTH_MAX].split(" ")))
     return f"epoch={e.epoch}{before} tokens_recorded={_yes(e.tokens_recorded)} by {software}"
 
 
-def _state_exported(e: StateExported, known: Known) -> str:
+def _state_exported(e: ev.StateExported, known: Known) -> str:
     blocks = sum(len(group.slots) // 4 for group in e.groups)
     return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
 
 
-def _sequence_added(e: SequenceAdded, known: Known) -> str:
+def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
     reused = f"{max(e.reused_primary, default=0)}+{max(e.reused_secondary, default=0)}+{e.reused_partial}"
     return (
         f"{_handle(e.handle)} request={text(e.request_id)} tokens={e.num_tokens} reused={reused}"
@@ -168,25 +141,25 @@ def _sequence_added(e: SequenceAdded, known: Known) -> str:
     )
 
 
-def _blocks_reused(e: BlocksReused, known: Known) -> str:
+def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
     replaced = f" replaced={len(e.replaced) // 4}" if e.replaced else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
     return f"{_whose(e.handle, known)} {where}{_names(e.names)}{replaced}"
 
 
-def _blocks_copied(e: BlocksCopied, known: Known) -> str:
+def _blocks_copied(e: ev.BlocksCopied, known: Known) -> str:
     copied = f"tokens={e.num_tokens} from {_level(e.source_level)} block={e.block} transfer={e.transfer}"
     return f"{_whose(e.handle, known)} group={e.group} {copied}"
 
 
-def _blocks_stored(e: BlocksStored, known: Known) -> str:
+def _blocks_stored(e: ev.BlocksStored, known: Known) -> str:
     names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     parent = f" after {_name(e.parent)}" if e.parent else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
     return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}"
 
 
-def _blocks_filled(e: BlocksFilled, known: Known) -> str:
+def _blocks_filled(e: ev.BlocksFilled, known: Known) -> str:
     names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     where = f"group={e.group} {_level(PRIMARY)} {_blocks(e.slots)}"
     if len(e.slots) == len(e.blocks) == SLOT_BYTES:
@@ -195,35 +168,35 @@ def _blocks_filled(e: BlocksFilled, known: Known) -> str:
     return f"{_sequences(e.handles, known)} {where}{names} priority={e.priority}"
 
 
-def _blocks_updated(e: BlocksUpdated, known: Known) -> str:
+def _blocks_updated(e: ev.BlocksUpdated, known: Known) -> str:
     updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
     return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle, known)}"
 
 
-def _blocks_moved(e: BlocksMoved, known: Known) -> str:
+def _blocks_moved(e: ev.BlocksMoved, known: Known) -> str:
     way = f"{_level(e.from_level)}->{_level(e.to_level)}"
     moved = f"group={e.group} {way} {_blocks(e.from_slots)}{_names(e.names)} why={e.why}"
     return f"{moved} transfer={e.transfer}{_for(e.handle, known)}"
 
 
-def _blocks_removed(e: BlocksRemoved, known: Known) -> str:
+def _blocks_removed(e: ev.BlocksRemoved, known: Known) -> str:
     removed = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
     return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
-def _tokens_appended(e: TokensAppended, known: Known) -> str:
+def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
     return f"{_sequences(e.handles, known)} tokens={tokens}"
 
 
-def _sequence_removed(e: SequenceRemoved, known: Known) -> str:
+def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
     freed = sum(len(slots) // 4 for slots in e.freed)
     kept = f"stored={sum(e.stored)} freed={freed}"
     return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}"
 
 
-def _symbols_interned(e: SymbolsInterned, known: Known) -> str:
+def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:
     items = list(dict.fromkeys(page.digest for page in e.pages if page.digest is not None))
     named = f" {_name(items[0])}" + (f"..{_name(items[-1])}" if len(items) > 1 else "") if items else ""
     return f"pages={len(e.pages)} items={len(items)}{named}"
@@ -238,33 +211,33 @@ def _yes(value: bool) -> str:
 
 
 _DETAILS: dict[type, Callable[[Any, Known], str]] = {
-    CacheCreated: _cache_created,
-    EpochStarted: _epoch_started,
-    StateExported: _state_exported,
-    Gap: lambda e, known: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
-    SequenceAdded: _sequence_added,
-    BlocksAllocated: lambda e, known: (
+    ev.CacheCreated: _cache_created,
+    ev.EpochStarted: _epoch_started,
+    ev.StateExported: _state_exported,
+    ev.Gap: lambda e, known: f"missing={e.first_seq}..{e.last_seq} reason={text(e.reason)}",
+    ev.SequenceAdded: _sequence_added,
+    ev.BlocksAllocated: lambda e, known: (
         f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} why={e.why}"
     ),
-    BlocksReused: _blocks_reused,
-    BlocksCopied: _blocks_copied,
-    BlocksStored: _blocks_stored,
-    BlocksFilled: _blocks_filled,
-    BlocksUpdated: _blocks_updated,
-    BlocksMoved: _blocks_moved,
-    BlocksRemoved: _blocks_removed,
-    TokensAppended: _tokens_appended,
-    ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
-    SequenceRemoved: _sequence_removed,
-    TransferLanded: lambda e, known: _transfers(e.transfers),
-    TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
-    CacheCleared: lambda e, known: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
-    Checkpoint: lambda e, known: (
+    ev.BlocksReused: _blocks_reused,
+    ev.BlocksCopied: _blocks_copied,
+    ev.BlocksStored: _blocks_stored,
+    ev.BlocksFilled: _blocks_filled,
+    ev.BlocksUpdated: _blocks_updated,
+    ev.BlocksMoved: _blocks_moved,
+    ev.BlocksRemoved: _blocks_removed,
+    ev.TokensAppended: _tokens_appended,
+    ev.ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
+    ev.SequenceRemoved: _sequence_removed,
+    ev.TransferLanded: lambda e, known: _transfers(e.transfers),
+    ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
+    ev.CacheCleared: lambda e, known: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
+    ev.Checkpoint: lambda e, known: (
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
     ),
-    SymbolsInterned: _symbols_interned,
-    SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // 4}",
-    AdmissionRefused: lambda e, known: (
+    ev.SymbolsInterned: _symbols_interned,
+    ev.SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // 4}",
+    ev.AdmissionRefused: lambda e, known: (
         f"request={text(e.request_id)} needed={e.needed} available={e.available}"
     ),
 }

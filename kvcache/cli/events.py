@@ -12,20 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from events import types as ev
 from events.codec import to_dict
 from events.log import LogReader
 from events.packed import HANDLE_BYTES, NAME_BYTES
-from events.types import (
-    AdmissionRefused,
-    AnyEvent,
-    BlocksFilled,
-    BlocksStored,
-    CacheCreated,
-    EventBatch,
-    SequenceAdded,
-    StateExported,
-    TokensAppended,
-)
 from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
 from kvcache.cli.narrowing import filled_rows, part_of_sequences
@@ -35,7 +25,7 @@ from kvcache.cli.replay import describe_end
 from kvcache.errors import UsageError
 from sinks.known import Known
 
-TYPES = sorted(kind.__name__ for kind in typing.get_args(AnyEvent))
+TYPES = sorted(kind.__name__ for kind in typing.get_args(ev.AnyEvent))
 _BY_LOWER = {name.lower(): name for name in TYPES}
 _NAME = re.compile(r"[0-9a-f]{4,64}")
 
@@ -124,11 +114,11 @@ class _Printer:
         """Has seen all events up to the one that is printed; each epoch may have other keys."""
         self.lines = 0
 
-    def print(self, batch: EventBatch, index: int, event: AnyEvent) -> None:
+    def print(self, batch: ev.EventBatch, index: int, event: ev.AnyEvent) -> None:
         """Write one event, or the part of it that was asked for."""
         for condition in self._narrowing:
             event = condition.part(event)
-            if isinstance(event, BlocksFilled) and not event.handles:
+            if isinstance(event, ev.BlocksFilled) and not event.handles:
                 return  # one row is the request's, and another one the block's
         self.lines += 1
         if self._as_json:
@@ -139,7 +129,7 @@ class _Printer:
             print(event_line(batch, index, event, self.known))
 
 
-Condition = Callable[[AnyEvent], bool]
+Condition = Callable[[ev.AnyEvent], bool]
 
 
 def _conditions(args: argparse.Namespace) -> list[Condition]:
@@ -151,7 +141,7 @@ def _conditions(args: argparse.Namespace) -> list[Condition]:
         conditions.append(OfRequest(args.request))
         if not (args.json or args.types):
             # One line per engine step, and about all requests that ran in it.
-            conditions.append(lambda event: not isinstance(event, TokensAppended))
+            conditions.append(lambda event: not isinstance(event, ev.TokensAppended))
     if args.block is not None:
         name = args.block.lower().removeprefix("0x")
         if not _NAME.fullmatch(name):
@@ -171,14 +161,14 @@ class OfRequest:
         self._handles: set[int] = set()
         self._transfers: set[int] = set()
 
-    def __call__(self, event: AnyEvent) -> bool:
+    def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event concerns one of them."""
-        if isinstance(event, CacheCreated):
+        if isinstance(event, ev.CacheCreated):
             self._key_bytes = event.key_bytes
-        if isinstance(event, SequenceAdded):
+        if isinstance(event, ev.SequenceAdded):
             if str(event.request_id) == self._id:
                 self._handles.add(event.handle)
-        elif isinstance(event, StateExported):
+        elif isinstance(event, ev.StateExported):
             # After a gap, this may be the first that is heard of a request.
             ours = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]
             self._handles.update(ours)
@@ -186,11 +176,11 @@ class OfRequest:
             return bool(ours)
         return self._concerns(event)
 
-    def part(self, event: AnyEvent) -> AnyEvent:
+    def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
         """What the event, which concerns one of them, says of them."""
         return part_of_sequences(event, self._handles, self._transfers, self._key_bytes)
 
-    def _concerns(self, event: AnyEvent) -> bool:
+    def _concerns(self, event: ev.AnyEvent) -> bool:
         if getattr(event, "handle", None) in self._handles:
             # 0 stands for "nothing is copied" and is no transfer's number.
             if transfer := getattr(event, "transfer", 0):
@@ -200,7 +190,7 @@ class OfRequest:
             return not self._handles.isdisjoint(array("q", handles))
         if (transfers := getattr(event, "transfers", None)) is not None:
             return not self._transfers.isdisjoint(array("q", transfers))
-        return isinstance(event, AdmissionRefused) and str(event.request_id) == self._id
+        return isinstance(event, ev.AdmissionRefused) and str(event.request_id) == self._id
 
 
 class NamingBlock:
@@ -210,21 +200,21 @@ class NamingBlock:
         self._digits = digits
         self._key_bytes = 0
 
-    def __call__(self, event: AnyEvent) -> bool:
+    def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event names the block."""
-        if isinstance(event, CacheCreated):
+        if isinstance(event, ev.CacheCreated):
             self._key_bytes = event.key_bytes
-        if isinstance(event, BlocksStored):
+        if isinstance(event, ev.BlocksStored):
             return self._within(event.keys, self._key_bytes) or self._within(event.parent, NAME_BYTES)
-        if isinstance(event, BlocksFilled):
+        if isinstance(event, ev.BlocksFilled):
             return self._within(event.keys, self._key_bytes) or self._within(event.parents, NAME_BYTES)
-        if isinstance(event, StateExported):
+        if isinstance(event, ev.StateExported):
             return any(self._within(group.keys, self._key_bytes) for group in event.groups)
         return self._within(getattr(event, "names", b""), NAME_BYTES)
 
-    def part(self, event: AnyEvent) -> AnyEvent:
+    def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
         """Of an event of several sequences, which names the block, those that name it as their own or its parent."""
-        if not isinstance(event, BlocksFilled):
+        if not isinstance(event, ev.BlocksFilled):
             return event
         rows = [
             filled_rows(event, [row], self._key_bytes) for row in range(len(event.handles) // HANDLE_BYTES)

@@ -8,41 +8,33 @@ from itertools import accumulate
 
 from msgspec.structs import replace
 
+from events import types as ev
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, TOKEN_BYTES
-from events.types import (
-    AnyEvent,
-    BlocksAllocated,
-    BlocksFilled,
-    StateExported,
-    TokensAppended,
-    TransferFailed,
-    TransferLanded,
-)
 
 _INDEX_BYTES = 4
 _TRANSFER_BYTES = 8
 
 
 def part_of_sequences(
-    event: AnyEvent, handles: Container[int], transfers: Container[int], key_bytes: int
-) -> AnyEvent:
+    event: ev.AnyEvent, handles: Container[int], transfers: Container[int], key_bytes: int
+) -> ev.AnyEvent:
     """What the event says of these sequences and of these copies of theirs.
 
     Of an exported state the cached blocks stay: they are no sequence's.
     """
     match event:
-        case BlocksFilled():
+        case ev.BlocksFilled():
             return filled_rows(event, _chosen("q", event.handles, handles), key_bytes)
-        case BlocksAllocated():
+        case ev.BlocksAllocated():
             own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
             return replace(event, handles=own, counts=counts, slots=slots)
-        case TokensAppended():
+        case ev.TokensAppended():
             own, counts, tokens = _counted(event.handles, event.counts, event.tokens, handles)
             return replace(event, handles=own, counts=counts, tokens=tokens)
-        case TransferLanded() | TransferFailed():
+        case ev.TransferLanded() | ev.TransferFailed():
             rows = _chosen("q", event.transfers, transfers)
             return replace(event, transfers=_cut(event.transfers, _TRANSFER_BYTES, rows))
-        case StateExported():
+        case ev.StateExported():
             return replace(
                 event,
                 sequences=tuple(each for each in event.sequences if each.handle in handles),
@@ -51,9 +43,9 @@ def part_of_sequences(
     return event
 
 
-def filled_rows(event: BlocksFilled, rows: list[int], key_bytes: int) -> BlocksFilled:
+def filled_rows(event: ev.BlocksFilled, rows: list[int], key_bytes: int) -> ev.BlocksFilled:
     """The event with only these of its rows."""
-    return BlocksFilled(
+    return ev.BlocksFilled(
         handles=_cut(event.handles, HANDLE_BYTES, rows),
         group=event.group,
         blocks=_cut(event.blocks, _INDEX_BYTES, rows),

@@ -27,7 +27,7 @@ from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import Verification, verify_own_log
 from kvcache.config import KVCacheConfig
-from kvcache.device.bookkeeping import served_layout
+from kvcache.device.memory import served_layout
 from kvcache.errors import InternalError, KVCacheError, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--continue needs --log DIR: which log is to be continued?")
     settings.warn_of_unknown(out)
     with StopSignals() as stop, RunDirectory(args, out) as directory:
-        outcome = _play(args, out, stop, directory)
+        outcome = _Run(args, out, stop).play(directory)
         kept = directory.settle(evidence=outcome.verification.disagrees)
         if args.json:
             out.json(to_json(outcome, kept))
@@ -191,43 +191,6 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
     return stop.exit_code
 
 
-def _play(args: argparse.Namespace, out: Output, stop: StopSignals, directory: RunDirectory) -> Outcome:
-    clock = StepClock(parse_speed(args.speed))
-    source = _open_source(args, stop)
-    config = _config(args, source)
-    if not stop.is_set():
-        _require_room(config, source)
-    for url in args.sinks:
-        # A URL that cannot be understood should be known before there are pools and a log.
-        open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
-    layout = served_layout(config)
-    sizes = None if args.no_pools else _pool_sizes(layout)
-    writer = directory.open_log(config.log, _log_id(args, source, config), resume=args.resume)
-    if not (args.json or out.quiet):
-        removed = directory.temporary and not args.keep
-        describe_start(out, source, config, sizes, clock, directory.path, temporary=removed)
-    router = (args.check_feed or args.trace is None) and config.block_hash != "none"
-    sinks = [*args.sinks, own_feed.URL] if router else args.sinks
-    manager, pools, copier = _open_manager(sinks, config, sizes, writer, clock)
-    if _has_sink(args, "file"):
-        stop.at_hangup(manager.reopen_sinks)
-    attached = own_feed.OwnFeed(manager) if router else None
-    if args.wait_subscribers:
-        readers = count(args.wait_subscribers, "reader")
-        out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
-        # Not for those of the run's own feed: nobody else knows its port.
-        for feed in manager.feeds[: -1 if router else None]:
-            feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
-    played = _drive(args, out, stop, manager, source, pools, copier, clock)
-    return _finish(args, out, stop, manager, copier, writer, played, attached)
-
-
-def _open_source(args: argparse.Namespace, stop: StopSignals) -> Source:
-    if args.trace is not None:
-        return open_trace(args.trace, args.limit, stop)
-    return generated_chats(args.seed, args.limit, stop)
-
-
 def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
     sets = settings.parse_sets(args.sets)
     for name in ("tokens_per_block", "primary_blocks", "secondary_blocks"):
@@ -264,104 +227,133 @@ def _pool_sizes(layout: Layout) -> PoolSizes:
     return sizes
 
 
-def _log_id(args: argparse.Namespace, source: Source, config: KVCacheConfig) -> bytes | None:
-    """The same for equal runs, so that they write equal logs; at another speed than max none is equal."""
-    if parse_speed(args.speed) is not None:
-        return None
-    inputs = (config.model_dump_json(), source.sizes.digest, args.concurrency, args.seed, args.no_pools)
-    return sha256(repr(inputs).encode()).digest()[:16]
+class _Run:
+    """One run, from its arguments to its outcome."""
 
-
-def _open_manager(
-    sinks: list[str], config: KVCacheConfig, sizes: PoolSizes | None, log: LogWriter, clock: StepClock
-) -> tuple[KVCacheManager, Pools | None, TimedCopier | None]:
-    # A sink on stdout writes past the buffer, and must not come before what was said already.
-    sys.stdout.flush()
-    pools = copier = None
-    try:
-        if sizes is not None:
-            from kvcache.pools import Pools
-
-            pools = Pools(sizes.layout, sizes.device)
-            copier = TimedCopier(pools.copier(), sizes.layout)
-        manager = KVCacheManager(
-            config, pools=pools, copier=copier, log=log, sinks=sinks, wall_ns=clock.wall_ns
+    def __init__(self, args: argparse.Namespace, out: Output, stop: StopSignals) -> None:
+        self._args, self._out, self._stop = args, out, stop
+        self._clock = StepClock(parse_speed(args.speed))
+        chats = args.trace is None
+        self._source = (
+            generated_chats(args.seed, args.limit, stop)
+            if chats
+            else open_trace(args.trace, args.limit, stop)
         )
-    except BaseException:
-        log.close()
-        raise
-    return manager, pools, copier
+        self._config = _config(args, self._source)
+        if not stop.is_set():
+            _require_room(self._config, self._source)
+        self._routed = (args.check_feed or chats) and self._config.block_hash != "none"
+        self._pools: Pools | None = None
+        self._copier: TimedCopier | None = None
 
+    def play(self, directory: RunDirectory) -> Outcome:
+        """Play the requests with the log in this directory, and verify it."""
+        args, out, stop, config = self._args, self._out, self._stop, self._config
+        for url in args.sinks:
+            # A URL that cannot be understood should be known before there are pools and a log.
+            open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
+        layout = served_layout(config)
+        sizes = None if args.no_pools else _pool_sizes(layout)
+        log = directory.open_log(config.log, self._log_id(), resume=args.resume)
+        if not (args.json or out.quiet):
+            removed = directory.temporary and not args.keep
+            describe_start(out, self._source, config, sizes, self._clock, directory.path, temporary=removed)
+        manager = self._open_manager(sizes, log)
+        if _has_sink(args, "file"):
+            stop.at_hangup(manager.reopen_sinks)
+        router = own_feed.OwnFeed(manager) if self._routed else None
+        if args.wait_subscribers:
+            readers = count(args.wait_subscribers, "reader")
+            out.note(f"waiting for {readers} of each zmq+pub: sink; Ctrl-C ends that")
+            # Not for those of the run's own feed: nobody else knows its port.
+            for feed in manager.feeds[: -1 if router else None]:
+                feed.wait_subscribers(args.wait_subscribers, math.inf, stop.is_set)
+        return self._finish(manager, log, self._drive(manager), router)
 
-def _drive(
-    args: argparse.Namespace,
-    out: Output,
-    stop: StopSignals,
-    manager: KVCacheManager,
-    source: Source,
-    pools: Pools | None,
-    copier: TimedCopier | None,
-    clock: StepClock,
-) -> RunResult:
-    # Event lines on the same terminal would tear the bar apart.
-    visible = not out.quiet and not _has_sink(args, "stdout")
-    try:
-        with progress("playing", len(source.requests), shown=visible) as update:
-            return drive(
-                manager,
-                source.requests,
-                DriveOptions(concurrency=args.concurrency, seed=args.seed),
-                pools=pools,
-                copies=copier,
-                clock=clock,
-                stop=stop,
-                progress=lambda step, done: update(done),
+    def _log_id(self) -> bytes | None:
+        """The same for equal runs, so that they write equal logs; at another speed than max none is equal."""
+        if self._clock.speed is not None:
+            return None
+        args = self._args
+        inputs = (self._config.model_dump_json(), self._source.sizes.digest)
+        return sha256(repr((*inputs, args.concurrency, args.seed, args.no_pools)).encode()).digest()[:16]
+
+    def _open_manager(self, sizes: PoolSizes | None, log: LogWriter) -> KVCacheManager:
+        # A sink on stdout writes past the buffer, and must not come before what was said already.
+        sys.stdout.flush()
+        sinks = [*self._args.sinks, own_feed.URL] if self._routed else self._args.sinks
+        try:
+            if sizes is not None:
+                from kvcache.pools import Pools
+
+                self._pools = Pools(sizes.layout, sizes.device)
+                self._copier = TimedCopier(self._pools.copier(), sizes.layout)
+            return KVCacheManager(
+                self._config,
+                pools=self._pools,
+                copier=self._copier,
+                log=log,
+                sinks=sinks,
+                wall_ns=self._clock.wall_ns,
             )
-    except BaseException:
-        # What went wrong first is what must be heard of.
-        with suppress(KVCacheError, EventsError, OSError):
+        except BaseException:
+            log.close()
+            raise
+
+    def _drive(self, manager: KVCacheManager) -> RunResult:
+        args, requests = self._args, self._source.requests
+        # Event lines on the same terminal would tear the bar apart.
+        visible = not self._out.quiet and not _has_sink(args, "stdout")
+        try:
+            with progress("playing", len(requests), shown=visible) as update:
+                return drive(
+                    manager,
+                    requests,
+                    DriveOptions(concurrency=args.concurrency, seed=args.seed),
+                    pools=self._pools,
+                    copies=self._copier,
+                    clock=self._clock,
+                    stop=self._stop,
+                    progress=lambda step, done: update(done),
+                )
+        except BaseException:
+            # What went wrong first is what must be heard of.
+            with suppress(KVCacheError, EventsError, OSError):
+                manager.close()
+            raise
+
+    def _finish(
+        self, manager: KVCacheManager, log: LogWriter, result: RunResult, router: own_feed.OwnFeed | None
+    ) -> Outcome:
+        args, out, stop = self._args, self._out, self._stop
+        started = time.perf_counter()
+        with suppress(LogWriteFailed):  # closing tells whether it is over by then
+            log.flush()
+        drained = time.perf_counter() - started
+        if args.hold and not stop.is_set():
+            out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
+            stop.wait(args.hold)
+        feed = router.finish() if router is not None else None
+        incomplete = None
+        try:
             manager.close()
-        raise
-
-
-def _finish(
-    args: argparse.Namespace,
-    out: Output,
-    stop: StopSignals,
-    manager: KVCacheManager,
-    copier: TimedCopier | None,
-    writer: LogWriter,
-    result: RunResult,
-    router: own_feed.OwnFeed | None,
-) -> Outcome:
-    started = time.perf_counter()
-    with suppress(LogWriteFailed):  # closing tells whether it is over by then
-        writer.flush()
-    drained = time.perf_counter() - started
-    if args.hold and not stop.is_set():
-        out.note(f"the sinks stay open for {args.hold:g} s; Ctrl-C ends that")
-        stop.wait(args.hold)
-    feed = router.finish() if router is not None else None
-    incomplete = None
-    try:
-        manager.close()
-    except LogWriteFailed as error:
-        incomplete = error
-    live = fingerprint(manager.state)
-    verification = (
-        verify_own_log(writer, live, stop, shown=not out.quiet) if incomplete is None else Verification()
-    )
-    return Outcome(
-        result=result,
-        stats=manager.stats(),
-        sinks=manager.sink_stats(),
-        seconds=result.times.seconds() + drained,
-        log_bytes=writer.bytes_written,
-        dropped_batches=writer.dropped_batches,
-        fingerprint=live,
-        verification=verification,
-        signal=None if stop.first is None else stop.first.name,
-        copies=copier,
-        feed=feed,
-        log_failure=incomplete or result.log_failure,
-    )
+        except LogWriteFailed as error:
+            incomplete = error
+        live = fingerprint(manager.state)
+        verification = (
+            verify_own_log(log, live, stop, shown=not out.quiet) if incomplete is None else Verification()
+        )
+        return Outcome(
+            result=result,
+            stats=manager.stats(),
+            sinks=manager.sink_stats(),
+            seconds=result.times.seconds() + drained,
+            log_bytes=log.bytes_written,
+            dropped_batches=log.dropped_batches,
+            fingerprint=live,
+            verification=verification,
+            signal=None if stop.first is None else stop.first.name,
+            copies=self._copier,
+            feed=feed,
+            log_failure=incomplete or result.log_failure,
+        )

@@ -106,7 +106,7 @@ def load(path: Path | None, sets: Values, defaults: Values) -> KVCacheConfig:
     """The settings, with `defaults` for what is given nowhere. Raises ConfigError."""
     values = given(path, sets)
     try:
-        return KVCacheConfig(**merged(_without(defaults, values), values))
+        return KVCacheConfig(**merged(defaults, values))
     except ConfigError as error:
         sources = by_source(path, sets)
         raise ConfigError([_located(problem, sources, path) for problem in error.problems]) from None
@@ -135,12 +135,3 @@ def _located(problem: str, sources: dict[str, Values], path: Path | None) -> str
     if place is None or place == "--set":
         return problem
     return f"{path if place == 'file' else place}: {problem}"
-
-
-def _without(defaults: Values, known: Values) -> Values:
-    """The defaults of what is not known."""
-    missing = {name: value for name, value in defaults.items() if name not in known}
-    for name in defaults.keys() & known.keys():
-        if isinstance(defaults[name], dict) and isinstance(known[name], dict):
-            missing[name] = _without(defaults[name], known[name])
-    return missing

@@ -112,7 +112,10 @@ def describe_start(
     layout = Layout.of(config)
     primary, secondary = layout.groups[0].num_blocks
     block = sum(group.bytes_per_block for group in layout.groups)
-    tensors = "none (--no-pools)" if pools is None else f"{pools}; a block has {size(block)}"
+    tensors = "none (--no-pools)"
+    if pools is not None:
+        below = f", {size(pools.secondary)} secondary on the host" if pools.secondary else ""
+        tensors = f"{size(pools.primary)} primary on {pools.device}{below}; a block has {size(block)}"
     out.heading(f"kvcache run: {printable(source.title)}")
     out.facts(
         [

@@ -1,16 +1,45 @@
-"""Host memory that is free: what the kernel calls available, or what a container's limit leaves if that is less."""
+"""Host memory that is free, and whether the bookkeeping of a cache's blocks fits into it.
+
+The pools compare their own bytes. But a cache may run without pools, and a number of blocks that no machine can even
+count should be an error at the start rather than a process that grows until the system ends it.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from kvcache.config import KVCacheConfig
+from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.layout import Layout
+
+SLOT_BYTES = 24
+"""About what one slot takes in lists of blank slots and of owners, with a copy while the state is written down."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
+def served_layout(config: KVCacheConfig) -> Layout:
+    """The layout of a cache that a manager can serve; raises `Unsupported` or `NotEnoughMemory` for others."""
+    layout = Layout.of(config)
+    if len(layout.groups) > 1 or layout.groups[0].window < config.max_sequence_length:
+        raise Unsupported(
+            "an attention window shorter than max_sequence_length", "leave max_attention_window out"
+        )
+    needed = SLOT_BYTES * sum(sum(group.num_blocks) for group in layout.groups)
+    free = free_bytes()
+    if needed > free:
+        raise NotEnoughMemory(
+            needed,
+            free,
+            "host memory for the bookkeeping of its blocks",
+            "primary_blocks, max_tokens or secondary_blocks",
+        )
+    return layout
+
+
 def free_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Bytes that this process may still take: of the system, or of its container.
+    """Bytes that this process may still take: what the kernel calls available, or what a container's limit leaves.
 
     Where neither is known (not on Linux), all the physical memory, which is an upper bound.
     """

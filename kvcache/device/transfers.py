@@ -14,7 +14,6 @@ because batches run in the order of submission, and the compute stream waits for
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,12 +27,8 @@ from kvcache.errors import ManagerBusy
 _ARRIVED = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A noted copy, and the id in its event."""
-
-    transfer: int
-    copy: Copy
+_Transfer = tuple[int, Copy]
+"""The id in an event, and the copy that it asks for."""
 
 
 class _Batch:
@@ -89,10 +84,9 @@ class TransferEngine:
 
     def pending_targets(self, group: int, level: int) -> set[int]:
         """The slots of a level that copies which are noted and not started will write."""
-        copies = [noted.copy for noted in self._pending]
         return {
             slot
-            for copy in copies
+            for _, copy in self._pending
             if copy.group == group and copy.target_level == level
             for slot in copy.target.tolist()
         }
@@ -103,11 +97,11 @@ class TransferEngine:
             if event.transfer:
                 source, target = unpack_i32(event.from_slots), unpack_i32(event.to_slots)
                 copy = Copy(event.from_level, event.to_level, source, target, group=event.group)
-                self._pending.append(_Transfer(event.transfer, copy))
+                self._pending.append((event.transfer, copy))
         elif isinstance(event, BlocksCopied):
             source, target = np.array([event.source], np.int32), np.array([event.target], np.int32)
             copy = Copy(event.source_level, PRIMARY, source, target, event.num_tokens, event.group)
-            self._pending.append(_Transfer(event.transfer, copy))
+            self._pending.append((event.transfer, copy))
 
     def start(self) -> Ticket:
         """Submit everything noted. The ticket stands for all of it, and fails with what the copier does not take.
@@ -115,15 +109,15 @@ class TransferEngine:
         Before the forward pass the compute stream must be made to wait for it (`wait_on`).
         """
         transfers, self._pending = self._pending, []
-        batches = schedule([transfer.copy for transfer in transfers])
+        batches = schedule([copy for _, copy in transfers])
         started = [self._submit([transfers[index] for index in batch]) for batch in batches]
         return JoinedTicket(started)
 
     def _submit(self, transfers: list[_Transfer]) -> Ticket:
         """Start a batch. What stays where it is lands with its batch, but is not the copier's business."""
-        copies = [each.copy for each in transfers if not each.copy.moves_nothing]
+        copies = [copy for _, copy in transfers if not copy.moves_nothing]
         ticket = self._ticket_of(copies) if copies else FinishedTicket()
-        self._in_flight.append(_Batch(tuple(each.transfer for each in transfers), ticket))
+        self._in_flight.append(_Batch(tuple(transfer for transfer, _ in transfers), ticket))
         return ticket
 
     def _ticket_of(self, copies: list[Copy]) -> Ticket:

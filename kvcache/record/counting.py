@@ -5,7 +5,9 @@ The engine's thread counts; other threads read what it has published with the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from events import types as ev
@@ -23,6 +25,14 @@ _MOVED = {
     MoveReason.ONBOARD: "blocks_onboarded",
     MoveReason.RECOMPUTED: "blocks_recomputed",
 }
+_COLUMNS: dict[type[ev.Event], tuple[str, str]] = {
+    ev.BlocksReused: ("blocks_deduplicated", "replaced"),
+    ev.BlocksStored: ("blocks_stored", "slots"),
+    ev.BlocksFilled: ("blocks_stored", "slots"),
+    ev.BlocksUpdated: ("blocks_updated", "slots"),
+    ev.BlocksRemoved: ("blocks_removed", "slots"),
+}
+"""What counts the entries of a column."""
 _COUNTED = tuple(field.name for field in fields(Stats) if field.type == "int" and field.name != "sequences")
 
 
@@ -39,14 +49,11 @@ class StatsCounter:
         bus.subscribe(self._own.remove, ev.SequenceRemoved)
         bus.subscribe(self._own.begin_again, ev.TransferFailed)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
-        bus.subscribe(self._on_reused, ev.BlocksReused)
         bus.subscribe(self._on_copied, ev.BlocksCopied)
-        bus.subscribe(self._on_stored, ev.BlocksStored)
-        bus.subscribe(self._on_stored, ev.BlocksFilled)
-        bus.subscribe(self._on_updated, ev.BlocksUpdated)
-        bus.subscribe(self._on_removed, ev.BlocksRemoved)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_cleared, ev.CacheCleared)
+        for kind, (counter, column) in _COLUMNS.items():
+            bus.subscribe(self._counting(counter, attrgetter(column)), kind)
 
     def publish(self, state: CacheState, num_events: int) -> None:
         """Make the totals of the flushed events visible to other threads."""
@@ -85,26 +92,22 @@ class StatsCounter:
         counts["reused_tokens_partial"] += event.reused_partial
         counts["reused_tokens_own"] += self._own.admit(event)
 
+    def _counting(self, counter: str, slots_of: Callable[[ev.Event], bytes]) -> Callable[[ev.Event], None]:
+        counts = self._counts
+
+        def count(event: ev.Event) -> None:
+            counts[counter] += len(slots_of(event)) // SLOT_BYTES
+
+        return count
+
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
         blocks = len(event.slots) // SLOT_BYTES
         self._counts["blocks_allocated"] += blocks
         if event.why == AllocateReason.DECODE:
             self._counts["blocks_allocated_decode"] += blocks
 
-    def _on_reused(self, event: ev.BlocksReused) -> None:
-        self._counts["blocks_deduplicated"] += len(event.replaced) // SLOT_BYTES
-
     def _on_copied(self, event: ev.BlocksCopied) -> None:
         self._counts["blocks_copied"] += 1
-
-    def _on_stored(self, event: ev.BlocksStored | ev.BlocksFilled) -> None:
-        self._counts["blocks_stored"] += len(event.slots) // SLOT_BYTES
-
-    def _on_updated(self, event: ev.BlocksUpdated) -> None:
-        self._counts["blocks_updated"] += len(event.slots) // SLOT_BYTES
-
-    def _on_removed(self, event: ev.BlocksRemoved) -> None:
-        self._counts["blocks_removed"] += len(event.slots) // SLOT_BYTES
 
     def _on_moved(self, event: ev.BlocksMoved) -> None:
         self._counts[_MOVED[event.why]] += len(event.from_slots) // SLOT_BYTES

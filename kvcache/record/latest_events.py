@@ -92,18 +92,16 @@ class LatestEvents:
     def _run_as_stored(self, group: int, namespace: ev.Namespace, run: Run) -> trtllm.Data:
         state = self._state
         size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
-        parent = run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b""
-        last_tokens = run.partial or size
         stored = ev.BlocksStored(
             handle=Handle(0),
             group=GroupIndex(group),
             first_block=BlockIndex(run.start),
-            parent=parent,
+            parent=run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b"",
             keys=bytes(run.keys),
             slots=run.slots.tobytes(),
             level=run.level,
             priority=run.priority,
-            last_tokens=last_tokens,
+            last_tokens=run.partial or size,
         )
         return trtllm.stored(stored, state.symbols.spell(bytes(run.symbols)), namespace, size, key_bytes)
 
@@ -115,11 +113,9 @@ class LatestEvents:
         state, size = self._state, self._state.tokens_per_block
         sequence = state.sequences[event.handle]
         names = self._names_in(event.keys)
-        count = len(names)
         first = event.first_block * size
-        tokens = sequence.packed(first, first + (count - 1) * size + event.last_tokens)
-        key_bytes = state.hashing.key_bytes
-        rich = state.symbols.spell(tokens)
+        tokens = sequence.packed(first, first + (len(names) - 1) * size + event.last_tokens)
+        rich, key_bytes = state.symbols.spell(tokens), state.hashing.key_bytes
         self._step.append((event.group, trtllm.stored(event, rich, sequence.namespace, size, key_bytes)))
         self._resident[event.group].update(names)
 
@@ -127,20 +123,16 @@ class LatestEvents:
         key_bytes, size = self._state.hashing.key_bytes, self._state.tokens_per_block
         rows = zip(array("q", event.handles), array("I", event.blocks), array("i", event.slots), strict=True)
         for at, (handle, block, slot) in enumerate(rows):
-            parent = event.parents[at * NAME_BYTES : (at + 1) * NAME_BYTES]
-            key = event.keys[at * key_bytes : (at + 1) * key_bytes]
-            packed = array("i", [slot]).tobytes()
-            priority, group = event.priority, event.group
             self._on_stored(
                 ev.BlocksStored(
                     handle=Handle(handle),
-                    group=group,
+                    group=event.group,
                     first_block=BlockIndex(block),
-                    parent=parent,
-                    keys=key,
-                    slots=packed,
+                    parent=event.parents[at * NAME_BYTES : (at + 1) * NAME_BYTES],
+                    keys=event.keys[at * key_bytes : (at + 1) * key_bytes],
+                    slots=array("i", [slot]).tobytes(),
                     level=PRIMARY,
-                    priority=priority,
+                    priority=event.priority,
                     last_tokens=size,
                 )
             )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuda_ops.copier import Copy
-from cuda_ops.hazards import schedule, split
+from cuda_ops.hazards import schedule
 
 SLOTS = 5
 Memory = npt.NDArray[np.int64]
@@ -75,7 +75,8 @@ def test_batches_give_the_bytes_of_one_copy_after_another(all_copies: list[Copy]
     expected, early, mixed = fresh(), fresh(), fresh()
     in_order(expected, all_copies)
     dice = random.Random(seed)
-    for batch in split(all_copies):
+    for indices in schedule(all_copies):
+        batch = [all_copies[index] for index in indices]
         reads_first(early, batch)
         shuffled(mixed, batch, dice)
     np.testing.assert_array_equal(early, expected)

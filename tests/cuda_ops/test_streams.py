@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copy, CopyFailed
-from cuda_ops.hazards import split
+from cuda_ops.hazards import schedule
 from cuda_ops.streams import CopyStreams, EventTicket, Job
 from cuda_ops.torch_copier import TorchCopier
 
@@ -158,8 +158,8 @@ def play(gpu: Gpu, seed: int) -> tuple[Memory, Memory, list[EventTicket]]:
         for copy in copies:
             value = expected.levels[copy.source_level][copy.source[0]]
             expected.write(copy.target_level, int(copy.target[0]), value)
-        for batch in split(copies):
-            tickets.append(streams.run([memory.job(gpu, copy) for copy in batch]))
+        for batch in schedule(copies):
+            tickets.append(streams.run([memory.job(gpu, copies[index]) for index in batch]))
             gpu.run_some()
         for ticket in tickets:
             ticket.wait_on()

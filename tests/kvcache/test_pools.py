@@ -130,9 +130,10 @@ def test_other_devices_are_refused() -> None:
         Pools(layout(), "meta")
 
 
-def test_sizes_are_told_with_their_places() -> None:
-    """One line tells both levels and the device, before anything is allocated."""
-    assert str(PoolSizes(layout(), "cpu")) == "4.5 KiB primary on cpu, 3.8 KiB secondary on the host"
+def test_sizes_are_known_before_anything_is_allocated() -> None:
+    """The sizes tell the bytes of both levels, and the device."""
+    sizes = PoolSizes(layout(), "cpu")
+    assert (sizes.primary, sizes.secondary, sizes.device.type) == (4608, 3840, "cpu")
 
 
 def test_pools_say_which_extra_they_need() -> None:
