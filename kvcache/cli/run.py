@@ -301,14 +301,14 @@ class _Run:
             raise
 
     def _drive(self, manager: KVCacheManager) -> RunResult:
-        args, requests = self._args, self._source.requests
+        args, source = self._args, self._source
         # Event lines on the same terminal would tear the bar apart.
         visible = not self._out.quiet and not _has_sink(args, "stdout")
         try:
-            with progress("playing", len(requests), shown=visible) as update:
+            with progress("playing", source.sizes.requests, shown=visible) as update:
                 return drive(
                     manager,
-                    requests,
+                    source.requests,
                     DriveOptions(concurrency=args.concurrency, seed=args.seed),
                     pools=self._pools,
                     copies=self._copier,

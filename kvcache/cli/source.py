@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -54,26 +54,9 @@ class Source:
     """Requests, and what they are called."""
 
     title: str
-    requests: Collection[TraceRequest]
+    requests: Iterable[TraceRequest]
+    """To be played once; a trace never lies in memory as a whole."""
     sizes: Sizes
-
-
-class _Trace(Collection[TraceRequest]):
-    """A trace that is read again for each iteration, so that it never lies in memory as a whole."""
-
-    def __init__(self, path: Path, limit: int | None, sizes: Sizes) -> None:
-        self._path = path
-        self._limit = limit
-        self._sizes = sizes
-
-    def __iter__(self) -> Iterator[TraceRequest]:
-        return read_trace(self._path, self._limit)
-
-    def __len__(self) -> int:
-        return self._sizes.requests
-
-    def __contains__(self, request: object) -> bool:
-        return any(request == each for each in self)
 
 
 def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
@@ -85,7 +68,7 @@ def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
     sizes = Sizes.of(read_trace(path, limit), stop)
     if not sizes.requests:
         raise UsageError(f"{path} holds no requests")
-    return Source(path.name, _Trace(path, limit, sizes), sizes)
+    return Source(path.name, read_trace(path, limit), sizes)
 
 
 def generated_chats(seed: int, limit: int | None, stop: threading.Event) -> Source:

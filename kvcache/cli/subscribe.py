@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEvent
+from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.endpoints import host_of
+from events.subscribe.index import GPU, HOST, STORAGE, Index
 from kvcache.cli.arguments import positive
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.process import StopSignals
@@ -17,9 +20,7 @@ from kvcache.errors import UsageError
 from sinks.render import NAME_DIGITS, text
 
 if TYPE_CHECKING:
-    from events.formats.vllm import Hash, VLLMEvent
-    from events.subscribe.index import Index
-    from events.subscribe.subscriber import Missed, Report, Restarted, Restated, Subscriber
+    from events.subscribe.subscriber import Subscriber
 
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
@@ -66,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
     # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
-    from events.subscribe.index import Index
     from events.subscribe.subscriber import Subscriber
 
     for endpoint in (args.endpoint, args.replay):
@@ -124,8 +124,6 @@ def _events(report: Report) -> tuple[VLLMEvent, ...]:
 
 def _lines(report: Report) -> Iterator[str]:
     """For people."""
-    from events.subscribe.subscriber import Received
-
     if not isinstance(report, Received):
         yield paint(f"{'':>9}  {_interruption(report)}", "yellow")
         return
@@ -138,8 +136,6 @@ def _lines(report: Report) -> Iterator[str]:
 
 
 def _interruption(report: Missed | Restated | Restarted) -> str:
-    from events.subscribe.subscriber import Restarted, Restated
-
     if isinstance(report, Restated):
         # Not how many lie between: numbers that follow the clock may jump by millions.
         numbers = f"{report.first - 1} to {report.last + 1}"
@@ -153,8 +149,6 @@ def _interruption(report: Missed | Restated | Restarted) -> str:
 
 
 def _details(event: VLLMEvent) -> list[str]:
-    from events.formats.vllm import BlockRemoved, BlockStored, Unknown
-
     if isinstance(event, Unknown):
         return [f"type={text(event.name)}"]
     if not isinstance(event, BlockStored | BlockRemoved):
@@ -190,8 +184,6 @@ def _hex(name: Hash) -> str:
 
 def _json_lines(report: Report) -> Iterator[str]:
     """For programs; hashes in hex digits, since many read numbers as floats."""
-    from events.subscribe.subscriber import Received
-
     if not isinstance(report, Received):
         fields = msgspec.structs.asdict(report)
         span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
@@ -234,8 +226,6 @@ def _json(value: Any) -> str:
 
 def _summary(index: Index) -> str:
     """What was heard, and what is resident now as far as it was told."""
-    from events.subscribe.index import GPU, HOST, STORAGE
-
     blocks = f"{count(index.count(GPU), 'block')} on GPU, {index.count(HOST):,} in host memory"
     if index.count(STORAGE):
         blocks += f", {index.count(STORAGE):,} in storage"

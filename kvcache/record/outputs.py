@@ -157,15 +157,10 @@ def open_log(
     """A log writer as configured."""
     return LogWriter(
         directory,
-        record_tokens=config.record_tokens,
         resume=resume,
-        overflow=config.overflow,
-        max_queued_batches=config.max_queued_batches,
-        max_queued_bytes=config.max_queued_bytes,
-        segment_bytes=config.segment_bytes,
-        fsync=config.fsync,
         software=f"kvcache {__version__}",
         log_id=log_id,
+        **config.model_dump(),
     )
 
 
