@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -115,15 +116,12 @@ def merge(copies: Sequence[Copy]) -> list[Copy]:
         key = (copy.group, copy.source_level, copy.target_level, copy.num_tokens)
         alike.setdefault(key, []).append(copy)
     return [
-        Copy(
-            source_level,
-            target_level,
-            np.concatenate([copy.source for copy in parts]),
-            np.concatenate([copy.target for copy in parts]),
-            num_tokens,
-            group,
+        replace(
+            parts[0],
+            source=np.concatenate([copy.source for copy in parts]),
+            target=np.concatenate([copy.target for copy in parts]),
         )
-        for (group, source_level, target_level, num_tokens), parts in alike.items()
+        for parts in alike.values()
     ]
 
 

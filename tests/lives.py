@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from cuda_ops.simulated import FailingCopier, LateCopier
 from events import types as ev
 from events.packed import pack_i32
 from events.types import PRIMARY, CacheCreated, Event
@@ -17,6 +16,7 @@ from kvcache.errors import CapacityError, ComputationLost, TransfersPending
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
+from tests.simulated import FailingCopier, LateCopier
 
 
 class Step(NamedTuple):

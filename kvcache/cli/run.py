@@ -34,7 +34,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.workload.clock import StepClock, parse_speed
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.summary import RunResult
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, SinkURL, open_sink
@@ -306,16 +306,15 @@ class _Run:
         visible = not self._out.quiet and not _has_sink(args, "stdout")
         try:
             with progress("playing", source.sizes.requests, shown=visible) as update:
-                return drive(
+                engine = Engine(
                     manager,
                     source.requests,
                     DriveOptions(concurrency=args.concurrency, seed=args.seed),
                     pools=self._pools,
                     copies=self._copier,
                     clock=self._clock,
-                    stop=self._stop,
-                    progress=lambda step, done: update(done),
                 )
+                return engine.run(self._stop, lambda step, done: update(done))
         except BaseException:
             # What went wrong first is what must be heard of.
             with suppress(KVCacheError, EventsError, OSError):

@@ -57,31 +57,6 @@ class DriveOptions:
             raise UsageError("concurrency and prefill_tokens must be at least 1")
 
 
-def drive(
-    manager: KVCacheManager,
-    trace: Iterable[TraceRequest],
-    options: DriveOptions | None = None,
-    *,
-    pools: Pools | None = None,
-    copies: TimedCopier | None = None,
-    clock: StepClock | None = None,
-    stop: threading.Event | None = None,
-    progress: Progress | None = None,
-) -> RunResult:
-    """Play a trace to its end, or until `stop` is set; then no request of it is running any more.
-
-    `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
-    measures its time, which then does not count as the manager's. For equal logs the manager
-    must have been given the `wall_ns` of `clock`. A log that refuses (`LogWriteFailed`) ends the run after its step,
-    and is in the result. Raises UsageError if the manager is serving requests already,
-    PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
-    """
-    if manager.num_sequences:
-        raise UsageError("the manager is serving requests: a trace needs one of its own")
-    engine = _Engine(manager, trace, options or DriveOptions(), pools, copies, clock or StepClock())
-    return engine.run(stop or threading.Event(), progress)
-
-
 @dataclass(slots=True)
 class _Running:
     """An admitted request."""
@@ -123,21 +98,29 @@ class _Chunk:
         return self.end == self.running.num_tokens and self.running.outputs_left <= 1
 
 
-class _Engine:
-    """One run."""
+class Engine:
+    """Plays one trace over a manager, which must serve nobody else; raises UsageError if it does.
+
+    `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
+    measures its time, which then does not count as the manager's. For equal logs the manager must have been given the
+    `wall_ns` of `clock`.
+    """
 
     def __init__(
         self,
         manager: KVCacheManager,
         trace: Iterable[TraceRequest],
-        options: DriveOptions,
-        pools: Pools | None,
-        copies: TimedCopier | None,
-        clock: StepClock,
+        options: DriveOptions | None = None,
+        *,
+        pools: Pools | None = None,
+        copies: TimedCopier | None = None,
+        clock: StepClock | None = None,
     ) -> None:
+        if manager.num_sequences:
+            raise UsageError("the manager is serving requests: a trace needs one of its own")
         self._manager = manager
-        self._options = options
-        self._clock = clock
+        self._options = options = options or DriveOptions()
+        self._clock = clock = clock or StepClock()
         self._pattern = PoolPattern(pools) if pools is not None else None
         self._times = StepTimes(copies)
         self._result = RunResult(self._times)
@@ -149,9 +132,13 @@ class _Engine:
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
 
-    def run(self, stop: threading.Event, progress: Progress | None) -> RunResult:
-        """Step until all requests are done."""
-        result = self._result
+    def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
+        """Step until all requests are done, or `stop` is set; then no request of the trace is running any more.
+
+        A log that refuses (`LogWriteFailed`) ends the run after its step, and is in the result. Raises
+        PatternMismatch if a block holds wrong bytes; what is running then stays as it is.
+        """
+        stop, result = stop or threading.Event(), self._result
         while (self._line or self._running) and not stop.is_set() and result.log_failure is None:
             self._step()
             if progress is not None:

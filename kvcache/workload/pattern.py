@@ -164,14 +164,10 @@ class _PatternedPool:
         return None
 
     def _index(self, slots: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Any:
-        everything = slice(None)
-        device = self._rows.device
-        return (
-            self._from_numpy(slots).to(device),
-            everything,
-            everything,
-            self._from_numpy(offsets).to(device),
+        slots_there, offsets_there = (
+            self._from_numpy(each).to(self._rows.device) for each in (slots, offsets)
         )
+        return slots_there, slice(None), slice(None), offsets_there
 
     def _parts(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self._chunk):

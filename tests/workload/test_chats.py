@@ -9,7 +9,7 @@ from itertools import pairwise
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.workload import chats
 from kvcache.workload.chats import generate_chats
-from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import TraceRequest, read_trace
 from tests.conftest import ROOT
 
@@ -79,6 +79,6 @@ def test_recorded_trace_reuses_as_it_is_played_by_default() -> None:
     requests = list(read_trace(SMALL_TRACE))
     config = KVCacheConfig(max_sequence_length=2048, primary_blocks=1024)
     manager = KVCacheManager(config)
-    result = drive(manager, requests, DriveOptions())
+    result = Engine(manager, requests).run()
     assert result.requests == len(requests) > DriveOptions().concurrency
     assert manager.stats().hit_rate > 0.3

@@ -17,7 +17,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.summary import RunResult
 from tests.workload.test_driver import CHATS, TIERED
 
@@ -34,8 +34,8 @@ def played(
     copier = TimedCopier(wrapped(pools.copier()), pools.layout)
     with KVCacheManager(CONFIG, pools=pools, copier=copier, log=log) as manager:
         options = DriveOptions(concurrency=2)
-        result = drive(manager, CHATS, options, pools=pools, copies=copier if timed else None)
-        return result, copier
+        engine = Engine(manager, CHATS, options, pools=pools, copies=copier if timed else None)
+        return engine.run(), copier
 
 
 def recorded(log: Path) -> dict[tuple[int, int], int]:

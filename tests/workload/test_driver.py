@@ -20,7 +20,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from kvcache.workload import summary
 from kvcache.workload.clock import StepClock
-from kvcache.workload.driver import DriveOptions, drive
+from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import TraceRequest, read_trace
 from kvcache.workload.pattern import PatternMismatch
 from kvcache.workload.summary import RunResult, StepTimes
@@ -89,8 +89,9 @@ class Stage:
 
     def play(self, trace: Any, options: DriveOptions | None = None, **changes: Any) -> RunResult:
         manager = cast("KVCacheManager", self.recorder)
+        stop, progress = changes.pop("stop", None), changes.pop("progress", None)
         changes = {"clock": self.clock, "pools": self.pools, **changes}
-        result = drive(manager, trace, options, **changes)
+        result = Engine(manager, trace, options, **changes).run(stop, progress)
         self.manager.check()
         assert self.manager.num_sequences == 0
         return result
