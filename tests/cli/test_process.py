@@ -201,7 +201,7 @@ def test_stuck_run_can_be_ended(start: Start, tmp_path: Path) -> None:
     code = (
         "import sys, time; from kvcache.cli import main, run\n"
         "def hang(*_, **__):\n    print('stuck', flush=True)\n    while True: time.sleep(0.01)\n"
-        "run.drive = hang\n"
+        "run.Engine.run = hang\n"
         f"sys.exit(main(['run', '--no-pools', '--limit', '1', '-q', '--log', {str(tmp_path / 'log')!r}]))"
     )
     with subprocess.Popen(
