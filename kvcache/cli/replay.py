@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from events.log import LogEnd
 from events.spelled import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
@@ -72,10 +74,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "verified": verified,
         "checkpoints_verified": replayed.checkpoints_verified,
         "checkpoints_failed": replayed.checkpoints_failed,
-        "gaps": [
-            {"first_seq": gap.first_seq, "last_seq": gap.last_seq, "reason": gap.reason}
-            for gap in replayed.gaps
-        ],
+        "gaps": [asdict(gap) for gap in replayed.gaps],
         "end": None
         if end is None
         else {"kind": end.kind, "path": str(end.path), "offset": end.offset, "next_seq": end.next_seq},

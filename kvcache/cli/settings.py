@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any, get_args
-
-from pydantic import BaseModel
+from typing import Any
 
 from kvcache.cli.output import Output
-from kvcache.config import KVCacheConfig, LogConfig, merged, read_file
+from kvcache.config import KVCacheConfig, merged, read_file
 from kvcache.errors import ConfigError, UsageError
-from kvcache.settings.environment import ENV_NESTING, ENV_PREFIX, read_environment
+from kvcache.settings.environment import ENV_NESTING, ENV_PREFIX, may_be_none, read_environment, variables_of
 
 Values = dict[str, Any]
 
@@ -40,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def parse_sets(sets: list[str]) -> Values:
     """The settings of all ``--set``; raises UsageError. What they accept is checked with all others later."""
     values: Values = {}
+    known = variables_of(KVCacheConfig)
     for text in sets:
         name, equals, value = text.partition("=")
         if not equals or not name:
@@ -50,14 +49,15 @@ def parse_sets(sets: list[str]) -> Values:
             target = target.setdefault(step, {})
             if not isinstance(target, dict):
                 raise UsageError(f"--set {text}: {step} has no settings inside")
-        target[field] = None if value.lower() == "none" and _may_be_none(outer, field) else value
+        setting = known.get(_variable(name))
+        unset = value.lower() == "none" and setting is not None and may_be_none(setting)
+        target[field] = None if unset else value
     return values
 
 
-def _may_be_none(outer: list[str], field: str) -> bool:
-    model: type[BaseModel] = LogConfig if outer == ["log"] else KVCacheConfig
-    known = model.model_fields.get(field)
-    return known is not None and type(None) in get_args(known.annotation)
+def _variable(name: str) -> str:
+    """The variable of the environment that sets a setting."""
+    return ENV_PREFIX + name.upper().replace(".", ENV_NESTING)
 
 
 def by_source(path: Path | None, sets: Values) -> dict[str, Values]:
@@ -124,8 +124,7 @@ def origin(name: str, sources: dict[str, Values]) -> str | None:
     found = None
     for source, values in sources.items():
         if inside(values, name) is not ...:
-            variable = ENV_PREFIX + name.upper().replace(".", ENV_NESTING)
-            found = variable if source == "environment" else source
+            found = _variable(name) if source == "environment" else source
     return found
 
 

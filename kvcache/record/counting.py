@@ -6,7 +6,7 @@ The engine's thread counts; other threads read what it has published with the la
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
@@ -18,8 +18,6 @@ from kvcache.fold.state import CacheState
 from kvcache.record.own_tokens import OwnTokens
 from kvcache.stats import Stats
 
-_Gauges = tuple[int, int, int, int, int]
-"""Blank slots, primary and secondary; unreferenced ones; sequences."""
 _MOVED = {
     MoveReason.OFFLOAD: "blocks_offloaded",
     MoveReason.ONBOARD: "blocks_onboarded",
@@ -33,16 +31,14 @@ _COLUMNS: dict[type[ev.Event], tuple[str, str]] = {
     ev.BlocksRemoved: ("blocks_removed", "slots"),
 }
 """What counts the entries of a column."""
-_COUNTED = tuple(field.name for field in fields(Stats) if field.type == "int" and field.name != "sequences")
 
 
 class StatsCounter:
     """Counts events."""
 
     def __init__(self, bus: EventBus) -> None:
-        self._counts = dict.fromkeys(_COUNTED, 0)
-        self._published: tuple[dict[str, int], _Gauges] = (self._counts.copy(), (0, 0, 0, 0, 0))
-        self._total = (0, 0)
+        self._counts: dict[str, Any] = asdict(Stats())
+        self._published = self._counts.copy()
         self._own = OwnTokens()
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
@@ -61,26 +57,18 @@ class StatsCounter:
         counts["events"] += num_events
         counts["batches"] += 1
         primary, secondary = state.groups[0].levels
-        blank, unreferenced = len(primary.blank), primary.unreferenced
+        counts["blocks_blank"] = (len(primary.blank), len(secondary.blank))
+        counts["blocks_unreferenced"] = (primary.unreferenced, secondary.unreferenced)
+        counts["sequences"] = len(state.sequences)
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
-        self._published = (
-            counts.copy(),
-            (blank, len(secondary.blank), unreferenced, secondary.unreferenced, len(state.sequences)),
-        )
+        self._published = counts.copy()
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
-        counts, (blank, blank_below, unreferenced, unreferenced_below, sequences) = self._published
-        gauges: dict[str, Any] = {
-            "blocks_total": self._total,
-            "blocks_blank": (blank, blank_below),
-            "blocks_unreferenced": (unreferenced, unreferenced_below),
-            "sequences": sequences,
-        }
-        return Stats(**{**counts, **gauges})
+        return Stats(**self._published)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
-        self._total = event.groups[0].num_blocks
+        self._counts["blocks_total"] = event.groups[0].num_blocks
         self._own.clear()
 
     def _on_added(self, event: ev.SequenceAdded) -> None:

@@ -60,7 +60,7 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
         target = values
         for step in outer:
             target = target.setdefault(step, {})
-        unset = given[name].lower() == "none" and _may_be_none(known[name])
+        unset = given[name].lower() == "none" and may_be_none(known[name])
         target[field] = None if unset else given[name]
     services = _services(given)
     unknown = tuple(name for name in given if name not in known and not _is_of(services, name))
@@ -114,7 +114,8 @@ def variables_of(model: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, 
     return found
 
 
-def _may_be_none(field: FieldInfo) -> bool:
+def may_be_none(field: FieldInfo) -> bool:
+    """Whether ``none`` is a value of the setting, and not a text."""
     return type(None) in get_args(field.annotation)
 
 
