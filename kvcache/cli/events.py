@@ -67,9 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the conditions."""
-    conditions = _conditions(args)
+    known = Known()
+    conditions = _conditions(args, known)
     reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader)
     printer = _Printer(
+        known,
         as_json=args.json,
         tokens=not args.no_tokens,
         narrowing=[each for each in conditions if isinstance(each, OfRequest | NamingBlock)],
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     for batch in reader:
         last = batch.seq
         for index, event in enumerate(batch.events):
-            printer.known.see(event)
+            known.see(event)
             # All of them see every event: one that comes later may refer to it.
             wanted = [condition(event) for condition in conditions]
             if batch.seq >= args.since and all(wanted):
@@ -106,12 +108,12 @@ def _end_with_the_reader() -> bool:
 class _Printer:
     """Writes events in the form that was asked for."""
 
-    def __init__(self, *, as_json: bool, tokens: bool, narrowing: list[OfRequest | NamingBlock]) -> None:
-        self._narrowing = narrowing
+    def __init__(
+        self, known: Known, *, as_json: bool, tokens: bool, narrowing: list[OfRequest | NamingBlock]
+    ) -> None:
+        self._known, self._narrowing = known, narrowing
         self._as_json = as_json
         self._tokens = tokens
-        self.known = Known()
-        """Has seen all events up to the one that is printed; each epoch may have other keys."""
         self.lines = 0
 
     def print(self, batch: ev.EventBatch, index: int, event: ev.AnyEvent) -> None:
@@ -123,22 +125,23 @@ class _Printer:
         self.lines += 1
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts}
-            fields = to_dict(event, self.known.key_bytes, self._tokens)
+            fields = to_dict(event, self._known.key_bytes, self._tokens)
             print(msgspec.json.encode(address | fields).decode())
         else:
-            print(event_line(batch, index, event, self.known))
+            print(event_line(batch, index, event, self._known))
 
 
 Condition = Callable[[ev.AnyEvent], bool]
 
 
-def _conditions(args: argparse.Namespace) -> list[Condition]:
+def _conditions(args: argparse.Namespace, known: Known) -> list[Condition]:
+    """What is asked of each event that `known` has seen; each epoch may have other keys."""
     conditions: list[Condition] = []
     if args.types:
         types = frozenset(args.types)
         conditions.append(lambda event: type(event).__name__ in types)
     if args.request is not None:
-        conditions.append(OfRequest(args.request))
+        conditions.append(OfRequest(args.request, known))
         if not (args.json or args.types):
             # One line per engine step, and about all requests that ran in it.
             conditions.append(lambda event: not isinstance(event, ev.TokensAppended))
@@ -148,23 +151,20 @@ def _conditions(args: argparse.Namespace) -> list[Condition]:
             raise UsageError(
                 f"--block {args.block}: a block's name is written in hex digits, at least 4 of them"
             )
-        conditions.append(NamingBlock(name))
+        conditions.append(NamingBlock(name, known))
     return conditions
 
 
 class OfRequest:
     """Events of the requests with one id: it may be a number or a text, and come again after its end."""
 
-    def __init__(self, request_id: str) -> None:
-        self._id = request_id
-        self._key_bytes = 0
+    def __init__(self, request_id: str, known: Known) -> None:
+        self._id, self._known = request_id, known
         self._handles: set[int] = set()
         self._transfers: set[int] = set()
 
     def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event concerns one of them."""
-        if isinstance(event, ev.CacheCreated):
-            self._key_bytes = event.key_bytes
         if isinstance(event, ev.SequenceAdded):
             if str(event.request_id) == self._id:
                 self._handles.add(event.handle)
@@ -178,7 +178,7 @@ class OfRequest:
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
         """What the event, which concerns one of them, says of them."""
-        return part_of_sequences(event, self._handles, self._transfers, self._key_bytes)
+        return part_of_sequences(event, self._handles, self._transfers, self._known.key_bytes)
 
     def _concerns(self, event: ev.AnyEvent) -> bool:
         if getattr(event, "handle", None) in self._handles:
@@ -196,20 +196,17 @@ class OfRequest:
 class NamingBlock:
     """Events that carry the name of a block, or its key, whose first digits it is."""
 
-    def __init__(self, digits: str) -> None:
-        self._digits = digits
-        self._key_bytes = 0
+    def __init__(self, digits: str, known: Known) -> None:
+        self._digits, self._known = digits, known
 
     def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event names the block."""
-        if isinstance(event, ev.CacheCreated):
-            self._key_bytes = event.key_bytes
         if isinstance(event, ev.BlocksStored):
-            return self._within(event.keys, self._key_bytes) or self._within(event.parent, NAME_BYTES)
+            return self._within(event.keys, self._known.key_bytes) or self._within(event.parent, NAME_BYTES)
         if isinstance(event, ev.BlocksFilled):
-            return self._within(event.keys, self._key_bytes) or self._within(event.parents, NAME_BYTES)
+            return self._within(event.keys, self._known.key_bytes) or self._within(event.parents, NAME_BYTES)
         if isinstance(event, ev.StateExported):
-            return any(self._within(group.keys, self._key_bytes) for group in event.groups)
+            return any(self._within(group.keys, self._known.key_bytes) for group in event.groups)
         return self._within(getattr(event, "names", b""), NAME_BYTES)
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
@@ -217,9 +214,10 @@ class NamingBlock:
         if not isinstance(event, ev.BlocksFilled):
             return event
         rows = [
-            filled_rows(event, [row], self._key_bytes) for row in range(len(event.handles) // HANDLE_BYTES)
+            filled_rows(event, [row], self._known.key_bytes)
+            for row in range(len(event.handles) // HANDLE_BYTES)
         ]
-        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], self._key_bytes)
+        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], self._known.key_bytes)
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
