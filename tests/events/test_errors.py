@@ -58,7 +58,8 @@ def test_errors_say_what_happened_and_keep_it_over_pickling(
     error: EventsError, fields: dict[str, object], words: str
 ) -> None:
     """A program finds the facts in fields, a person in the message, also in another process."""
-    for copy in (error, pickle.loads(pickle.dumps(error))):
+    named = type(error)(**vars(error))
+    for copy in (error, pickle.loads(pickle.dumps(error)), pickle.loads(pickle.dumps(named))):
         assert type(copy) is type(error)
         assert {name: getattr(copy, name) for name in fields} == fields
         assert words in str(copy)

@@ -43,6 +43,17 @@ def test_only_what_is_stored_already_is_swapped() -> None:
     assert [index for index, _, _ in manager.store_context_blocks("a", 4).replaced] == [1]
 
 
+def test_only_what_was_given_back_counts_as_duplicate() -> None:
+    """Copies that were given back are counted, and blocks that a later prompt reuses are not."""
+    manager = KVCacheManager(strategies.config())
+    two_of_the_same(manager)
+    for request_id in ("a", "b"):
+        manager.store_context_blocks(request_id, 4)
+    manager.add_sequence("c", PROMPT)
+    manager.flush()
+    assert (manager.stats().blocks_deduplicated, manager.stats().reused_tokens) == (2, 4)
+
+
 def test_decoding_reports_the_tables_that_changed() -> None:
     """Sequences that decode the same tokens are swapped when a step completes the block, and only they are told."""
     manager = KVCacheManager(strategies.config())

@@ -117,6 +117,14 @@ def test_fields_survive_pickling(error: KVCacheError) -> None:
     assert str(error)
 
 
+@EACH
+def test_fields_given_by_name_survive_pickling_too(error: KVCacheError) -> None:
+    """However an error was made, its arguments are its fields."""
+    named = type(error)(**EXAMPLES[error])
+    assert named.args == tuple(EXAMPLES[error].values())
+    assert str(pickle.loads(pickle.dumps(named))) == str(error)
+
+
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_class_says_what_it_means(kind: type[KVCacheError]) -> None:
     """Every class of the tree has a docstring of its own."""
