@@ -1,9 +1,9 @@
 """The bounded queue between the engine's thread and a sink's thread.
 
-`put` is the engine's side and must cost next to nothing: it estimates the batch's size, counts, and appends
-to a deque. There is no `Queue.put`, no condition and no wake-up per batch: the other side looks every few
-milliseconds by itself, and is woken early only when the queue is half full. The lock is taken by `put` only
-where the queue overflows, and held by either side for single steps only.
+`put` is the engine's side and must cost next to nothing: it counts, and appends to a deque. There is no
+`Queue.put`, no condition and no wake-up per batch: the other side looks every few milliseconds by itself, and is
+woken early only when the queue is half full. The lock is taken by `put` only where the queue overflows, and held by
+either side for single steps only.
 
 A row of lost batches is one `Loss` item exactly where they were in the queue, so a reader of the queue meets
 it in the right place by construction. Dropping the oldest keeps one at the head, dropping the newest puts one
@@ -19,8 +19,8 @@ import threading
 from collections import deque
 from typing import Literal, get_args
 
+from events.size import batch_bytes
 from events.types import EventBatch, Gap
-from sinks.sizes import batch_bytes
 
 Overflow = Literal["drop_oldest", "drop_newest", "block"]
 
@@ -97,9 +97,13 @@ class BatchQueue:
         self._left_events = self._left_bytes = 0
         self.dropped_batches = self.dropped_events = 0
 
-    def put(self, batch: EventBatch) -> None:
-        """Append a batch. Never raises; waits only if `overflow` is "block"."""
-        size = batch_bytes(batch)
+    def put(self, batch: EventBatch, size: int | None = None) -> None:
+        """Append a batch. Never raises; waits only if `overflow` is "block".
+
+        `size` is that of `events.size.batch_bytes`, for who knows it already.
+        """
+        if size is None:
+            size = batch_bytes(batch)
         self.put_batches += 1
         events = self._put_events = self._put_events + len(batch.events)
         total = self._put_bytes = self._put_bytes + size

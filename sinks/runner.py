@@ -103,7 +103,7 @@ class SinkRunner:
         self._queue = BatchQueue(max_events, max_bytes, overflow or asked)
         self._waits_for_room = (overflow or asked) == "block"
         # Not a method around it: the engine calls this once per step and sink.
-        self.put: Callable[[EventBatch], None] = self._queue.put
+        self.put = self._queue.put
         """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
         self._drain_seconds = drain_seconds
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds

@@ -36,7 +36,7 @@ class Recorder:
         self._directory = directory
         self.output = output
         self.queue: deque[tuple[EventBatch, int]] = deque()
-        """Batches, each with the weight of all up to it."""
+        """Batches, each with the size of all up to it."""
         # Written by the engine's thread.
         self.closing = False
         self.end_seq = 0

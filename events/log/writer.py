@@ -1,6 +1,6 @@
 """The log's writing end: a queue that the engine fills, and a thread that empties it to disk.
 
-The engine thread pays for a sum over the batch's events and a deque append; encoding, checksums, writing and
+The engine thread pays for a few comparisons and a deque append; encoding, checksums, writing and
 syncing happen on the thread (`events.log.recorder`). There is no lock around the queue: each counter is written by
 one of the two threads only, and what is queued is the difference of two counters.
 
@@ -34,7 +34,7 @@ from events.errors import LogUnavailable, LogWriteFailed
 from events.log.output import LogOutput
 from events.log.recorder import Recorder
 from events.log.recovery import claim, recover
-from events.log.weight import batch_weight
+from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 
 _EXIT_SECONDS = 2.0
@@ -207,9 +207,10 @@ class LogWriter:
 
     # --- engine thread ------------------------------------------------------------------------------
 
-    def append(self, batch: EventBatch) -> bool:
+    def append(self, batch: EventBatch, size: int | None = None) -> bool:
         """Hand over the next batch; False if it was dropped. The log keeps a reference until it is written.
 
+        `size` is that of `events.size.batch_bytes`, for who knows it already.
         A disk that refuses is no reason to raise: `check` tells of it. Raises LogWriteFailed if the log is closed.
         """
         recorder = self._recorder
@@ -217,7 +218,7 @@ class LogWriter:
             raise recorder.failure.with_traceback(None)
         if batch.seq != self._expected_seq:
             raise ValueError(f"batch {batch.seq} was appended, the next one is {self._expected_seq}")
-        total = self._appended_bytes + batch_weight(batch)
+        total = self._appended_bytes + (batch_bytes(batch) if size is None else size)
         if (total > self._easy_bytes or self._appended >= self._easy_batches) and not self._admit(
             batch.seq, total
         ):

@@ -14,6 +14,7 @@ from pathlib import Path
 from events.codec import batch_without_tokens
 from events.errors import LogWriteFailed
 from events.log import LogWriter
+from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
@@ -84,18 +85,21 @@ class Outputs:
 
     def publish(self, batch: EventBatch) -> None:
         """Hand a batch over. Never raises: `check_log` tells of a log that takes none."""
-        if self.log is not None:
-            # A frame for `contextlib.suppress` would be made in each step.
-            try:  # noqa: SIM105
-                self.log.append(batch)
-            except LogWriteFailed:
-                pass
-        for runner in self._whole:
-            runner.put(batch)
+        if self.log is not None or self._whole:
+            size = batch_bytes(batch)
+            if self.log is not None:
+                # A frame for `contextlib.suppress` would be made in each step.
+                try:  # noqa: SIM105
+                    self.log.append(batch, size)
+                except LogWriteFailed:
+                    pass
+            for runner in self._whole:
+                runner.put(batch, size)
         if self._without_tokens:
             stripped = batch_without_tokens(batch)
+            size = batch_bytes(stripped)
             for runner in self._without_tokens:
-                runner.put(stripped)
+                runner.put(stripped, size)
 
     def check_log(self) -> None:
         """Raise `events.LogWriteFailed` if the log takes nothing, unless it is to lose batches instead."""

@@ -20,8 +20,6 @@ import pytest
 import structlog
 
 from events import (
-    BlocksFilled,
-    BlocksStored,
     EventBatch,
     Gap,
     LogExists,
@@ -29,13 +27,8 @@ from events import (
     LogUnavailable,
     LogWriteFailed,
     NotALog,
-    SymbolPage,
-    SymbolsInterned,
 )
-from events.codec import encode_batch
-from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter, output
-from events.log.weight import batch_weight
 from tests.conftest import ROOT, RunPython
 from tests.events.conftest import HoldDisk
 from tests.events.logs import LOG_ID, batch, batches, large_batch, read_log, segments, write_log
@@ -423,26 +416,6 @@ class TestFullQueue:
                 assert log.flush(timeout=0.01) is False
             assert log.flush() is True
         assert read_log(tmp_path)[0] == batches(1)
-
-    def test_weight_is_near_the_size(self) -> None:
-        """What the queue is bounded by is within a factor of two or so of what a large batch takes."""
-        for item in (large_batch(0, 100_000), batch(0, range(20_000)), EventBatch(0, 0, ())):
-            size = len(item.events) and max(
-                len(getattr(event, "tokens", b"")) + len(getattr(event, "keys", b"")) for event in item.events
-            )
-            assert size <= batch_weight(item) <= 2 * size + 1000
-        columns = {"handles": bytes(8_000), "blocks": bytes(4_000), "parents": bytes(8_000)}
-        filled = BlocksFilled(
-            group=GroupIndex(0), keys=bytes(32_000), slots=bytes(4_000), priority=35, **columns
-        )
-        assert 56_000 <= batch_weight(EventBatch(0, 0, (filled,))) <= 60_000
-        stored = BlocksStored(
-            Handle(0), GroupIndex(0), BlockIndex(0), b"", bytes(32_000), bytes(4_000), LevelIndex(0), 35, 4
-        )
-        assert 36_000 <= batch_weight(EventBatch(0, 0, (stored,))) <= 40_000
-        pages = SymbolsInterned(tuple(SymbolPage(number, 7, 0, bytes(32)) for number in range(1000)))
-        size = len(encode_batch(EventBatch(0, 0, (pages,))))
-        assert size <= batch_weight(EventBatch(0, 0, (pages,))) <= 3 * size
 
 
 FULL_DISK = """

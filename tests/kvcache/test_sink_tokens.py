@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from events.codec import batch_without_tokens, from_json
-from events.log import LogWriter
+from events.log import LogWriter, writer
+from events.size import batch_bytes
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.record import outputs
-from sinks import SinkRunner
+from sinks import SinkRunner, queue
 from tests.sinks.helpers import PLANTED, RecordingSink
 
 PACKED = PLANTED.to_bytes(4, "little")
@@ -47,6 +48,22 @@ def holds_tokens(stream: list[EventBatch]) -> bool:
     return any(
         PACKED in (getattr(event, "tokens", None) or b"") for batch in stream for event in batch.events
     )
+
+
+def test_a_batch_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log and sinks are told the size of what they get: once for all that get tokens, once for those that do not."""
+    measured: list[EventBatch] = []
+
+    def measure(batch: EventBatch) -> int:
+        measured.append(batch)
+        return batch_bytes(batch)
+
+    for user in (outputs, queue, writer):
+        monkeypatch.setattr(user, "batch_bytes", measure)
+    stream = play(True, [Saying(True), Saying(None)], tmp_path / "log")
+    assert measured == stream
+    del measured[:]
+    assert len(play(True, [Saying(False), Saying(False)], tmp_path / "other")) * 2 == len(measured)
 
 
 @pytest.mark.parametrize("with_log", [False, True])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from events.size import batch_bytes
 from events.types import EventBatch
 from sinks.queue import BatchQueue, Loss, Overflow
-from sinks.sizes import batch_bytes
 from tests.sinks.helpers import WAIT, check_stream, gaps, make_batch
 
 
