@@ -13,9 +13,8 @@ it. The JSON schema (`KVCacheConfig.model_json_schema`) says both.
 from __future__ import annotations
 
 import os
-import tomllib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -32,8 +31,8 @@ from pydantic import (
 )
 
 from kvcache.errors import ConfigError
-from kvcache.settings.environment import read_environment
-from kvcache.settings.problems import Accepts, problems_of, quoted
+from kvcache.settings.problems import Accepts, problems_of
+from kvcache.settings.sources import Sources
 
 if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
@@ -263,15 +262,16 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         begins with ``KVCACHE_`` sets nothing: there is a UserWarning, unless it has one of the forms that Kubernetes
         gives to a Service's variables. Raises ConfigError.
         """
-        from_file = {} if path is None else read_file(Path(path))
-        from_env = read_environment(cls, os.environ if env is None else env)
-        if (warning := from_env.warning(cls)) is not None:
+        sources = Sources(
+            cls, None if path is None else Path(path), os.environ if env is None else env, overrides
+        )
+        if (warning := sources.environment.warning(cls)) is not None:
             warnings.warn(warning, UserWarning, stacklevel=2)
         try:
-            return cls(**merged(merged(from_file, from_env.values), overrides))
+            return cls(**sources.values)
         except ConfigError as error:
-            sources = () if path is None else (str(path),)
-            raise ConfigError(error.problems, ", ".join(sources + from_env.variables)) from None
+            files = () if path is None else (str(path),)
+            raise ConfigError(error.problems, ", ".join(files + sources.environment.variables)) from None
 
 
 def _problems_between(config: KVCacheConfig) -> list[str]:
@@ -297,53 +297,3 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
             "tokens tells blocks apart by their names"
         )
     return problems
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """The settings in a file; raises ConfigError."""
-    if path.suffix not in _PARSERS:
-        raise ConfigError([f"the file's name must end in {', '.join(_PARSERS)}"], str(path))
-    try:
-        values = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
-    except ConfigError as error:
-        raise ConfigError(error.problems, str(path)) from error
-    except Exception as error:
-        # Parsers raise what they like at what is no settings file, RecursionError at the deepest of them.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError([f"cannot be read: {reason}"], str(path)) from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            [f"given {type(values).__name__}; accepted: a mapping of fields to values"], str(path)
-        )
-    wrong = [name for name in values if not isinstance(name, str)]
-    if wrong:
-        raise ConfigError([f"{quoted(name)}: names of fields must be text" for name in wrong], str(path))
-    return values
-
-
-def _parse_yaml(text: str) -> object:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(["YAML needs an extra: pip install 'kvcache[cli]', or use TOML"]) from error
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.MarkedYAMLError as error:
-        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark is not None else ""
-        raise ValueError(f"{error.problem}{line}") from error
-
-
-_PARSERS: dict[str, Callable[[str], object]] = {
-    ".toml": tomllib.loads,
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
-}
-
-
-def merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`above` wins; mappings on both sides are merged."""
-    both = dict(below)
-    for name, value in above.items():
-        mappings = isinstance(value, Mapping) and isinstance(both.get(name), Mapping)
-        both[name] = merged(both[name], value) if mappings else value
-    return both

@@ -7,15 +7,14 @@ told beside what an engine gets, and a file that `run` accepts is accepted here,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
-
-from pydantic import BaseModel
 
 from kvcache.cli import settings
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output
 from kvcache.config import KVCacheConfig
+from kvcache.settings.environment import fields_of, variable_of
+from kvcache.settings.sources import Sources, look_up
 
 _PLACEHOLDERS = {"max_sequence_length": 1, "primary_blocks": 1}
 """What no cache can be without, to check all the rest."""
@@ -44,40 +43,38 @@ def run(args: argparse.Namespace, out: Output) -> int:
         return 0
     sets = settings.parse_sets(args.sets)
     settings.warn_of_unknown(out)
-    sources = settings.by_source(args.config, sets)
-    derived = settings.derived(settings.given(args.config, sets))
-    config = settings.load(
-        args.config, sets, {name: value for name, value in _PLACEHOLDERS.items() if name in derived}
-    )
+    sources = settings.read(args.config, sets)
+    derived = settings.derived(sources.values)
+    missing = {name: value for name, value in _PLACEHOLDERS.items() if name in derived}
+    config = settings.load(args.config, sets, missing)
     if args.json:
         out.json(config.model_dump(mode="json", exclude=set(derived)))
         return 0
+    values = config.model_dump()
     rows = [
-        (name, "(missing)" if name in _PLACEHOLDERS else _spelled(value), _default(name, derived[name]))
-        if name in derived
-        else (name, _spelled(value), settings.origin(name, sources) or _default(name, None))
-        for name, value in _leaves(config)
+        (
+            name,
+            "(missing)" if name in missing else _spelled(look_up(values, name)),
+            _origin(name, sources) or _default(name, derived.get(name)),
+        )
+        for name in fields_of(KVCacheConfig)
     ]
     out.table(("setting", "value", "from"), rows)
     return 0
 
 
+def _origin(name: str, sources: Sources) -> str | None:
+    """Where a setting was given."""
+    origin = sources.origin(name)
+    return {"by name": "--set", "environment": variable_of(name)}.get(origin, origin) if origin else None
+
+
 def _default(name: str, derived: str | None) -> str:
     """Say that it is the default, or that there is none, and what `kvcache run` has instead."""
-    own = settings.inside(settings.RUN_DEFAULTS, name)
+    own = look_up(settings.RUN_DEFAULTS, name)
     in_run = derived if derived is not None else None if own is ... else _spelled(own)
     default = "an engine has to give it" if name in _PLACEHOLDERS and derived is not None else "default"
     return default if in_run is None else f"{default} ({in_run} in run)"
-
-
-def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All settings by their full name."""
-    for name in type(model).model_fields:
-        value = getattr(model, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _spelled(value: Any) -> str:

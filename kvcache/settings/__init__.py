@@ -1,1 +1,1 @@
-"""Settings from variables and files, what is wrong with them in words, and their JSON schema."""
+"""Where settings are given (files, variables, code), what is wrong with them in words, and their JSON schema."""

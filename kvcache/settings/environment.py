@@ -18,7 +18,6 @@ from pydantic.fields import FieldInfo
 from kvcache.settings.problems import accepted, closest, quoted
 
 ENV_PREFIX = "KVCACHE_"
-ENV_NESTING = "__"
 _OF_SERVICE = re.compile(
     r"(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)", re.ASCII
 )
@@ -31,17 +30,20 @@ class Environment(NamedTuple):
     """What an environment holds for a model of settings."""
 
     values: dict[str, Any]
-    """The settings, as a file would give them."""
-    variables: tuple[str, ...]
-    """The variables that hold them."""
+    """By the setting's name, as in ``log.fsync``."""
     unknown: tuple[str, ...]
     """Other variables that may have been meant as settings."""
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The variables that hold settings."""
+        return tuple(map(variable_of, self.values))
 
     def warning(self, model: type[BaseModel]) -> str | None:
         """What to tell of the unknown variables, without their values; None: there are none."""
         if not self.unknown:
             return None
-        known = variables_of(model)
+        known = [variable_of(name).removeprefix(ENV_PREFIX) for name in fields_of(model)]
         names = ", ".join(_with_closest(name, known) for name in self.unknown)
         verb = "is no setting and is" if len(self.unknown) == 1 else "are no settings and are"
         return f"{names} {verb} ignored"
@@ -52,19 +54,58 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
     given = {
         name: env[name].strip() for name in sorted(env) if name.startswith(ENV_PREFIX) and env[name].strip()
     }
-    known = variables_of(model)
-    values: dict[str, Any] = {}
-    variables = tuple(name for name in given if name in known)
-    for name in variables:
-        *outer, field = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
-        target = values
-        for step in outer:
-            target = target.setdefault(step, {})
-        unset = given[name].lower() == "none" and may_be_none(known[name])
-        target[field] = None if unset else given[name]
+    known = {variable_of(name): (name, field) for name, field in fields_of(model).items()}
+    values = {
+        known[variable][0]: value_in(text, known[variable][1])
+        for variable, text in given.items()
+        if variable in known
+    }
     services = _services(given)
-    unknown = tuple(name for name in given if name not in known and not _is_of(services, name))
-    return Environment(values, variables, unknown)
+    return Environment(
+        values, tuple(name for name in given if name not in known and not _is_of(services, name))
+    )
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """The settings of a model, and of the models inside it, by their full name."""
+    found = {}
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found.update(fields_of(kind, f"{prefix}{name}."))
+        else:
+            found[prefix + name] = field
+    return found
+
+
+def variable_of(name: str) -> str:
+    """The variable that holds a setting."""
+    return ENV_PREFIX + name.upper().replace(".", "__")
+
+
+def value_in(text: str, field: FieldInfo | None) -> str | None:
+    """What a text gives a setting: "none" is no value, where the setting may be without one."""
+    may_be_none = field is not None and type(None) in get_args(field.annotation)
+    return None if may_be_none and text.lower() == "none" else text
+
+
+def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
+    """What is wrong with the variables, each by itself: whether they fit together depends on what else is given."""
+    values = read_environment(model, env).values
+    return [
+        f"{variable_of(name)}: {name}: given {quoted(values[name])}; accepted: {accepted(field)}"
+        for name, field in fields_of(model).items()
+        if name in values and not _fits(field, values[name])
+    ]
+
+
+def _fits(field: FieldInfo, value: Any) -> bool:
+    kind: Any = Annotated[(field.annotation, *field.metadata)]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _services(given: Mapping[str, str]) -> list[str]:
@@ -78,49 +119,8 @@ def _is_of(services: list[str], name: str) -> bool:
     return any(name.startswith(each) and _OF_SERVICE.fullmatch(name, len(each)) for each in services)
 
 
-def problems_in(model: type[BaseModel], env: Mapping[str, str]) -> list[str]:
-    """What is wrong with the variables, each by itself: whether they fit together depends on what else is given."""
-    values, problems = read_environment(model, env).values, []
-    for name, field in variables_of(model).items():
-        setting = name.removeprefix(ENV_PREFIX).lower().split(ENV_NESTING)
-        value: Any = values
-        for step in setting:
-            value = value.get(step, ...) if isinstance(value, dict) else ...
-        if value is not ... and not _fits(field, value):
-            problems.append(
-                f"{name}: {'.'.join(setting)}: given {quoted(value)}; accepted: {accepted(field)}"
-            )
-    return problems
-
-
-def _fits(field: FieldInfo, value: Any) -> bool:
-    kind: Any = Annotated[(field.annotation, *field.metadata)]
-    try:
-        TypeAdapter(kind).validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def variables_of(model: type[BaseModel], prefix: str = ENV_PREFIX) -> dict[str, FieldInfo]:
-    """The environment variables that set fields of a model, and of the models inside it."""
-    found = {}
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found.update(variables_of(kind, f"{prefix}{name.upper()}{ENV_NESTING}"))
-        else:
-            found[prefix + name.upper()] = field
-    return found
-
-
-def may_be_none(field: FieldInfo) -> bool:
-    """Whether ``none`` is a value of the setting, and not a text."""
-    return type(None) in get_args(field.annotation)
-
-
-def _with_closest(name: str, known: Mapping[str, FieldInfo]) -> str:
+def _with_closest(name: str, known: list[str]) -> str:
     shown = name if name.isidentifier() else quoted(name)
     # Without what all of them begin with, which would make any two alike.
-    meant = closest(name.removeprefix(ENV_PREFIX), [each.removeprefix(ENV_PREFIX) for each in known])
+    meant = closest(name.removeprefix(ENV_PREFIX), known)
     return f"{shown} (did you mean {ENV_PREFIX}{meant}?)" if meant else shown

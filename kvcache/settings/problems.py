@@ -48,7 +48,9 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
     if isinstance(nested, ConfigError):
         return [f"{name}.{line}" if name else line for line in nested.problems]
     if detail["type"] == "extra_forbidden":
-        return [f"{name}: no such field{did_you_mean(name, model.model_fields)}"]
+        close = closest(name, model.model_fields)
+        known = f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
+        return [f"{name}: no such field; {known}"]
     accepts = f"accepted: {accepted(model.model_fields[name])}"
     if detail["type"] == "missing":
         return [f"{name}: missing; {accepts}"]
@@ -66,19 +68,8 @@ def quoted(value: object) -> str:
 
 def accepted(field: FieldInfo) -> str:
     """What a setting accepts, in words."""
-    text = Accepts.of(field)
-    if text is not None:
-        return text
-    kind = field.annotation
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        return f"a mapping of {', '.join(kind.model_fields)}"
-    return "text"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a line about an unknown name: the known one that is like it, or all of them."""
-    close = closest(name, known)
-    return f"; did you mean {close}?" if close else f"; there are {', '.join(known)}"
+    inner: Mapping[str, object] = getattr(field.annotation, "model_fields", {})
+    return Accepts.of(field) or f"a mapping of {', '.join(inner)}"
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
