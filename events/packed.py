@@ -2,16 +2,21 @@
 
 A list of Python integers costs tens of nanoseconds per item to build, encode and decode; the same
 row as little-endian bytes costs a memory copy. Events therefore carry slots, handles, names, keys and
-token ids as ``bytes``. The aliases below say what the bytes mean, and carry a `Packed` marker so that
-the JSON codec can spell them out as lists for people.
+token ids as ``bytes``. The aliases below say what the bytes mean, and carry a `Packed` marker, by which the JSON codec
+spells them out as lists for people.
+
+The schema says that a column is bytes; that four of them make a slot it cannot say. A log's reader looks once at every
+length (`broken_column`), so that nobody behind it has to expect half a number.
 """
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,30 +25,33 @@ TOKEN_BYTES = 4
 HANDLE_BYTES = 8
 NAME_BYTES = 8
 """Public names of blocks are the first 8 bytes of their keys."""
+MAX_KEY_BYTES = 64
+"""Keys are digests; the longest in use have 64 bytes."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Marks a ``bytes`` field as a column; `item` says what one entry is."""
+    """Marks a ``bytes`` field as a column; `item` says what one entry is, `size` its bytes (0: each log's own)."""
 
     item: Literal["token", "int32", "count", "int64", "parent", "name", "key"]
+    size: int
 
 
-Slots = Annotated[bytes, Packed("int32")]
+Slots = Annotated[bytes, Packed("int32", SLOT_BYTES)]
 """int32 LE, one per block: the index of its storage in the pools of one window and level."""
-Tokens = Annotated[bytes, Packed("token")]
+Tokens = Annotated[bytes, Packed("token", TOKEN_BYTES)]
 """int32 LE, one per token: the symbol (a plain token id is its own symbol)."""
-Handles = Annotated[bytes, Packed("int64")]
+Handles = Annotated[bytes, Packed("int64", HANDLE_BYTES)]
 """int64 LE, one per sequence."""
-Counts = Annotated[bytes, Packed("count")]
+Counts = Annotated[bytes, Packed("count", 4)]
 """uint32 LE."""
-Names = Annotated[bytes, Packed("name")]
+Names = Annotated[bytes, Packed("name", NAME_BYTES)]
 """8 bytes per block, to be read as one big-endian unsigned number."""
-Parent = Annotated[bytes, Packed("parent")]
+Parent = Annotated[bytes, Packed("parent", NAME_BYTES)]
 """One name, or nothing."""
-Keys = Annotated[bytes, Packed("key")]
+Keys = Annotated[bytes, Packed("key", 0)]
 """`key_bytes` of the hash algorithm per block; a block's name is the start of its key."""
-Numbers = Annotated[bytes, Packed("int64")]
+Numbers = Annotated[bytes, Packed("int64", 8)]
 """int64 LE."""
 
 
@@ -91,3 +99,55 @@ def names_of_keys(keys: bytes, key_bytes: int) -> bytes:
     if len(keys) == key_bytes:
         return bytes(keys[:NAME_BYTES])
     return np.frombuffer(keys, np.uint64)[:: key_bytes // NAME_BYTES].tobytes()
+
+
+def are_keys(key_bytes: int) -> bool:
+    """Whether keys can have this size: none at all, or some names' worth."""
+    return 0 <= key_bytes <= MAX_KEY_BYTES and key_bytes % NAME_BYTES == 0
+
+
+def broken_column(event: msgspec.Struct, key_bytes: int) -> str | None:
+    """Which column has a part of an entry at its end, in words; None if there is none."""
+    name = _broken_field(event, key_bytes)
+    return name and f"the column {name} of {type(event).__name__} does not hold whole entries"
+
+
+_ENDLESS = 1 << 62
+"""No column has so many bytes: one with entries of this size must be empty."""
+_Columns = tuple[tuple[str, int], ...]
+_FIELDS: dict[type, tuple[_Columns, _Columns]] = {}
+"""What `_fields` has found."""
+
+
+def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
+    columns, rows = _FIELDS.get(type(struct)) or _fields(type(struct))
+    for name, size in columns:
+        if len(getattr(struct, name)) % (size or key_bytes or _ENDLESS):
+            return name
+    for name, size in rows:
+        for item in getattr(struct, name):
+            if len(item) % size if size else _broken_field(item, key_bytes):
+                return name
+    return None
+
+
+def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
+    """The columns of a struct, and its fields that hold several: of columns, or of structs (size 0) with columns."""
+    columns, rows = [], []
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if (size := _entry_size(hint)) is not None:
+            columns.append((name, size))
+        elif typing.get_origin(hint) is tuple:
+            item = typing.get_args(hint)[0]
+            if (size := _entry_size(item)) is not None:
+                rows.append((name, size))
+            elif isinstance(item, type) and issubclass(item, msgspec.Struct) and any(_fields(item)):
+                rows.append((name, 0))
+    _FIELDS[kind] = tuple(columns), tuple(rows)
+    return _FIELDS[kind]
+
+
+def _entry_size(hint: Any) -> int | None:
+    """Bytes per entry if the hint is that of a column."""
+    marks = getattr(hint, "__metadata__", ())
+    return marks[0].size if marks and isinstance(marks[0], Packed) else None

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 
-from events.ids import GroupIndex, Handle
+from events.ids import GroupIndex, Handle, LevelIndex
 from events.packed import Keys, Numbers, Slots, Tokens
-from events.spelled import OF_TOKENS, Level
 
 RequestId = str | int
+LEVEL_NAMES = ("primary", "secondary")
+"""Of the levels, by number."""
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """Marks a field that JSON spells otherwise than its type says."""
+
+    form: Literal["level", "json", "tokens"]
+
+
+Level = Annotated[LevelIndex, Spelled("level")]
+"""A level; in JSON by its name."""
+JsonText = Annotated[str, Spelled("json")]
+"""A JSON object as text; in JSON the object."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -63,8 +78,8 @@ class SymbolPage(Part, frozen=True):
     """The item's other name, if it had one when the page was begun."""
 
 
-Pages = Annotated[tuple[SymbolPage, ...], OF_TOKENS]
-"""Pages of symbols; none where tokens are left out."""
+Pages = Annotated[tuple[SymbolPage, ...], Spelled("tokens")]
+"""Pages of symbols; none where tokens are left out, in JSON null then."""
 
 
 class GroupExported(Part, frozen=True):

@@ -18,9 +18,9 @@ import msgspec
 
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
-from events.spelled import JsonText, Level
 from events.structs import GroupCreated as GroupCreated
 from events.structs import GroupExported as GroupExported
+from events.structs import JsonText, Level
 from events.structs import Namespace as Namespace
 from events.structs import Pages as Pages
 from events.structs import PoolCreated as PoolCreated

@@ -24,7 +24,7 @@ import numpy as np
 from events import types as ev
 from events.ids import epoch_of, first_number
 from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
-from events.spelled import LEVEL_NAMES
+from events.structs import LEVEL_NAMES
 from events.types import PRIMARY
 from sinks.known import Known
 

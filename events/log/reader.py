@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from events.codec import decode_batch
-from events.columns import are_keys, broken_column
 from events.errors import EventDecodeError, LogDamaged, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import Broken, Frame, Segment, is_log, segment_paths
-from events.packed import NAME_BYTES
+from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch
 
 _POLL_SECONDS = 0.05
@@ -179,6 +178,6 @@ class LogReader:
                 if not are_keys(event.key_bytes):
                     return f"keys cannot have {event.key_bytes} bytes"
                 self._key_bytes = event.key_bytes
-            elif (name := broken_column(event, self._key_bytes)) is not None:
-                return f"the column {name} of {type(event).__name__} does not hold whole entries"
+            elif (reason := broken_column(event, self._key_bytes)) is not None:
+                return reason
         return None

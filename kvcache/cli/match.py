@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
-from events.spelled import LEVEL_NAMES
+from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from events.log import LogEnd
-from events.spelled import LEVEL_NAMES
+from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.cli.arguments import natural
 from kvcache.cli.messages import printable

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from events.errors import LogWriteFailed
-from events.spelled import LEVEL_NAMES
+from events.structs import LEVEL_NAMES
 from events.types import TokensAppended
 from kvcache.cli.event_lines import event_lines
 from kvcache.cli.messages import printable

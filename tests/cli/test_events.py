@@ -455,7 +455,7 @@ class TestLyingLogs:
         )
         spelled = kvcache("events", log, "--json")
         assert spelled.code == 1
-        assert spelled.err == "kvcache: error: a column of 32 bytes has no entries of 0 bytes\n"
+        assert spelled.err == "kvcache: error: the column keys of BlocksStored does not hold whole entries\n"
 
     @pytest.mark.parametrize("options", [[], ["--json"], ["--request", "1"]])
     def test_half_a_handle(self, kvcache: Kvcache, tmp_path: Path, options: list[str]) -> None:

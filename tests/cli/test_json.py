@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from events.spelled import LEVEL_NAMES
+from events.structs import LEVEL_NAMES
 from kvcache.config import KVCacheConfig
 from tests.cli.conftest import TRACE, Done, Kvcache
 from tests.conftest import ROOT

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from events.codec import from_json
 from events.log import LogReader
 from events.subscribe.subscriber import Subscriber
 from events.types import EpochStarted
@@ -26,6 +25,7 @@ from kvcache.cli import run as run_module
 from kvcache.replay import replay
 from kvcache.workload.mooncake import TraceRequest
 from tests.cli.conftest import TRACE, Kvcache, Start, segments
+from tests.events.json_reader import from_json
 from tests.traces import write_trace
 
 SMALL = (TRACE, "--no-pools", "--tokens-per-block", 16)

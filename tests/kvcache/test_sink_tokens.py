@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from events.codec import batch_without_tokens, from_json
+from events.codec import batch_without_tokens
 from events.log import LogWriter, writer
 from events.size import batch_bytes
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.record import outputs
 from sinks import SinkRunner, queue
+from tests.events.json_reader import from_json
 from tests.sinks.helpers import PLANTED, RecordingSink
 
 PACKED = PLANTED.to_bytes(4, "little")

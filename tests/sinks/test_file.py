@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from events.codec import from_json
 from events.types import EventBatch
 from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
+from tests.events.json_reader import from_json
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,6 @@ from typing import Any, Self
 import pytest
 from structlog.testing import capture_logs
 
-from events.codec import from_json
 from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from events.types import EventBatch, Gap, StateExported
@@ -26,6 +25,7 @@ from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
 from sinks.runner import State
 from tests.conftest import RunPython
+from tests.events.json_reader import from_json
 from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
 from tests.sinks.test_router_feed import wait_for
 

@@ -462,7 +462,7 @@ class TestExitingSink:
 FORKING = """
 import os, sys
 from pathlib import Path
-from events.codec import from_json
+from tests.events.json_reader import from_json
 from sinks import SinkRunner
 from sinks.file import FileOptions, FileSink
 from tests.sinks.helpers import WAIT, gaps, make_batch

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from events.codec import from_json
 from events.types import EventBatch
 from sinks import SinkContext, SinkError, SinkURLError, open_sink
 from sinks.known import Known
 from sinks.render import render_batch
+from tests.events.json_reader import from_json
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
