@@ -28,10 +28,10 @@ from pathlib import Path
 import msgspec
 
 from events.codec import to_json
+from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.units import parse_bytes
-from sinks.writing import PartlyWritten, write_all
 
 FILE_MODE = 0o600
 LOOK_SECONDS = 1.0
@@ -63,7 +63,6 @@ class FileSink:
         self._fd = -1
         self._regular = False
         """Whether it is a file, which can be moved and cut, and not a pipe or a device."""
-        self._size = 0
         self._looked_at = 0.0
 
     def open(self) -> None:
@@ -83,14 +82,15 @@ class FileSink:
             # What is there now may be another's file, which is not ours to move.
             self.reopen()
         if self._is_full(len(line)):
-            self._take(_rotate(self._path, self._keep, FILE_MODE))
+            self._take(_rotate(self._path, self._keep))
+        size = os.fstat(self._fd).st_size
         try:
-            write_all(self._fd, line)
-        except PartlyWritten as error:
-            if error.written:
-                self._cut(error.written)
+            write_all(self._fd, [line])
+        except OSError:
+            # Only a file can be cut; a pipe's reader has seen the piece already.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, size)
             raise
-        self._size += len(line)
 
     def tick(self) -> None:
         """Look, once in a while, whether the path has another file by now, or none. Raises as `open` does."""
@@ -98,8 +98,7 @@ class FileSink:
         if self._regular and now - self._looked_at >= LOOK_SECONDS:
             if not self._is_in_place():
                 self.reopen()
-            # It may have been cut, too.
-            self._looked_at, self._size = now, os.fstat(self._fd).st_size
+            self._looked_at = now
 
     def reopen(self) -> None:
         """Go on in the file that is at the path now, or in a new one. Raises as `open` does."""
@@ -111,7 +110,8 @@ class FileSink:
         os.close(descriptor)
 
     def _is_full(self, more: int) -> bool:
-        return bool(self._max_bytes and self._size and self._size + more > self._max_bytes)
+        size = os.fstat(self._fd).st_size if self._max_bytes else 0
+        return bool(size) and size + more > self._max_bytes
 
     def _opened(self) -> int:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
@@ -131,8 +131,7 @@ class FileSink:
         before, self._fd = self._fd, fd
         if before >= 0:
             os.close(before)
-        status = os.fstat(fd)
-        self._regular, self._size = stat.S_ISREG(status.st_mode), status.st_size
+        self._regular = stat.S_ISREG(os.fstat(fd).st_mode)
         self._looked_at = time.monotonic()
 
     def _prepare(self, fd: int) -> None:
@@ -148,7 +147,7 @@ class FileSink:
         self._refuse_directories()
         if status.st_size and not self._ends_with_newline():
             # A writer was killed in the middle of a line. It stays a line of its own.
-            write_all(fd, b"\n")
+            write_all(fd, [b"\n"])
 
     def _refuse_what_was_kept(self, size: int) -> None:
         instead = "remove it, choose another, or add ?append=1"
@@ -179,11 +178,6 @@ class FileSink:
             return os.path.samestat(self._path.stat(), os.fstat(self._fd))
         except FileNotFoundError:
             return False
-
-    def _cut(self, length: int) -> None:
-        # Only a file can be cut; a pipe's reader has seen the piece already.
-        with contextlib.suppress(OSError):
-            os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_END) - length)
 
 
 def create(url: SinkURL, context: SinkContext) -> FileSink:
@@ -219,14 +213,14 @@ def _older_file(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")
 
 
-def _rotate(path: Path, keep: int, mode: int) -> int:
+def _rotate(path: Path, keep: int) -> int:
     """Make `path` the newest of `keep` older files, and return the descriptor of a new file there, for appending.
 
     Raises OSError. What is likely to fail, making a file, comes first, and has changed nothing where it fails.
     """
     unfinished = path.with_name(f"{path.name}.new")
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, mode)
+    descriptor = os.open(unfinished, flags, FILE_MODE)
     try:
         for number in range(keep - 1, 0, -1):
             _move(_older_file(path, number), _older_file(path, number + 1))

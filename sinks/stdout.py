@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 
 from events.codec import to_json
+from events.log.durable import write_all
 from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.known import Known
 from sinks.render import render_batch
-from sinks.writing import write_all
 
 
 class StdoutOptions(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ class StdoutSink:
 
     def write(self, batch: EventBatch) -> None:
         """Print one batch."""
-        write_all(self._fd, self._spell(batch))
+        write_all(self._fd, [self._spell(batch)])
 
     def close(self) -> None:
         """Close the descriptor; standard output itself stays open."""

@@ -1,4 +1,4 @@
-"""Files that outlive a crash: locks that name their holder, and syncs that reach the disk.
+"""Files that outlive a crash: locks that name their holder, writes of all there is, and syncs that reach the disk.
 
 On macOS `fsync` hands the data to the drive and does not make the drive write it; `F_FULLFSYNC` does.
 """
@@ -9,12 +9,15 @@ import errno
 import fcntl
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 _NOT_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
 """How file systems say that they have no `F_FULLFSYNC`, as those of other machines do. Other errors are failures."""
 _NO_DIRECTORY_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
 """How file systems of other machines say that they lock files only, and for writing."""
+_PARTS_MAX = 1000
+"""Systems take 1024 buffers in one write."""
 _UNKNOWN_HOLDER = "another process"
 
 
@@ -129,6 +132,17 @@ def _holder_in(path: Path) -> str:
 def _holder(descriptor: int) -> str:
     """Who holds a lock, as its file says."""
     return os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or _UNKNOWN_HOLDER
+
+
+def write_all(descriptor: int, parts: Sequence[bytes]) -> None:
+    """Write all parts, however little the system takes at a time."""
+    for start in range(0, len(parts), _PARTS_MAX):
+        some = parts[start : start + _PARTS_MAX]
+        written, size = os.writev(descriptor, some), sum(map(len, some))
+        if written < size:
+            rest = memoryview(b"".join(some))[written:]
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
 
 
 def sync_file(descriptor: int) -> None:

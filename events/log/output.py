@@ -21,7 +21,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
-from events.log.durable import Lock, sync_directory, sync_file
+from events.log.durable import Lock, sync_directory, sync_file, write_all
 from events.log.frames import (
     AFTER_LOSS,
     CLOSED,
@@ -40,8 +40,6 @@ from events.types import FORMAT_VERSION, EventBatch
 
 _CRC_PIECE = 5120
 """Up to so many bytes zlib keeps the GIL."""
-_PARTS_MAX = 1000
-"""Systems take 1024 buffers in one write."""
 
 
 class Record(NamedTuple):
@@ -163,7 +161,7 @@ class LogOutput:
         if self._descriptor is None:
             self._descriptor = self._open_again()
         try:
-            _write_all(self._descriptor, [part for _, *parts in self._waiting for part in parts])
+            write_all(self._descriptor, [part for _, *parts in self._waiting for part in parts])
         except OSError:
             self._keep_whole_frames(self._descriptor)
             raise
@@ -244,7 +242,7 @@ class LogOutput:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(unfinished, flags, 0o600)
         try:
-            _write_all(descriptor, [header])
+            write_all(descriptor, [header])
             # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
             sync_file(descriptor)
             unfinished.rename(path)
@@ -272,14 +270,3 @@ def _crc32(payload: bytes) -> int:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED_SUFFIX)
-
-
-def _write_all(descriptor: int, parts: list[bytes]) -> None:
-    """Write all parts, however little the system takes at a time."""
-    for start in range(0, len(parts), _PARTS_MAX):
-        some = parts[start : start + _PARTS_MAX]
-        written, size = os.writev(descriptor, some), sum(map(len, some))
-        if written < size:
-            rest = memoryview(b"".join(some))[written:]
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]

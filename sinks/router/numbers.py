@@ -14,7 +14,6 @@ File format, three lines: what it is, the reservation, CRC-32 of the lines befor
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import stat
@@ -22,7 +21,15 @@ import time
 import zlib
 from pathlib import Path
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
+from events.log.durable import (
+    Lock,
+    LockHeld,
+    NoRegularFile,
+    sync_directory,
+    sync_file,
+    take_lock,
+    write_all,
+)
 from sinks.base import SinkError
 
 STEP = 4096
@@ -153,15 +160,11 @@ def _write(path: Path, reserved: int) -> None:
     content += f"crc32 {zlib.crc32(content):08x}\n".encode()
     unfinished = path.with_name(path.name + ".new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    _write_synced(os.open(unfinished, flags, FILE_MODE), content)
-    unfinished.replace(path)
-    sync_directory(path.parent)
-
-
-def _write_synced(descriptor: int, content: bytes) -> None:
+    descriptor = os.open(unfinished, flags, FILE_MODE)
     try:
-        if os.write(descriptor, content) != len(content):
-            raise OSError(errno.ENOSPC, "the state file was written only in part")
+        write_all(descriptor, [content])
         sync_file(descriptor)
     finally:
         os.close(descriptor)
+    unfinished.replace(path)
+    sync_directory(path.parent)
