@@ -147,7 +147,7 @@ class Engine:
         assert isinstance(feed, RouterFeed)
         self.feed = feed
         self.feed._numbers._step = RESERVATION
-        (transport,) = feed.transports
+        transport = feed.transport
         assert isinstance(transport, ZMQTransport)
         self.transport = transport
         self._gate = threading.Event()

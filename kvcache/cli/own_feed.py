@@ -38,7 +38,7 @@ class OwnFeed:
         from sinks.router.transport import ZMQTransport
 
         # The last one: sinks that the user asked for come first.
-        transport = manager.feeds[-1].transports[0]
+        transport = manager.feeds[-1].transport
         assert isinstance(transport, ZMQTransport)
         self._manager = manager
         self._index = Index()

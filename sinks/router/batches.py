@@ -6,7 +6,7 @@ else. A store of many blocks is cut between two blocks; a single block is never 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from events.feed.changes import Change, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES
@@ -34,7 +34,7 @@ def change_bytes(change: Change) -> int:
             size += sum(map(len, change.extras)) * EXTRA_BYTES
         return size if change.namespace == _PLAIN else size + (blocks + 1) * _lora_bytes(change)
     if isinstance(change, Removed):
-        return CHANGE_BYTES + _num_blocks(change) * BLOCK_BYTES
+        return CHANGE_BYTES + len(change.names) // NAME_BYTES * BLOCK_BYTES
     return CHANGE_BYTES
 
 
@@ -57,20 +57,12 @@ def in_batches(changes: Iterable[Change], max_bytes: int) -> Iterator[list[Chang
         yield batch
 
 
-def at_most(batches: Sequence[list[Change]], count: int) -> list[list[Change]]:
-    """The batches, in order, joined so that there are no more than `count` (at least 1) of them."""
-    each = -(-len(batches) // count)
-    return [
-        [change for batch in batches[at : at + each] for change in batch]
-        for at in range(0, len(batches), max(each, 1))
-    ]
-
-
 def _cut(change: Change, max_bytes: int) -> Iterator[Change]:
     if isinstance(change, Stored):
-        fixed = CHANGE_BYTES + _lora_bytes(change)
-        block = _block_bytes(change) + max(map(len, change.extras), default=0) * EXTRA_BYTES
-        yield from _cut_stored(change, max(1, (max_bytes - fixed) // block))
+        lora = _lora_bytes(change)
+        items = max(map(len, change.extras), default=0)
+        block = BLOCK_BYTES + lora + change.tokens_per_block * WIRE_TOKEN_BYTES + items * EXTRA_BYTES
+        yield from _cut_stored(change, max(1, (max_bytes - CHANGE_BYTES - lora) // block))
     elif isinstance(change, Removed):
         step = max(1, (max_bytes - CHANGE_BYTES) // BLOCK_BYTES) * NAME_BYTES
         for at in range(0, len(change.names), step):
@@ -96,14 +88,6 @@ def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
             change.extras[index * blocks : (index + 1) * blocks],
         )
         parent = names[-NAME_BYTES:]
-
-
-def _num_blocks(change: Stored | Removed) -> int:
-    return len(change.names) // NAME_BYTES
-
-
-def _block_bytes(change: Stored) -> int:
-    return BLOCK_BYTES + _lora_bytes(change) + change.tokens_per_block * WIRE_TOKEN_BYTES
 
 
 def _lora_bytes(change: Stored) -> int:

@@ -1,7 +1,7 @@
 """The feed for routers: one fold of events into what routers may see, its numbers, and its pace.
 
 `RouterFeed` is a sink. It folds each batch (`events.feed.fold`), holds changes back for a moment so that a router
-gets few messages instead of one per engine step, numbers what goes out, and gives it to its transports. Changes
+gets few messages instead of one per engine step, numbers what goes out, and gives it to its transport. Changes
 keep their order and are never netted: what a router sees is each state the cache went through, some of them at a time.
 
 Whenever what routers hold may differ from the fold, "cleared" and the fold's whole state go out next: at the
@@ -29,7 +29,7 @@ from sinks.router.batches import BATCH_BYTES, change_bytes, in_batches
 from sinks.router.numbers import FeedNumbers
 
 SERVE_SECONDS = 0.01
-"""How often transports get to look after their readers."""
+"""How often the transport gets to look after its readers."""
 STOP_POLL_SECONDS = 0.05
 
 
@@ -75,7 +75,7 @@ class FeedTransport(Protocol):
 
 
 class RouterFeed:
-    """Folds the events once and feeds transports with what routers may see.
+    """Folds the events and feeds its transport with what routers may see.
 
     - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one
       batch for each `EventBatch` that changes something for routers.
@@ -91,7 +91,7 @@ class RouterFeed:
 
     def __init__(
         self,
-        transports: Sequence[FeedTransport],
+        transport: FeedTransport,
         numbers: FeedNumbers,
         *,
         coalesce_seconds: float = 0.05,
@@ -100,7 +100,7 @@ class RouterFeed:
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self.transports = tuple(transports)
+        self.transport = transport
         self._numbers = numbers
         self._coalesce = coalesce_seconds
         self._max_bytes = max_batch_bytes
@@ -113,7 +113,6 @@ class RouterFeed:
         """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
-        self._opened: tuple[FeedTransport, ...] = ()
         self.lost_seq: int | None = None
         """The last batch that is missing, if any: the state is needed in a batch after it. One that was published
         since is on its way through the queue, and need not be published again. For any thread to read."""
@@ -127,7 +126,7 @@ class RouterFeed:
 
     @property
     def subscribers(self) -> int:
-        """Readers of all transports. For any thread."""
+        """Readers of the feed. For any thread."""
         return self._subscribers
 
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -144,15 +143,13 @@ class RouterFeed:
     # --- the sink ---------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Reserve numbers and open the transports. If one cannot be opened, those before it are closed again."""
-        with contextlib.ExitStack() as undo:
-            self._numbers.open()
-            undo.callback(self._numbers.close)
-            for transport in self.transports:
-                transport.open(self._numbers.next)
-                undo.callback(transport.close)
-            undo.pop_all()
-        self._opened = self.transports
+        """Reserve numbers and open the transport."""
+        self._numbers.open()
+        try:
+            self.transport.open(self._numbers.next)
+        except BaseException:
+            self._numbers.close()
+            raise
         # Where it was open before, nobody knows what has arrived.
         self._restate, self._sent_at = True, float("-inf")
 
@@ -168,7 +165,7 @@ class RouterFeed:
             self._pending_bytes += sum(map(change_bytes, changes))
 
     def tick(self) -> None:
-        """Send what is due and let the transports look after their readers. After each batch, and every 10 ms."""
+        """Send what is due and let the transport look after its readers. After each batch, and every 10 ms."""
         now = self._monotonic()
         if self._is_due(now):
             self._flush()
@@ -179,12 +176,10 @@ class RouterFeed:
             self._serve()
 
     def close(self) -> None:
-        """Send what was held back, close the transports, give unused numbers back."""
+        """Send what was held back, close the transport, give unused numbers back."""
         with contextlib.ExitStack() as last:
             last.callback(self._numbers.close)
-            for transport in self._opened:
-                last.callback(transport.close)
-            self._opened = ()
+            last.callback(self.transport.close)
             self._flush()
 
     # --- on the way out ---------------------------------------------------------------------------------
@@ -208,16 +203,13 @@ class RouterFeed:
         self._restate = True
         for changes in batches:
             self._last_ts = self._wall()
-            batch = FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups)
-            for transport in self.transports:
-                transport.send(batch)
+            self.transport.send(FeedBatch(self._numbers.take(), self._last_ts, changes, self._feed.groups))
         self._restate = False
         self._sent_at = self._monotonic()
 
     def _serve(self) -> None:
-        for transport in self.transports:
-            transport.tick(self._take_state)
-        subscribers = sum(transport.subscribers for transport in self.transports)
+        self.transport.tick(self._take_state)
+        subscribers = self.transport.subscribers
         if subscribers != self._subscribers:
             with self._subscribers_changed:
                 self._subscribers = subscribers

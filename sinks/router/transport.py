@@ -9,7 +9,6 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import zmq
 
@@ -38,17 +37,6 @@ ENCODE_SECONDS = 0.02
 """How long the feed works on the state for who comes late before it looks for live batches again."""
 
 
-class Format(NamedTuple):
-    """How a feed is written."""
-
-    encode: Callable[[Sequence[Change], float, int, Sequence[GroupCreated]], bytes]
-    """Changes, time, rank and groups to a payload."""
-    join: Callable[[Sequence[bytes], int], bytes]
-    """Payloads of a rank to one with all their events."""
-
-
-VLLM = Format(vllm.encode_batch, vllm.join_batches)
-
 _log = get_logger("sinks")
 INT32 = 2**31 - 1
 """More than any socket, and any rank, can be given."""
@@ -73,16 +61,15 @@ class ZMQSettings:
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
     """After this a replay's reader that takes nothing is given up."""
-    holds: str = "token ids"
-    """What must not be read by everybody, to warn of."""
+    salts: Callable[[bytes], str | None] | None = None
+    """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
 
 
 class ZMQTransport:
     """Publishes a feed on a socket, tells who comes late, and answers readers that missed something on another."""
 
-    def __init__(self, settings: ZMQSettings, wire: Format) -> None:
+    def __init__(self, settings: ZMQSettings) -> None:
         self._settings = settings
-        self._wire = wire
         self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
         self._snapshot: Snapshot | None = None
         """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
@@ -113,9 +100,8 @@ class ZMQTransport:
             reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
         if not _is_loopback(self._settings.host):
-            _log.warning(
-                "feed_leaves_machine", endpoint=self.endpoint, holds=self._settings.holds, encrypted=False
-            )
+            holds = "token ids, cache salts" if self._settings.salts else "token ids"
+            _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds=holds, encrypted=False)
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
@@ -223,10 +209,10 @@ class ZMQTransport:
         return socket
 
     def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self._wire.encode(changes, ts, self._settings.rank, groups)
+        return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
-        return self._wire.join(payloads, self._settings.rank)
+        return vllm.join_batches(payloads, self._settings.rank)
 
 
 def _topic(settings: ZMQSettings, endpoint: str) -> str:

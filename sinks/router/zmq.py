@@ -34,22 +34,18 @@ bound to loopback, and anything wider is warned of, since nothing on the wire is
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from events.formats import vllm
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers, clock_number
-from sinks.router.transport import INT32, VLLM, ZMQSettings, ZMQTransport
+from sinks.router.transport import INT32, ZMQSettings, ZMQTransport
 from sinks.units import parse_bytes, parse_seconds
 
 MAX_CHUNK_BYTES = 8 << 20
-
-_FORMATS = {"vllm": VLLM}
 
 
 class ZMQOptions(msgspec.Struct, frozen=True):
@@ -78,11 +74,8 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
-    wire = _FORMATS[options.format]
-    if options.salts == "plain":
-        wire = wire._replace(encode=partial(vllm.encode_batch, salts=context.salts.ask()))
     return RouterFeed(
-        [ZMQTransport(settings, wire)],
+        ZMQTransport(settings),
         FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
@@ -128,7 +121,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         pad=options.pad,
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
-        holds="token ids" if options.salts == "digest" else "token ids, cache salts",
+        salts=context.salts.ask() if options.salts == "plain" else None,
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from events.feed.fold import Change, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
-from sinks.router.batches import at_most, change_bytes, in_batches
+from sinks.router.batches import change_bytes, in_batches
 from sinks.salts import MAX_SALT_BYTES
 from tests.sinks.feed_source import BLOCK, Reader, names, state_of, tokens
 
@@ -106,14 +106,3 @@ def test_a_block_larger_than_the_bound_still_goes_out() -> None:
     for batch in batches:
         reader.take_payload(encode_batch(batch, 1.5, 0))
     assert len(reader.state) == 2
-
-
-@pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("length", range(9))
-def test_batches_are_joined_to_a_number(count: int, length: int) -> None:
-    """There are never more than asked for, none is empty, and all changes stay in order."""
-    batches: list[list[Change]] = [[stored(handle, 1)] for handle in range(length)]
-    joined = at_most(batches, count)
-    assert len(joined) <= count
-    assert [change for batch in joined for change in batch] == [batch[0] for batch in batches]
-    assert all(joined)

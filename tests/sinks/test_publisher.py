@@ -19,7 +19,7 @@ from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.publisher import TOLD_AT_ONCE
 from sinks.router.replay_server import ANSWERS_AT_ONCE
-from sinks.router.transport import VLLM, ZMQSettings, ZMQTransport
+from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.sinks.feed_source import Reader, Source, State
 from tests.sinks.helpers import WAIT
 from tests.sinks.test_router_feed import wait_for
@@ -133,7 +133,7 @@ class TestNewcomers:
         with router:
             time.sleep(0.3)  # longer than a subscriber waits before it connects again
             settings = ZMQSettings("127.0.0.1", int(port))
-            feed = RouterFeed([ZMQTransport(settings, VLLM)], FeedNumbers(None), coalesce_seconds=0)
+            feed = RouterFeed(ZMQTransport(settings), FeedNumbers(None), coalesce_seconds=0)
             with Worker(feed=feed) as again:
                 again.put(again.source.store(7, 2))
                 again.settle()
@@ -171,7 +171,7 @@ class TestNewcomers:
     def test_large_states_wait_for_those_on_their_way(self) -> None:
         """Who connects and never reads holds up newcomers for a while only, and no more memory than a few states."""
         settings = ZMQSettings("127.0.0.1", 0, stall_seconds=0.2, linger_seconds=0.05, replay_port=0)
-        feed = RouterFeed([ZMQTransport(settings, VLLM)], FeedNumbers(None), coalesce_seconds=0)
+        feed = RouterFeed(ZMQTransport(settings), FeedNumbers(None), coalesce_seconds=0)
         with Worker(feed=feed) as worker, contextlib.ExitStack() as stack:
             worker.source.block = 4
             for handle in range(1, 12):
@@ -321,8 +321,8 @@ class TestReplayFlood:
     def test_who_must_wait_gets_no_empty_answer(self, router: Router) -> None:
         """With all places taken by readers that take nothing, the next one waits, and then gets all of it."""
         settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
-        transport = ZMQTransport(settings, VLLM)
-        feed = RouterFeed([transport], FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
+        transport = ZMQTransport(settings)
+        feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
         with Worker(feed=feed) as worker, capture_logs() as logs:
             source = Source(block=1024)
             source.seq = worker.source.seq

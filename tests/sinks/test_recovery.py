@@ -297,7 +297,7 @@ class Site:
         feed = open_sink(url, SinkContext(32, 4))
         assert isinstance(feed, RouterFeed)
         feed._numbers._step = 1  # so that each batch needs the disk
-        (transport,) = feed.transports
+        transport = feed.transport
         assert isinstance(transport, ZMQTransport)
         self.feed, self.transport = feed, transport
         self.runner = SinkRunner(feed, "feed", **QUICK)

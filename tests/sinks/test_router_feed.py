@@ -38,7 +38,7 @@ class Rig:
         self.transport = RecordingTransport()
         self.source = Source()
         self.feed = RouterFeed(
-            [self.transport],
+            self.transport,
             FeedNumbers(None),
             coalesce_seconds=coalesce,
             heartbeat_seconds=heartbeat,
@@ -277,7 +277,7 @@ class TestLoss:
 
 class TestOpening:
     def test_goes_on_where_the_numbers_file_says(self, tmp_path: Path) -> None:
-        """The transports learn the first number; the first batch has it and begins with "cleared"."""
+        """The transport learns the first number; the first batch has it and begins with "cleared"."""
         path = tmp_path / "numbers"
         numbers = FeedNumbers(path)
         numbers.open()
@@ -285,39 +285,25 @@ class TestOpening:
             numbers.take()
         numbers.close()
         transport = RecordingTransport()
-        feed = RouterFeed([transport], FeedNumbers(path))
+        feed = RouterFeed(transport, FeedNumbers(path))
         feed.open()
         feed.tick()
         assert (transport.first, transport.sent[0].seq, transport.sent[0].changes) == (5, 5, [Cleared()])
         feed.close()
 
     def test_a_transport_that_does_not_open_leaves_nothing_open(self, tmp_path: Path) -> None:
-        """Those before it are closed, and the numbers are free for the next try."""
+        """The numbers are free for the next try."""
 
         class Broken(RecordingTransport):
             def open(self, next_seq: int) -> None:
                 raise OSError(5, "broken")
 
-        good = RecordingTransport()
-        feed = RouterFeed([good, Broken()], FeedNumbers(tmp_path / "numbers"))
+        feed = RouterFeed(Broken(), FeedNumbers(tmp_path / "numbers"))
         with pytest.raises(OSError, match="broken"):
             feed.open()
-        assert good.calls == ["open", "close"]
         numbers = FeedNumbers(tmp_path / "numbers")
         numbers.open()
         numbers.close()
-
-    def test_one_fold_serves_all_transports(self) -> None:
-        """Two transports get the same batches under the same numbers."""
-        transports = [RecordingTransport(), RecordingTransport()]
-        feed = RouterFeed(transports, FeedNumbers(None), coalesce_seconds=0)
-        feed.open()
-        source = Source()
-        for batch in (source.created(), source.store(1, 2)):
-            feed.write(batch)
-            feed.tick()
-        assert transports[0].sent == transports[1].sent
-        assert [batch.seq for batch in transports[0].sent] == [0, 1]
 
 
 class TestSubscribers:
@@ -353,7 +339,7 @@ class TestRunner:
                 super().send(batch)
 
         transport, source = Slow(), Source()
-        feed = RouterFeed([transport], FeedNumbers(None), coalesce_seconds=0)
+        feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0)
         runner = SinkRunner(feed, "feed", max_events=20)
         runner.start()
         runner.put(source.created())

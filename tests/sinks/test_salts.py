@@ -45,7 +45,7 @@ def stores(
     context: zmq.Context[Any] = zmq.Context()
     events: list[dict[str, Any]] = []
     with context, context.socket(zmq.SUB) as socket, made as cache:
-        (transport,) = cache.feeds[0].transports
+        transport = cache.feeds[0].transport
         assert isinstance(transport, ZMQTransport)
         socket.subscribe(b"")
         socket.connect(transport.endpoint)

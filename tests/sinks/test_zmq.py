@@ -21,7 +21,7 @@ from events.types import EventBatch
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_schemes, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.transport import VLLM, ZMQSettings, ZMQTransport
+from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.conftest import ROOT
 from tests.sinks.feed_source import Reader, Source
 from tests.sinks.helpers import WAIT
@@ -43,7 +43,7 @@ class Worker:
         sink = feed or open_sink(url, context)
         assert isinstance(sink, RouterFeed)
         self.feed = sink
-        (transport,) = sink.transports
+        transport = sink.transport
         assert isinstance(transport, ZMQTransport)
         self.transport = transport
         self.source = Source()
@@ -379,8 +379,8 @@ class TestReplay:
     def test_a_reader_that_takes_nothing_is_given_up(self, router: Router) -> None:
         """It holds up neither live batches nor other readers; after a while it is dropped, counted and logged."""
         settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
-        transport = ZMQTransport(settings, VLLM)
-        feed = RouterFeed([transport], FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
+        transport = ZMQTransport(settings)
+        feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
         with Worker(feed=feed) as worker, capture_logs() as logs:
             router.subscribe(worker)
             source = Source(block=1024)
@@ -610,7 +610,7 @@ class TestURL:
         assert isinstance(sink, RouterFeed)
         runner = SinkRunner(sink, "feed")
         runner.start()
-        (transport,) = sink.transports
+        transport = sink.transport
         assert isinstance(transport, ZMQTransport)
         pod = transport.endpoint.removeprefix("tcp://")
         assert transport.topic.decode().split("@") == ["kv", pod, model]
@@ -620,7 +620,7 @@ class TestURL:
         """A model of the cache is the topic's unless the URL names another."""
         sink = open_sink("zmq+pub://127.0.0.1:0", SinkContext(8, 4, model="org/m"))
         assert isinstance(sink, RouterFeed)
-        (transport,) = sink.transports
+        transport = sink.transport
         assert isinstance(transport, ZMQTransport)
         assert transport._settings.model == "org/m"
 
