@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import msgspec
@@ -153,8 +152,6 @@ class LogWriter:
         self._lost: tuple[int, int] | None = None
         self._lost_by = ""
         self._gap_taken = False
-        self._easy_batches = 0
-        self._easy_bytes = 0
         self._closed = False
         self._queue = self._recorder.queue
         self._thread = threading.Thread(target=self._recorder.run, name="kvcache-log", daemon=True)
@@ -165,9 +162,7 @@ class LogWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -219,9 +214,7 @@ class LogWriter:
         if batch.seq != self._expected_seq:
             raise ValueError(f"batch {batch.seq} was appended, the next one is {self._expected_seq}")
         total = self._appended_bytes + (batch_bytes(batch) if size is None else size)
-        if (total > self._easy_bytes or self._appended >= self._easy_batches) and not self._admit(
-            batch.seq, total
-        ):
+        if (self._lost is not None or self._is_half_full(total)) and not self._admit(batch.seq, total):
             return False
         self._expected_seq += 1
         self._appended_bytes = total
@@ -234,17 +227,7 @@ class LogWriter:
 
     def _admit(self, seq: int, total: int) -> bool:
         """Decide about a batch that does not go without saying."""
-        if self._lost is not None:
-            if self._gap_taken:
-                self._recorder.announced = (self._lost[0], seq)
-                self._lost, self._gap_taken = None, False
-                return True
-        else:
-            # Up to half a queue from here, nobody needs to look at what the thread has done meanwhile.
-            self._easy_batches = self._recorder.done + self._max_batches // 2
-            self._easy_bytes = self._recorder.done_bytes + self._max_bytes // 2
-            if self._appended < self._easy_batches and total <= self._easy_bytes:
-                return True
+        if self._lost is None:
             self._recorder.hurry.set()
             if self._blocks:
                 self._wait(lambda: self._has_room(total) or self._recorder.trouble is not None, None)
@@ -254,11 +237,18 @@ class LogWriter:
             self._lost_by = (
                 f"the log could not be written: {failed.reason}" if failed else "the log could not keep up"
             )
-            self._easy_batches = 0
+        elif self._gap_taken:
+            self._recorder.announced = (self._lost[0], seq)
+            self._lost, self._gap_taken = None, False
+            return True
         self._refused += 1
         self._lost = (self._lost[0] if self._lost is not None else seq, seq)
         self._expected_seq += 1
         return False
+
+    def _is_half_full(self, total: int) -> bool:
+        done, done_bytes = self._recorder.done, self._recorder.done_bytes
+        return 2 * (self._appended - done) > self._max_batches or 2 * (total - done_bytes) > self._max_bytes
 
     def _has_room(self, total: int) -> bool:
         queued = self._appended - self._recorder.done
@@ -274,12 +264,11 @@ class LogWriter:
         before closing, call `flush` first: it makes room.
         """
         self._note_spoiled()
-        recorder = self._recorder
-        if self._lost is None or recorder.trouble is not None:
-            return None
-        if 2 * (self._appended - recorder.done) > self._max_batches:
-            return None
-        if 2 * (self._appended_bytes - recorder.done_bytes) > self._max_bytes:
+        if (
+            self._lost is None
+            or self._recorder.trouble is not None
+            or self._is_half_full(self._appended_bytes)
+        ):
             return None
         self._gap_taken = True
         first, last = self._lost
@@ -292,7 +281,6 @@ class LogWriter:
         if spoiled is not None and not recorder.is_announced(spoiled):
             first = spoiled if self._lost is None else min(spoiled, self._lost[0])
             self._lost, self._lost_by = (first, self._expected_seq - 1), recorder.spoiled_by
-            self._easy_batches = 0
 
     def check(self) -> None:
         """Raise LogWriteFailed if nothing is recorded any more or, with overflow="block", while the disk refuses."""
