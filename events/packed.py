@@ -23,6 +23,7 @@ import numpy.typing as npt
 SLOT_BYTES = 4
 TOKEN_BYTES = 4
 HANDLE_BYTES = 8
+COUNT_BYTES = 4
 NAME_BYTES = 8
 """Public names of blocks are the first 8 bytes of their keys."""
 MAX_KEY_BYTES = 64
@@ -43,7 +44,7 @@ Tokens = Annotated[bytes, Packed("token", TOKEN_BYTES)]
 """int32 LE, one per token: the symbol (a plain token id is its own symbol)."""
 Handles = Annotated[bytes, Packed("int64", HANDLE_BYTES)]
 """int64 LE, one per sequence."""
-Counts = Annotated[bytes, Packed("count", 4)]
+Counts = Annotated[bytes, Packed("count", COUNT_BYTES)]
 """uint32 LE."""
 Names = Annotated[bytes, Packed("name", NAME_BYTES)]
 """8 bytes per block, to be read as one big-endian unsigned number."""

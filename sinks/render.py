@@ -23,7 +23,15 @@ import numpy as np
 
 from events import types as ev
 from events.ids import epoch_of, first_number
-from events.packed import HANDLE_BYTES, NAME_BYTES, SLOT_BYTES, names_of_keys, unpack_i64, unpack_u32
+from events.packed import (
+    COUNT_BYTES,
+    HANDLE_BYTES,
+    NAME_BYTES,
+    SLOT_BYTES,
+    names_of_keys,
+    unpack_i64,
+    unpack_u32,
+)
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY
 from sinks.known import Known
@@ -92,7 +100,7 @@ def _transfers(transfers: bytes) -> str:
 
 
 def _blocks(slots: bytes) -> str:
-    return f"blocks={len(slots) // 4}"
+    return f"blocks={len(slots) // SLOT_BYTES}"
 
 
 def _names(packed: bytes) -> str:
@@ -129,7 +137,7 @@ def _epoch_started(e: ev.EpochStarted, known: Known) -> str:
 
 
 def _state_exported(e: ev.StateExported, known: Known) -> str:
-    blocks = sum(len(group.slots) // 4 for group in e.groups)
+    blocks = sum(len(group.slots) // SLOT_BYTES for group in e.groups)
     return f"blocks={blocks} sequences={len(e.sequences)} transfers={len(e.transfers)}"
 
 
@@ -142,7 +150,7 @@ def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
 
 
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
-    replaced = f" replaced={len(e.replaced) // 4}" if e.replaced else ""
+    replaced = f" replaced={len(e.replaced) // SLOT_BYTES}" if e.replaced else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
     return f"{_whose(e.handle, known)} {where}{_names(e.names)}{replaced}"
 
@@ -191,7 +199,7 @@ def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
 
 
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
-    freed = sum(len(slots) // 4 for slots in e.freed)
+    freed = sum(len(slots) // SLOT_BYTES for slots in e.freed)
     kept = f"stored={sum(e.stored)} freed={freed}"
     return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}"
 
@@ -236,7 +244,7 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
         f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
     ),
     ev.SymbolsInterned: _symbols_interned,
-    ev.SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // 4}",
+    ev.SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // COUNT_BYTES}",
     ev.AdmissionRefused: lambda e, known: (
         f"request={text(e.request_id)} needed={e.needed} available={e.available}"
     ),

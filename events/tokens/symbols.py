@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from events.packed import TOKEN_BYTES
 from events.tokens.rich import DIGEST_BYTES, ItemSpan, RichTokens
 from events.types import (
     AnyEvent,
@@ -50,7 +51,7 @@ class PageKey(NamedTuple):
 
 def has_symbols(packed: bytes | bytearray) -> bool:
     """Whether any int32 (LE) is below 0: only the byte with the sign is looked at."""
-    return not packed[3::4].isascii()
+    return not packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()
 
 
 class SymbolTable:

@@ -13,7 +13,7 @@ from kvcache.config import KVCacheConfig
 from kvcache.errors import NotEnoughMemory, Unsupported
 from kvcache.layout import Layout
 
-SLOT_BYTES = 24
+BOOKKEEPING_BYTES_PER_SLOT = 24
 """About what one slot takes in lists of blank slots and of owners, with a copy while the state is written down."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -26,7 +26,7 @@ def served_layout(config: KVCacheConfig) -> Layout:
         raise Unsupported(
             "an attention window shorter than max_sequence_length", "leave max_attention_window out"
         )
-    needed = SLOT_BYTES * sum(sum(group.num_blocks) for group in layout.groups)
+    needed = BOOKKEEPING_BYTES_PER_SLOT * sum(sum(group.num_blocks) for group in layout.groups)
     free = free_bytes()
     if needed > free:
         raise NotEnoughMemory(

@@ -284,9 +284,9 @@ def test_closing_from_another_thread_closes_nothing() -> None:
 def test_more_blocks_than_can_be_counted_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache whose bookkeeping exceeds the free memory is refused with what is needed, before any is taken."""
     settings = strategies.config(primary_blocks=100, secondary_blocks=10)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 110 * memory.SLOT_BYTES)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 110 * memory.BOOKKEEPING_BYTES_PER_SLOT)
     KVCacheManager(settings)
-    monkeypatch.setattr(memory, "free_bytes", lambda: 110 * memory.SLOT_BYTES - 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 110 * memory.BOOKKEEPING_BYTES_PER_SLOT - 1)
     with pytest.raises(NotEnoughMemory) as caught:
         KVCacheManager(settings)
-    assert caught.value.needed == 110 * memory.SLOT_BYTES
+    assert caught.value.needed == 110 * memory.BOOKKEEPING_BYTES_PER_SLOT
