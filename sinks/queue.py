@@ -35,16 +35,6 @@ class Loss:
         self.ts = batch.ts
         self.reason = reason
 
-    def add(self, batch: EventBatch) -> None:
-        """Extend the row by the next batch."""
-        self.last_seq = batch.seq
-        self.ts = batch.ts
-
-    def join(self, later: Loss) -> None:
-        """Extend the row by the one behind it."""
-        self.last_seq = later.last_seq
-        self.ts = later.ts
-
     def as_batch(self) -> EventBatch:
         """What the sink gets instead. It has the seq of the last lost batch, so that seq keeps rising."""
         return EventBatch(
@@ -63,13 +53,13 @@ Queued = tuple[EventBatch, int]
 Item = Queued | Loss
 
 
-def note_loss(items: list[Loss] | deque[Item], batch: EventBatch, reason: str) -> None:
-    """Extend the loss at the end of `items`, or begin one there."""
+def note_loss(items: list[Loss] | deque[Item], loss: Loss) -> None:
+    """Put a loss at the end of `items`, or extend the one that is there by it."""
     last = items[-1] if items else None
-    if isinstance(last, Loss) and last.reason == reason:
-        last.add(batch)
+    if isinstance(last, Loss) and last.reason == loss.reason:
+        last.last_seq, last.ts = loss.last_seq, loss.ts
     else:
-        items.append(Loss(batch, reason))
+        items.append(loss)
 
 
 class BatchQueue:
@@ -163,12 +153,7 @@ class BatchQueue:
         with self._lock:
             losses: deque[Item] = deque()
             while self._items:
-                item = self._items.popleft()
-                if isinstance(item, Loss):
-                    losses.append(item)
-                else:
-                    self._count_dropped(item)
-                    note_loss(losses, item[0], reason)
+                note_loss(losses, self._lose(self._items.popleft(), reason))
             self._items.extend(losses)
 
     def become_child(self) -> None:
@@ -184,9 +169,9 @@ class BatchQueue:
             if self._overflow == "block" and not self._fits(item):
                 self._wait_for_room(item)
             if self._refusal:
-                self._drop_newest(item, self._refusal)
+                note_loss(self._items, self._lose(item, self._refusal))
             elif self._overflow == "drop_newest" and not self._fits(item):
-                self._drop_newest(item, "overflow")
+                note_loss(self._items, self._lose(item, "overflow"))
             else:
                 self._drop_oldest_until_fits(item)
                 self._items.append(item)
@@ -210,25 +195,20 @@ class BatchQueue:
             total <= self._max_bytes - free_bytes and events <= self._max_events - free_events
         )
 
-    def _drop_newest(self, item: Queued, reason: str) -> None:
-        self._count_dropped(item)
-        note_loss(self._items, item[0], reason)
-
     def _drop_oldest_until_fits(self, item: Queued) -> None:
         losses: list[Loss] = []
         while not self._fits(item):
-            head = self._items.popleft()
-            if isinstance(head, Loss):
-                losses.append(head)
-            else:
-                self._count_dropped(head)
-                note_loss(losses, head[0], "overflow")
+            note_loss(losses, self._lose(self._items.popleft(), "overflow"))
         self._items.extendleft(reversed(losses))
 
-    def _count_dropped(self, item: Queued) -> None:
+    def _lose(self, item: Item, reason: str) -> Loss:
+        """What stands for an item that the sink will not get; a loss stays what it is."""
+        if isinstance(item, Loss):
+            return item
         self._count_left(item)
         self.dropped_batches += 1
         self.dropped_events += len(item[0].events)
+        return Loss(item[0], reason)
 
     def _count_left(self, item: Queued) -> None:
         self._left_events += len(item[0].events)

@@ -243,10 +243,7 @@ class SinkRunner:
     def _takes_what_it_missed(self) -> bool:
         """Whether the sink works: that it could be opened proves little, as where a disk is full."""
         for loss in self._queue.take_losses():
-            if self._owed and self._owed[-1].reason == loss.reason:
-                self._owed[-1].join(loss)
-            else:
-                self._owed.append(loss)
+            note_loss(self._owed, loss)
         return self._settle() and (self._tick is None or self._call("tick", self._tick))
 
     def _go_on(self) -> None:
@@ -285,7 +282,7 @@ class SinkRunner:
         else:
             self._failed_batches += 1
             self._failed_events += len(item[0].events)
-            note_loss(self._owed, item[0], "failed")
+            note_loss(self._owed, Loss(item[0], "failed"))
         if self._errors_in_row and not self._forked:
             self._after_failure(self._errors_in_row)
 

@@ -277,7 +277,7 @@ class Engine:
             return False
         stats, feed = self.runner.stats(), self.feed
         assert stats.state == "running", stats
-        waits = feed.needs_state or feed._pending or feed._restate or self.runner._owed
+        waits = feed.lost_seq is not None or feed._pending or feed._restate or self.runner._owed
         return stats.lag_batches == 0 and not waits and not self.runner._queue._items
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from events.feed.fold import Change, Cleared, Feed, Stored
+from events.feed.changes import Change, Cleared, Stored
+from events.feed.fold import Feed
 from events.subscribe import subscriber
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch

@@ -22,7 +22,7 @@ import numpy as np
 from events import types as ev
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.extra_keys import told
-from events.feed.slots import ABSENT, ANNOUNCED, IN_FLIGHT, WAITING, Columns
+from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns
 from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.sequences import NamedTokens, RunningTokens
@@ -345,6 +345,3 @@ def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[C
 
 def _split(names: bytes) -> list[bytes]:
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
-
-
-__all__ = ["ABSENT", "Change", "Cleared", "Feed", "Removed", "Stored"]

@@ -5,7 +5,7 @@ gets few messages instead of one per engine step, numbers what goes out, and giv
 keep their order and are never netted: what a router sees is each state the cache went through, some of them at a time.
 
 Whenever what routers hold may differ from the fold, "cleared" and the fold's whole state go out next: at the
-start, and after anything failed on the way out. What the fold itself has missed (`needs_state`) only the manager
+start, and after anything failed on the way out. What the fold itself has missed (`lost_seq`) only the manager
 can tell, by publishing `StateExported`.
 
 `write` only folds; everything goes out in `tick`. So a failing transport is never taken for a failing fold.
@@ -114,15 +114,10 @@ class RouterFeed:
         self._sent_at = self._served_at = float("-inf")
         self._last_ts = 0.0
         self.lost_seq: int | None = None
-        """The last batch that is missing, if any: the state is needed in a batch after it. One that was published
-        since is on its way through the queue, and need not be published again. For any thread to read."""
+        """The last batch that is missing, if any: nothing goes out until the state comes in a batch after it. One that
+        was published since is on its way through the queue, and need not be published again. For any thread to read."""
         self._subscribers = 0
         self._subscribers_changed = threading.Condition()
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether batches are missing and nothing goes out until a `StateExported` comes. For any thread."""
-        return self.lost_seq is not None
 
     @property
     def subscribers(self) -> int:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
-from events.feed.fold import Change, Cleared, Feed, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.fold import Feed
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES, pack_i64, pack_u32
 from events.tokens.symbols import has_symbols

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.feed.fold import Change, Cleared, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import decode_batch, encode_batch
 from events.packed import pack_i32
 from events.subscribe.continuity import Missed, Received, Report, Restarted

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events.errors import EventDecodeError
-from events.feed.fold import Change, Cleared, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import (
     END_OF_REPLAY,
     decode_batch,

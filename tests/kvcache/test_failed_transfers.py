@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
-from events.feed.fold import Change, Cleared, Feed
+from events.feed.changes import Change, Cleared
+from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
 from kvcache.decide.block_manager import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from events.feed.fold import Cleared, Feed, Removed, Stored
+from events.feed.changes import Cleared, Removed, Stored
+from events.feed.fold import Feed
 from events.formats.vllm import BlockStored, decode_batch, encode_batch
 from events.log import LogReader
 from events.tokens import symbols

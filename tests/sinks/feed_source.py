@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from events.feed.fold import Change, Cleared, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.packed import pack_i32
 from events.types import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.feed.fold import Change, Cleared, Removed, Stored
+from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
 from sinks.router.batches import change_bytes, in_batches

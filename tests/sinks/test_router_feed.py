@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from events.feed.fold import Cleared, Removed, Stored
+from events.feed.changes import Cleared, Removed, Stored
 from events.types import EventBatch, Namespace
 from sinks import SinkRunner
 from sinks.router.feed import FeedBatch, RouterFeed
@@ -209,15 +209,15 @@ class TestLoss:
     def test_a_gap_silences_the_feed_until_the_state_comes(self, rig: Rig) -> None:
         """After a gap only heartbeats go out; the exported state goes out whole, behind "cleared"."""
         rig.write(rig.source.store(1, 2))
-        assert not rig.feed.needs_state
+        assert rig.feed.lost_seq is None
         rig.source.store(2, 2)
         rig.write(rig.source.gap(1))
-        assert rig.feed.needs_state
+        assert rig.feed.lost_seq is not None
         rig.write(rig.source.store(3, 2))
         rig.tick(0.1)
         assert len(rig.sent()) == 1
         rig.write(rig.source.exported())
-        assert not rig.feed.needs_state
+        assert rig.feed.lost_seq is None
         (batch,) = rig.sent()
         assert batch.changes[0] == Cleared()
         assert len(state_of([batch.changes])) == 6
@@ -348,12 +348,12 @@ class TestRunner:
             runner.put(source.store(handle, 2))
         assert runner.stats().dropped_batches > 0
         hold.set()
-        wait_for(lambda: feed.needs_state)
+        wait_for(lambda: feed.lost_seq is not None)
         for handle in range(1, 10):
             runner.put(source.remove(handle))
         runner.put(source.exported())
         runner.put(source.store(77, 2))
-        wait_for(lambda: not feed.needs_state)
+        wait_for(lambda: feed.lost_seq is None)
         runner.close()
         state = state_of([transport.changes()])
         assert {block for _, block in state} == {
