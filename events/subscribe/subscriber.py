@@ -28,6 +28,8 @@ __all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Restat
 _READ_AT_ONCE = 1000
 """Messages between two reports, so that a flood cannot keep `poll` from returning."""
 _HEARTBEAT_MS = 10_000
+_MAX_MESSAGE_BYTES = 1 << 30
+"""Who sends more in one frame is disconnected."""
 
 
 class Subscriber:
@@ -40,7 +42,6 @@ class Subscriber:
         start: the first batch wanted: 0 for all that the publisher can still tell; None begins with whatever comes.
         replay_timeout: seconds that live messages wait while the publisher is asked and says nothing.
         max_queued: messages in the receiving queue of each socket; beyond it the publisher drops live ones.
-        max_message_bytes: who sends more in one frame is disconnected.
 
     Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
     background: it may come to be known only later.
@@ -55,14 +56,13 @@ class Subscriber:
         start: int | None = None,
         replay_timeout: float = 5.0,
         max_queued: int = 100_000,
-        max_message_bytes: int = 1 << 30,
     ) -> None:
         self.malformed = 0
         """Messages that were ignored since they do not even have a number."""
         self._replay = replay
         self._topic = topic.encode()
         self._replay_timeout = replay_timeout
-        self._max_queued, self._max_message_bytes = max_queued, max_message_bytes
+        self._max_queued = max_queued
         self._continuity = Continuity(start, can_ask=replay is not None)
         self._waiting_since: float | None = None
         self._asked_since: float | None = None
@@ -119,7 +119,7 @@ class Subscriber:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.rcvhwm = self._max_queued
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_message_bytes)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)  # a machine that vanished is noticed
         # By IPv6 "localhost" is ::1 alone where a machine calls both so, and publishers are at 127.0.0.1.
         socket.setsockopt(zmq.IPV6, int(not endpoint.lower().startswith("tcp://localhost:")))

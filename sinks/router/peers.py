@@ -13,7 +13,6 @@ import resource
 import socket as sockets
 import struct
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 import zmq
@@ -39,14 +38,13 @@ _log = get_logger("sinks")
 class Complaints:
     """Warnings about peers, who could otherwise fill the log."""
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._monotonic = monotonic
+    def __init__(self) -> None:
         self._told: dict[str, float] = {}
         self._untold: dict[str, int] = {}
 
     def tell(self, event: str, reason: str) -> None:
         """Log it, unless that was done lately; then it is counted for the next time."""
-        now = self._monotonic()
+        now = time.monotonic()
         if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
             self._untold[event] = self._untold.get(event, 0) + 1
             return
@@ -57,15 +55,10 @@ class Complaints:
 class Peers:
     """Who is connected to a bound socket. For the thread that owns the socket."""
 
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        complaints: Complaints,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], complaints: Complaints) -> None:
         self._socket = socket
         self._port = port_of(endpoint_of(socket))
-        self._complaints, self._monotonic = complaints, monotonic
+        self._complaints = complaints
         # What begins before this is asked for belongs to nobody, so it comes right after binding.
         self._monitor = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -80,7 +73,7 @@ class Peers:
             message = recv_monitor_message(self._monitor)
             connection = int(message["value"])
             if message["event"] == zmq.Event.ACCEPTED:
-                self.connected[connection] = self._monotonic()
+                self.connected[connection] = time.monotonic()
             else:
                 self.connected.pop(connection, None)
                 left.append(connection)
@@ -90,7 +83,7 @@ class Peers:
 
     def police(self) -> None:
         """Cut off who has sent more than there is reason to; to be called often, as it bounds what can have come."""
-        now = self._monotonic()
+        now = time.monotonic()
         for connection, since in self.connected.items():
             sent = traffic(connection)[1]
             if sent > ALLOWED_BYTES + ALLOWED_PER_SECOND * (now - since):

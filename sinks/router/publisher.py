@@ -65,14 +65,9 @@ class Publisher:
     `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing.
     """
 
-    def __init__(
-        self,
-        bind: Callable[[int], zmq.Socket[bytes]],
-        port: int,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._bind, self._monotonic = bind, monotonic
-        self._complaints = Complaints(monotonic)
+    def __init__(self, bind: Callable[[int], zmq.Socket[bytes]], port: int) -> None:
+        self._bind = bind
+        self._complaints = Complaints()
         self.topic = b""
         self._open(port)
 
@@ -80,7 +75,7 @@ class Publisher:
         self._socket = self._bind(port)
         _address_newcomers(self._socket, False)
         self._socket.copy_threshold = LARGE_BYTES
-        self._peers = Peers(self._socket, self._complaints, self._monotonic)
+        self._peers = Peers(self._socket, self._complaints)
         self.endpoint = endpoint_of(self._socket)
         self._port = port_of(self.endpoint)
         self._newcomer: _Newcomer | None = None
@@ -111,7 +106,7 @@ class Publisher:
 
     def newcomer_waits(self) -> bool:
         """Hear what subscribers say, up to one that waits to be admitted, or as much as is bearable."""
-        deadline = self._monotonic() + READ_SECONDS
+        deadline = time.monotonic() + READ_SECONDS
         for _ in range(READ_AT_ONCE):
             if self._newcomer is not None:
                 return self._may_tell()
@@ -121,7 +116,7 @@ class Publisher:
                 self._behind_since = None
                 return False
             self._hear(message)
-            if self._monotonic() > deadline:
+            if time.monotonic() > deadline:
                 break
         self._fall_behind()
         return False
@@ -144,7 +139,7 @@ class Publisher:
         _address_newcomers(self._socket, False)
         if not tracker.done:
             taken = traffic(newcomer.connection)[0]
-            told = _Told(tracker, payload, newcomer.connection, taken, self._monotonic())
+            told = _Told(tracker, payload, newcomer.connection, taken, time.monotonic())
             self._on_their_way.append(told)
 
     def close(self) -> None:
@@ -195,7 +190,7 @@ class Publisher:
             self._told.discard(connection)
 
     def _fall_behind(self) -> None:
-        now = self._monotonic()
+        now = time.monotonic()
         if self._behind_since is None:
             self._behind_since = now
         elif now - self._behind_since > BEHIND_SECONDS:
@@ -226,7 +221,7 @@ class Publisher:
         self._on_their_way = [told for told in self._on_their_way if not told.tracker.done]
         if len({id(told.payload) for told in self._on_their_way}) < TOLD_AT_ONCE:
             return True
-        now = self._monotonic()
+        now = time.monotonic()
         for told in self._on_their_way:
             taken = traffic(told.connection)[0]
             if taken > told.taken:
