@@ -7,10 +7,10 @@ on from an exported state decides alike.
 
 from __future__ import annotations
 
-from array import array
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Protocol
+from typing import Any
 
 from kvcache.errors import invariant
 from kvcache.fold.group_state import GroupState
@@ -21,27 +21,32 @@ _Entry = tuple[Any, int, int]
 """A run's key, its last slot (which decides between equal keys), its id."""
 
 
-class EvictionOrder(Watcher, Protocol):
+class EvictionOrder(Watcher, ABC):
     """Names the next victims; made for the state of one window, and told from then on what changes in it."""
 
+    @abstractmethod
     def __init__(self, group: GroupState) -> None: ...
 
+    @abstractmethod
     def next(self, level: int, spares: Collection[int] = ()) -> Run | None:
         """The run whose last block goes next; runs that end in one of the slots in `spares` are passed over."""
 
+    @abstractmethod
     def lowest(self, level: int, count: int) -> list[tuple[Run, int]]:
         """The runs that go next and how many blocks of each, deepest first: `count` blocks, or as many as go before
         one whose turn comes only when these are gone.
         """
 
+    @abstractmethod
     def precedes(self, run: Run, other: Run) -> bool:
         """Whether a run, perhaps of another level, goes before the other, or neither before the other."""
 
+    @abstractmethod
     def check(self) -> None:
         """Raise `InvariantViolated` if a run was not heard of, or would go out of turn."""
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(EvictionOrder):
     """Lower priority first, then what was released longest ago, then the deepest.
 
     A heap per level. Entries are never updated in place: a changed run gets a new entry, and an entry that no longer
@@ -73,12 +78,6 @@ class LeastRecentlyUsed:
             heap[0] = entry  # the one that is being evicted got shorter, and is still the next
         else:
             heapreplace(heap, entry)
-
-    def held(self, level: int, slots: array[int]) -> None:
-        """Nothing to note: entries are compared with their runs when they come up."""
-
-    def gone(self, level: int, slots: array[int]) -> None:
-        """Nothing to note."""
 
     def cleared(self) -> None:
         """Forget all candidates."""

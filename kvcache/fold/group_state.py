@@ -15,7 +15,7 @@ from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
 from kvcache.fold.slots import Level, last_reversed
-from kvcache.fold.watcher import Nobody, Watcher
+from kvcache.fold.watcher import Watcher
 
 
 class GroupState:
@@ -31,7 +31,7 @@ class GroupState:
         self.tokens_per_block = tokens_per_block
         self.shared: dict[int, int] = {}
         """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
-        self.watcher: Watcher = Nobody()
+        self.watcher = Watcher()
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """The root of a namespace, made on first use."""

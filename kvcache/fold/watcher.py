@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from typing import Protocol
 
 from kvcache.fold.prefix_tree import Run
 
 
-class Watcher(Protocol):
-    """Hears of changes when they are made. It must not change anything itself."""
+class Watcher:
+    """Hears of changes when they are made, and must not change anything itself. This one ignores them."""
 
     def evictable(self, run: Run) -> None:
         """The last block of this run can be evicted from now on, or something that decides when has changed."""
@@ -22,19 +21,3 @@ class Watcher(Protocol):
 
     def cleared(self) -> None:
         """Nothing is cached any more."""
-
-
-class Nobody:
-    """Hears nothing."""
-
-    def evictable(self, run: Run) -> None:
-        """Ignore it."""
-
-    def held(self, level: int, slots: array[int]) -> None:
-        """Ignore it."""
-
-    def gone(self, level: int, slots: array[int]) -> None:
-        """Ignore it."""
-
-    def cleared(self) -> None:
-        """Ignore it."""
