@@ -32,7 +32,12 @@ class _PinnedRegion(mmap.mmap):
     _address: int | None = None
 
     def register(self, address: int) -> None:
-        _check(_cudart().cudaHostRegister(address, len(self), 0), len(self))
+        status = int(_cudart().cudaHostRegister(address, len(self), 0))
+        if status != 0:
+            raise MemoryError(
+                f"cannot page-lock {len(self):,} bytes of host memory (CUDA error {status}): "
+                "lower host_cache_size or secondary_blocks, or raise the limit of locked memory (ulimit -l)"
+            )
         self._address = address
 
     def __del__(self) -> None:
@@ -53,11 +58,3 @@ def _mapped(num_bytes: int) -> _PinnedRegion:
     if hasattr(mmap, "MADV_DONTFORK"):
         region.madvise(mmap.MADV_DONTFORK)
     return region
-
-
-def _check(status: Any, num_bytes: int) -> None:
-    if int(status) != 0:
-        raise MemoryError(
-            f"cannot page-lock {num_bytes:,} bytes of host memory (CUDA error {int(status)}): "
-            "lower host_cache_size or secondary_blocks, or raise the limit of locked memory (ulimit -l)"
-        )

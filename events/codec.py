@@ -23,14 +23,7 @@ import numpy as np
 from events.errors import EventDecodeError
 from events.packed import HANDLE_BYTES, NAME_BYTES, Packed, broken_column, names_of_keys
 from events.structs import LEVEL_NAMES, Spelled
-from events.types import (
-    AnyEvent,
-    EventBatch,
-    SequenceAdded,
-    StateExported,
-    SymbolsInterned,
-    TokensAppended,
-)
+from events.types import AnyEvent, EventBatch, SequenceAdded, StateExported, SymbolsInterned, TokensAppended
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
@@ -68,10 +61,6 @@ def batch_without_tokens(batch: EventBatch) -> EventBatch:
     return batch
 
 
-def _strip_added(event: SequenceAdded) -> SequenceAdded:
-    return msgspec.structs.replace(event, tokens=b"") if event.tokens else event
-
-
 def _strip_appended(event: TokensAppended) -> TokensAppended:
     if not event.tokens:
         return event
@@ -91,15 +80,11 @@ def _strip_exported(event: StateExported) -> StateExported:
     )
 
 
-def _strip_interned(event: SymbolsInterned) -> SymbolsInterned:
-    return SymbolsInterned(()) if event.pages else event
-
-
 _STRIPPERS: dict[type, Callable[[Any], Any]] = {
-    SequenceAdded: _strip_added,
+    SequenceAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
     TokensAppended: _strip_appended,
     StateExported: _strip_exported,
-    SymbolsInterned: _strip_interned,
+    SymbolsInterned: lambda event: SymbolsInterned(()) if event.pages else event,
 }
 
 
@@ -117,11 +102,8 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
     Raises EventDecodeError if a column is no whole number of entries.
     """
     if isinstance(item, EventBatch):
-        return {
-            "seq": item.seq,
-            "ts": item.ts,
-            "events": [to_dict(e, key_bytes, tokens) for e in item.events],
-        }
+        events = [to_dict(event, key_bytes, tokens) for event in item.events]
+        return {"seq": item.seq, "ts": item.ts, "events": events}
     event = item if tokens else without_tokens(item)
     if (reason := broken_column(event, key_bytes)) is not None:
         raise EventDecodeError(reason)
@@ -147,10 +129,8 @@ def _struct(struct_type: type[msgspec.Struct]) -> _Speller:
     hints = typing.get_type_hints(struct_type, include_extras=True)
     spellers = [(name, name, _speller(hints[name])) for name in struct_type.__struct_fields__]
     if "keys" in hints:
-        spellers.append(("names", "keys", _spell_names_of_keys))
-    return lambda value, key_bytes: {
-        name: spell(getattr(value, source), key_bytes) for name, source, spell in spellers
-    }
+        spellers.append(("names", "keys", lambda keys, size: _spell_names(names_of_keys(keys, size), size)))
+    return lambda value, size: {name: spell(getattr(value, source), size) for name, source, spell in spellers}
 
 
 def _speller(hint: Any) -> _Speller:
@@ -213,10 +193,6 @@ def _spell_keys(column: bytes, key_bytes: int) -> list[str] | None:
 
 def _spell_names(column: bytes, key_bytes: int) -> list[str] | None:
     return _spell_hex(column, NAME_BYTES, key_bytes)
-
-
-def _spell_names_of_keys(column: bytes, key_bytes: int) -> list[str] | None:
-    return _spell_names(names_of_keys(column, key_bytes), key_bytes)
 
 
 def _spell_hex(column: bytes, size: int, key_bytes: int) -> list[str] | None:

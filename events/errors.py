@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class EventsError(Exception):
-    """Base of all errors of this package. Fields that a subclass declares become its arguments."""
+class FieldsError(Exception):
+    """Fields that a subclass declares become its arguments, so that it survives pickling."""
 
     text = ""
     """What it says, with the fields put in; empty: the argument itself."""
@@ -35,6 +35,10 @@ class EventsError(Exception):
 
     def __str__(self) -> str:
         return self.text.format_map(vars(self)) or super().__str__()
+
+
+class EventsError(FieldsError):
+    """Base of all errors of this package."""
 
 
 @dataclass(eq=False, repr=False)
@@ -78,13 +82,10 @@ class NotALog(LogError):
     to_write: bool = False
 
     def __str__(self) -> str:
+        problem = "is not a log directory: give the one that was written to, with *.kvlog files in it"
         if self.to_write:
-            return (
-                f"{self.path} holds other things than a log: give an empty directory, or a name that is new"
-            )
-        return (
-            f"{self.path} is not a log directory: give the one that was written to, with *.kvlog files in it"
-        )
+            problem = "holds other things than a log: give an empty directory, or a name that is new"
+        return f"{self.path} {problem}"
 
 
 @dataclass(eq=False, repr=False)

@@ -12,7 +12,6 @@ length (`broken_column`), so that nobody behind it has to expect half a number.
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -56,31 +55,14 @@ Numbers = Annotated[bytes, Packed("int64", 8)]
 """int64 LE."""
 
 
-def pack_i32(values: Iterable[int] | npt.NDArray[Any]) -> bytes:
-    """Pack integers as int32 LE."""
-    if not isinstance(values, np.ndarray):
-        values = list(values)
-    return np.asarray(values, dtype="<i4").tobytes()
-
-
 def unpack_i32(packed: bytes) -> npt.NDArray[np.int32]:
     """View an int32 column."""
     return np.frombuffer(packed, dtype="<i4")
 
 
-def pack_u32(values: Iterable[int]) -> bytes:
-    """Pack integers as uint32 LE."""
-    return np.asarray(list(values), dtype="<u4").tobytes()
-
-
 def unpack_u32(packed: bytes) -> npt.NDArray[np.uint32]:
     """View a uint32 column."""
     return np.frombuffer(packed, dtype="<u4")
-
-
-def pack_i64(values: Iterable[int]) -> bytes:
-    """Pack integers as int64 LE."""
-    return np.asarray(list(values), dtype="<i8").tobytes()
 
 
 def unpack_i64(packed: bytes) -> npt.NDArray[np.int64]:

@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from events.errors import FieldsError
 from events.types import RequestId
 
 _SHOWN_CHARACTERS = 80
@@ -51,17 +52,8 @@ def _shown(request_id: RequestId) -> str:
     return repr(request_id) if cut == request_id else f"{cut!r}..."
 
 
-class KVCacheError(Exception):
-    """Base of all errors of the cache manager. Fields that a subclass declares become its arguments."""
-
-    text = ""
-    """What it says, with the fields put in; empty: the argument itself."""
-
-    def __post_init__(self) -> None:
-        self.args = tuple(vars(self).values())
-
-    def __str__(self) -> str:
-        return self.text.format_map(vars(self)) or super().__str__()
+class KVCacheError(FieldsError):
+    """Base of all errors of the cache manager."""
 
 
 class UsageError(KVCacheError):
@@ -94,11 +86,10 @@ class DuplicateRequest(UsageError):
     in_batch: bool = False
 
     def __str__(self) -> str:
+        request = f"request {_shown(self.request_id)}"
         if self.in_batch:
-            return (
-                f"request {_shown(self.request_id)} is in this call twice: give each request an id of its own"
-            )
-        return f"request {_shown(self.request_id)} is running already: remove it first, or choose another id"
+            return f"{request} is in this call twice: give each request an id of its own"
+        return f"{request} is running already: remove it first, or choose another id"
 
 
 @dataclass(eq=False, repr=False)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from threading import get_ident
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from events.errors import type_and_place
@@ -59,9 +58,7 @@ class Guard:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # A refusal for lack of room is decided before the first event.
         if error is not None and not isinstance(error, CapacityError):
             self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
@@ -129,9 +126,7 @@ def closing(method: Callable[[S], None]) -> Callable[[S], None]:
     return guarded
 
 
-def forwarded_to(
-    part: str,
-) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+def forwarded_to(part: str) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
     """Makes methods of a part, which is an attribute of this name, methods of the whole."""
 
     def forwarded(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -74,9 +74,7 @@ class GroupLayout:
 
     def group_created(self) -> GroupCreated:
         """Describe the group for the log."""
-        pools = tuple(
-            PoolCreated(pool.num_kv_heads, pool.layers, pool.bytes_per_block) for pool in self.pools
-        )
+        pools = tuple(PoolCreated(one.num_kv_heads, one.layers, one.bytes_per_block) for one in self.pools)
         return GroupCreated(self.window, self.kind, self.layers, pools, self.num_blocks)
 
 
@@ -102,10 +100,8 @@ class Layout:
         pools = [_pools(config, heads, layers) for layers in by_window.values()]
         num_blocks = _num_blocks(config, _bytes_per_block(pools))
         groups = tuple(
-            GroupLayout(index, window, "self", layers, group_pools, num_blocks)
-            for index, ((window, layers), group_pools) in enumerate(
-                zip(by_window.items(), pools, strict=True)
-            )
+            GroupLayout(index, window, "self", layers, own_pools, num_blocks)
+            for index, ((window, layers), own_pools) in enumerate(zip(by_window.items(), pools, strict=True))
         )
         return cls(groups, config.tokens_per_block, _content_id(config, groups))
 

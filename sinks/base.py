@@ -27,6 +27,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from events.errors import FieldsError
 from events.types import EventBatch
 from sinks.salts import PlainSalts
 
@@ -43,29 +44,25 @@ _LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
 """At the start of a path: a login whose // was forgotten."""
 
 
-class SinkError(Exception):
+class SinkError(FieldsError):
     """Base of the errors about sinks."""
 
 
+@dataclass(eq=False, repr=False)
 class SinkURLError(SinkError, ValueError):
     """A URL that names no sink; `url` is the URL without user, password and options."""
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(url, reason)
-        self.url = url
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"sink {self.url!r}: {self.reason}"
+    url: str
+    reason: str
+    text = "sink {url!r}: {reason}"
 
 
+@dataclass(eq=False, repr=False)
 class SinkOpenError(SinkError):
     """The sink `name` could not be opened; `reason` says why."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name = name
-        self.reason = reason
+    name: str
+    reason: str
 
     def __str__(self) -> str:
         # The runner's reason names the method and the kind of error, of which a SinkError's text says enough.
@@ -234,6 +231,5 @@ def _port(parts: SplitResult) -> int | None:
         # SECURITY: where an @ is missing, what stands here is a password.
         shown = f":{given}" if given.isascii() and given.isdigit() and len(given) <= _PORT_SHOWN else ""
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-        raise SinkURLError(
-            f"{parts.scheme}://{host}{shown}", "its port is no number from 0 to 65535"
-        ) from None
+        address = f"{parts.scheme}://{host}{shown}"
+        raise SinkURLError(address, "its port is no number from 0 to 65535") from None

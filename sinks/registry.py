@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any, cast
 
 from sinks.base import LOGIN_IGNORED, Sink, SinkContext, SinkURL, SinkURLError
@@ -62,12 +62,8 @@ def _factory(url: SinkURL) -> SinkFactory:
     if not found:
         known = ", ".join(known_schemes())
         raise SinkURLError(str(url), f"unknown scheme {url.scheme!r}; known schemes: {known}")
-    return _load(found[0], url)
-
-
-def _load(entry: EntryPoint, url: SinkURL) -> SinkFactory:
     try:
-        return cast("SinkFactory", entry.load())
+        return cast("SinkFactory", found[0].load())
     except (ImportError, AttributeError) as error:
-        reason = f"{entry.value} provides it but cannot be imported ({error}); install what it needs"
+        reason = f"{found[0].value} provides it but cannot be imported ({error}); install what it needs"
         raise SinkURLError(str(url), reason) from error

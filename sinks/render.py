@@ -143,10 +143,8 @@ def _state_exported(e: ev.StateExported, known: Known) -> str:
 
 def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
     reused = f"{max(e.reused_primary, default=0)}+{max(e.reused_secondary, default=0)}+{e.reused_partial}"
-    return (
-        f"{_handle(e.handle)} request={text(e.request_id)} tokens={e.num_tokens} reused={reused}"
-        f"{_namespace(e.namespace)}"
-    )
+    who = f"{_handle(e.handle)} request={text(e.request_id)}"
+    return f"{who} tokens={e.num_tokens} reused={reused}{_namespace(e.namespace)}"
 
 
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:

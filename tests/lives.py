@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from events import types as ev
-from events.packed import pack_i32
 from events.types import PRIMARY, CacheCreated, Event
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
+from tests.columns import pack_i32
 from tests.simulated import FailingCopier, LateCopier
 
 

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from events.feed.changes import Cleared, Removed, Stored
 from events.feed.life import LIFE
 from events.formats.vllm import encode_batch
-from events.packed import pack_i32
 from events.types import AllocateReason, MoveReason, Namespace, RemoveReason
 from kvcache import errors
 from kvcache.cli.parser import COMMANDS
@@ -27,6 +26,7 @@ from sinks import registry
 from sinks.file import FileOptions
 from sinks.router.zmq import ZMQOptions
 from sinks.stdout import StdoutOptions
+from tests.columns import pack_i32
 from tests.conftest import ROOT, RunPython
 from tests.lives import occasion_name
 

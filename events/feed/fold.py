@@ -254,10 +254,8 @@ class Feed:
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
-        source, target = (
-            self._columns[event.group][event.from_level],
-            self._columns[event.group][event.to_level],
-        )
+        columns = self._columns[event.group]
+        source, target = columns[event.from_level], columns[event.to_level]
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
         leaves_first = event.why == MoveReason.OFFLOAD
         if leaves_first:

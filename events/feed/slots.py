@@ -139,9 +139,7 @@ class Columns:
         self._transfers[to] = transfer
         self._state[to] = np.where(source._state[at] == ABSENT, ABSENT, IN_FLIGHT)
         used = set(source._namespaces[at].tolist())
-        numbers = {
-            number: self._number(source.known[number]) for number in used if number < len(source.known)
-        }
+        numbers = {old: self._number(source.known[old]) for old in used if old < len(source.known)}
         self._namespaces[to] = [numbers.get(number, 0) for number in source._namespaces[at].tolist()]
 
     def chains(self, slots: array[int], transfer: int) -> Iterator[array[int]]:

@@ -129,10 +129,8 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
     blocks = len(stored.names) // NAME_BYTES
     parent, namespace = stored.parent, stored.namespace
     if blocks == 1 and parent and not stored.extras:  # what decoding stores, several times per engine step
-        start, middle, end = _around_one(
-            namespace, stored.level, stored.tokens_per_block, stored.group, groups
-        )
-        parts += (start, stored.names, _PARENT, parent, middle, _token_ids(stored.tokens), end)
+        start, mid, end = _around_one(namespace, stored.level, stored.tokens_per_block, stored.group, groups)
+        parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
         return
     salt = _salt(namespace)
     keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group), bool(salt))
@@ -170,12 +168,8 @@ def _around_one(
 
 def _add_removed(parts: list[bytes | bytearray], removed: Removed) -> None:
     blocks = len(removed.names) // NAME_BYTES
-    parts += (
-        _REMOVED_START,
-        _array(blocks),
-        _names(removed.names, blocks),
-        _removed_from(removed.group, removed.level),
-    )
+    names = _names(removed.names, blocks)
+    parts += (_REMOVED_START, _array(blocks), names, _removed_from(removed.group, removed.level))
 
 
 def _array(length: int) -> bytes:

@@ -151,9 +151,8 @@ class LogReader:
 
     def _end_at(self, segment: Segment, found: Broken | None, chain: Chain) -> LogEnd:
         kind: Literal["clean", "open", "torn"] = "clean" if chain.closed else "open"
-        return LogEnd(
-            kind if found is None else "torn", self._last_seq, segment.path, segment.offset, chain.seq
-        )
+        how = kind if found is None else "torn"
+        return LogEnd(how, self._last_seq, segment.path, segment.offset, chain.seq)
 
     def _batch(self, segment: Segment, frame: Frame) -> EventBatch:
         header = frame.header

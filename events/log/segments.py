@@ -176,10 +176,8 @@ class Segment:
         position = offset + 1
         while True:
             chunk = os.pread(self.descriptor, _WINDOW_BYTES, position)
-            for match in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
-                header = parse_frame_header(
-                    chunk[match.start() : match.start() + FRAME_HEADER_BYTES], self._seed
-                )
+            for hit in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
+                header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
                 if header is not None and header.seq > seq:
                     return True
             if len(chunk) < FRAME_HEADER_BYTES:

@@ -105,9 +105,7 @@ class LogWriter:
             raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
         self._start()
 
-    def _open(
-        self, tokens: bool, segment_bytes: int, sync: bool, software: str, log_id: bytes | None
-    ) -> None:
+    def _open(self, tokens: bool, max_bytes: int, sync: bool, software: str, log_id: bytes | None) -> None:
         chain, cut = recover(self.directory)
         if chain.log_id is None:
             chain.log_id = log_id or os.urandom(16)
@@ -126,7 +124,7 @@ class LogWriter:
         )
         self.next_seq = chain.seq
         output = LogOutput(
-            self.directory, self._lock, chain, record_tokens=tokens, segment_bytes=segment_bytes, sync=sync
+            self.directory, self._lock, chain, record_tokens=tokens, segment_bytes=max_bytes, sync=sync
         )
         self._recorder = Recorder(self.directory, output)
 
@@ -234,9 +232,8 @@ class LogWriter:
             if self._has_room(total):
                 return True
             failed = self._recorder.trouble
-            self._lost_by = (
-                f"the log could not be written: {failed.reason}" if failed else "the log could not keep up"
-            )
+            why = f"be written: {failed.reason}" if failed else "keep up"
+            self._lost_by = f"the log could not {why}"
         elif self._gap_taken:
             self._recorder.announced = (self._lost[0], seq)
             self._lost, self._gap_taken = None, False
@@ -251,11 +248,10 @@ class LogWriter:
         return 2 * (self._appended - done) > self._max_batches or 2 * (total - done_bytes) > self._max_bytes
 
     def _has_room(self, total: int) -> bool:
-        queued = self._appended - self._recorder.done
+        recorder = self._recorder
+        queued = self._appended - recorder.done
         # A batch larger than the whole queue goes through alone.
-        return queued == 0 or (
-            queued < self._max_batches and total - self._recorder.done_bytes <= self._max_bytes
-        )
+        return queued == 0 or (queued < self._max_batches and total - recorder.done_bytes <= self._max_bytes)
 
     def take_gap(self) -> Gap | None:
         """The range of lost batches, once the disk takes them and the queue is half empty; None: nothing to say.
@@ -264,11 +260,8 @@ class LogWriter:
         before closing, call `flush` first: it makes room.
         """
         self._note_spoiled()
-        if (
-            self._lost is None
-            or self._recorder.trouble is not None
-            or self._is_half_full(self._appended_bytes)
-        ):
+        trouble = self._recorder.trouble
+        if self._lost is None or trouble is not None or self._is_half_full(self._appended_bytes):
             return None
         self._gap_taken = True
         first, last = self._lost

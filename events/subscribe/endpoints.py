@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
+from dataclasses import dataclass
 from ipaddress import IPv6Address
 
 from events.errors import EventsError
@@ -16,16 +17,13 @@ _NUMBERS = re.compile(r"[0-9.]+")
 _BRACKETED = re.compile(r"\[(.*)\]")
 
 
+@dataclass(eq=False, repr=False)
 class EndpointError(EventsError):
     """The endpoint cannot be connected to, whoever may be there."""
 
-    def __init__(self, endpoint: str, reason: str) -> None:
-        super().__init__(endpoint, reason)
-        self.endpoint = endpoint
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.endpoint}: {self.reason}; write tcp://HOST:PORT or ipc://PATH"
+    endpoint: str
+    reason: str
+    text = "{endpoint}: {reason}; write tcp://HOST:PORT or ipc://PATH"
 
 
 def host_of(endpoint: str) -> str | None:

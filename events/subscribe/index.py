@@ -90,7 +90,8 @@ class Index:
     def _store(self, event: BlockStored) -> None:
         group = event.group_idx or 0
         parent = event.parent_block_hash
-        if parent is not None and not self._knows(group, parent):
+        levels = [self.blocks.get((group, level), ()) for level in (GPU, HOST, STORAGE)]
+        if parent is not None and not any(parent in blocks for blocks in levels):
             self.orphans += 1
         blocks = self.blocks.setdefault((group, level_of(event.medium)), {})
         size, tokens = event.block_size, event.token_ids
@@ -101,9 +102,6 @@ class Index:
                 self.repeated_stores += 1
             blocks[name] = Block(parent, tokens[number * size : (number + 1) * size] if aligned else ())
             parent = name
-
-    def _knows(self, group: int, name: Hash) -> bool:
-        return any(name in self.blocks.get((group, level), ()) for level in (GPU, HOST, STORAGE))
 
     def _remove(self, event: BlockRemoved) -> None:
         blocks = self.blocks.get((event.group_idx or 0, level_of(event.medium)), {})

@@ -57,9 +57,8 @@ def scope_bytes(namespace: Namespace) -> bytes:
     parts = (namespace.lora_id, salt_id(namespace), name_id)
     mask = sum(1 << bit for bit, part in enumerate(parts) if part is not None)
     mask |= namespace.uses_extra_ids << 3
-    return bytes([mask]) + b"".join(
-        (part & _MASK64).to_bytes(8, "little") for part in parts if part is not None
-    )
+    given = [part & _MASK64 for part in parts if part is not None]
+    return bytes([mask]) + b"".join(part.to_bytes(8, "little") for part in given)
 
 
 @dataclass(frozen=True)
@@ -204,16 +203,14 @@ def rich_blocks(tokens: RichTokens, tokens_per_block: int) -> Iterator[bytes]:
 
 
 def _sha256_chain_rich(namespace: Namespace, parent: bytes, tokens: RichTokens, block_bytes: int) -> bytes:
-    return _chain_blocks(lambda data: hashlib.sha256(data).digest(), parent, tokens, block_bytes)
+    return _chain(lambda data: hashlib.sha256(data).digest(), parent, tokens, block_bytes)
 
 
 def _xxh3_chain_rich(namespace: Namespace, parent: bytes, tokens: RichTokens, block_bytes: int) -> bytes:
-    return _chain_blocks(_xxh3(), parent, tokens, block_bytes)
+    return _chain(_xxh3(), parent, tokens, block_bytes)
 
 
-def _chain_blocks(
-    digest: Callable[[bytes], bytes], parent: bytes, tokens: RichTokens, block_bytes: int
-) -> bytes:
+def _chain(digest: Callable[[bytes], bytes], parent: bytes, tokens: RichTokens, block_bytes: int) -> bytes:
     keys = []
     for block in rich_blocks(tokens, block_bytes // TOKEN_BYTES):
         parent = digest(parent + block)

@@ -21,14 +21,7 @@ import numpy.typing as npt
 
 from events.packed import TOKEN_BYTES
 from events.tokens.rich import DIGEST_BYTES, ItemSpan, RichTokens
-from events.types import (
-    AnyEvent,
-    CacheCreated,
-    StateExported,
-    SymbolPage,
-    SymbolsForgotten,
-    SymbolsInterned,
-)
+from events.types import AnyEvent, CacheCreated, StateExported, SymbolPage, SymbolsForgotten, SymbolsInterned
 
 PAGE_SIZE = 256
 UNKNOWN = -(2**31)
@@ -140,11 +133,8 @@ class SymbolTable:
             for _, _, key, uuid in _page_runs(prompt)[1]:
                 if key not in self._numbers:
                     wanted.setdefault(key, uuid)
-        numbers = self.free_numbers(len(wanted))
-        return tuple(
-            SymbolPage(number, *key, uuid)
-            for number, (key, uuid) in zip(numbers, wanted.items(), strict=True)
-        )
+        pages = zip(self.free_numbers(len(wanted)), wanted.items(), strict=True)
+        return tuple(SymbolPage(number, *key, uuid) for number, (key, uuid) in pages)
 
     def symbols_of(self, prompt: RichTokens) -> bytes:
         """The prompt as int32 LE symbols; `UNKNOWN` where there is none."""
@@ -255,9 +245,5 @@ def _is_possible(page: SymbolPage) -> bool:
     """Whether a cache can have begun such a page; in a log without tokens it says nothing of what it stands for."""
     if page.digest is None:
         return page.token >= 0 and page.token % PAGE_SIZE == 0 and page.offset == 0
-    return (
-        page.token >= 0
-        and len(page.digest) == DIGEST_BYTES
-        and page.offset >= 0
-        and page.offset % PAGE_SIZE == 0
-    )
+    begins_page = page.offset >= 0 and page.offset % PAGE_SIZE == 0
+    return begins_page and page.token >= 0 and len(page.digest) == DIGEST_BYTES

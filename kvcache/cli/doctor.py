@@ -148,14 +148,11 @@ def _limits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = files != resource.RLIM_INFINITY and files < _FEW_FILES
     advice = "; raise it with ulimit -n" if few else ""
-    yield Finding("open files", "note" if few else "ok", f"{_limit(files)}{advice}")
+    shown = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
+    yield Finding("open files", "note" if few else "ok", f"{shown}{advice}")
     if hasattr(resource, "RLIMIT_MEMLOCK"):
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         shown = "unlimited" if locked == resource.RLIM_INFINITY else size(locked)
         yield Finding("lockable memory", "ok", f"{shown} by ulimit -l")
     bound = "" if _MEMINFO.exists() else "at most "  # elsewhere it is all that the machine has
     yield Finding("free memory", "ok", f"{bound}{size(free_bytes())}")
-
-
-def _limit(number: int) -> str:
-    return "unlimited" if number == resource.RLIM_INFINITY else f"{number:,}"

@@ -38,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "concerns\nseveral sequences, --request shows only its own part; of a BlocksFilled, --block that of the block. "
         "The exit\ncode is 2 if there is no such event."
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument(
+    add = parser.add_argument
+    add("log", type=Path, metavar="LOG", help="a log directory")
+    add(
         "--type",
         action="append",
         dest="types",
@@ -48,19 +49,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TYPES,
         help="only events of this type; may be given several times",
     )
-    parser.add_argument(
+    add(
         "--request",
         metavar="ID",
         help="only what happened to this request, its copies and refusals included "
         "(lines for people leave out the steps that only append a token, unless --type asks for them)",
     )
-    parser.add_argument(
-        "--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4"
-    )
-    parser.add_argument("--since", type=natural, default=0, metavar="SEQ", help="from this batch on (0)")
-    parser.add_argument("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
-    parser.add_argument("--no-tokens", action="store_true", help="leave token ids out of the JSON")
-    parser.add_argument(
+    add("--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4")
+    add("--since", type=natural, default=0, metavar="SEQ", help="from this batch on (0)")
+    add("--follow", action="store_true", help="wait for more at the end, until Ctrl-C")
+    add("--no-tokens", action="store_true", help="leave token ids out of the JSON")
+    add(
         "--json", action="store_true", help="one JSON object per event and line: seq, index, ts, type, fields"
     )
 
@@ -213,11 +212,9 @@ class NamingBlock:
         """Of an event of several sequences, which names the block, those that name it as their own or its parent."""
         if not isinstance(event, ev.BlocksFilled):
             return event
-        rows = [
-            filled_rows(event, [row], self._known.key_bytes)
-            for row in range(len(event.handles) // HANDLE_BYTES)
-        ]
-        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], self._known.key_bytes)
+        key_bytes = self._known.key_bytes
+        rows = [filled_rows(event, [row], key_bytes) for row in range(len(event.handles) // HANDLE_BYTES)]
+        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], key_bytes)
 
     def _within(self, column: bytes, width: int) -> bool:
         """Whether an entry of the column begins with the digits (of a name, as many as it has)."""

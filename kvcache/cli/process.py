@@ -36,9 +36,7 @@ class StopSignals(threading.Event):
         self._unheeded_since = math.inf
 
     def __enter__(self) -> Self:
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -51,9 +51,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if replayed.checkpoints_failed:
         failed = replayed.checkpoints_failed
         shown = ", ".join(map(str, failed[:5])) + (", ..." if len(failed) > 5 else "")
-        raise InternalError(
-            f"{count(len(failed), 'checkpoint')} of the log disagree with its replay, in batch {shown}"
-        )
+        wrong = count(len(failed), "checkpoint")
+        raise InternalError(f"{wrong} of the log disagree with its replay, in batch {shown}")
     return 0
 
 
@@ -132,18 +131,15 @@ def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None
 def _for_routers(state: CacheState) -> list[int]:
     """Blocks per level that a feed tells of: no partial ones, and none on its way between levels."""
     groups = range(len(state.groups))
-    return [
-        sum(len(resident_names(state, level, group)) for group in groups) for level in (PRIMARY, SECONDARY)
-    ]
+    return [sum(len(resident_names(state, level, each)) for each in groups) for level in (PRIMARY, SECONDARY)]
 
 
 def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
     if not verified:
         return "not compared (--verify does)"
     if replayed.checkpoints_failed:
-        return paint(
-            f"{replayed.checkpoints_verified:,} agree, {len(replayed.checkpoints_failed):,} disagree", "red"
-        )
+        agree, disagree = replayed.checkpoints_verified, len(replayed.checkpoints_failed)
+        return paint(f"{agree:,} agree, {disagree:,} disagree", "red")
     if not replayed.checkpoints_verified:
         where = "in the log" if replayed.end is not None else "up to there"
         return f"none {where} to compare with; the state keeps its invariants"
@@ -151,9 +147,8 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
 
 
 def _gap(gap: Gap) -> str:
-    return paint(
-        f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}", "yellow"
-    )
+    missing = f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}"
+    return paint(missing, "yellow")
 
 
 def describe_end(end: LogEnd) -> str:

@@ -73,15 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("load")
-    group.add_argument("--limit", type=positive, metavar="N", help="play only the first N requests")
-    group.add_argument(
-        "--concurrency", type=positive, default=32, metavar="N", help="most requests running at once (32)"
-    )
-    group.add_argument(
-        "--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)"
-    )
-    group.add_argument(
+    add = parser.add_argument_group("load").add_argument
+    add("--limit", type=positive, metavar="N", help="play only the first N requests")
+    add("--concurrency", type=positive, default=32, metavar="N", help="most requests running at once (32)")
+    add("--seed", type=integer, default=0, metavar="N", help="of the chats and the token ids (0)")
+    add(
         "--speed",
         default="max",
         metavar="real|N|max",
@@ -91,18 +87,16 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("cache")
-    group.add_argument("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
-    group.add_argument("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
-    group.add_argument("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
-    group.add_argument(
-        "--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch"
-    )
+    add = parser.add_argument_group("cache").add_argument
+    add("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
+    add("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
+    add("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
+    add("--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch")
 
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("events")
-    group.add_argument(
+    add = parser.add_argument_group("events").add_argument
+    add(
         "--sink",
         action="append",
         default=[],
@@ -110,31 +104,29 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
     )
-    group.add_argument(
+    add(
         "--wait-subscribers",
         type=positive,
         default=0,
         metavar="N",
         help="begin when each zmq+pub: sink has N readers",
     )
-    group.add_argument(
+    add(
         "--check-feed",
         action="store_true",
         help="attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
     )
-    group.add_argument("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
-    group.add_argument(
-        "--continue", action="store_true", dest="resume", help="append a new epoch to the log in --log"
-    )
-    group.add_argument("--keep", action="store_true", help="keep the log even if its directory is temporary")
-    group.add_argument(
+    add("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
+    add("--continue", action="store_true", dest="resume", help="append a new epoch to the log in --log")
+    add("--keep", action="store_true", help="keep the log even if its directory is temporary")
+    add(
         "--hold",
         type=seconds,
         default=0.0,
         metavar="SECONDS",
         help="keep the sinks open for so long after the end",
     )
-    group.add_argument("--json", action="store_true", help="the summary as JSON; stdout holds nothing else")
+    add("--json", action="store_true", help="the summary as JSON; stdout holds nothing else")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -165,9 +157,8 @@ def _has_sink(args: argparse.Namespace, scheme: str) -> bool:
 def _require_feed(args: argparse.Namespace) -> None:
     """Refuse to wait for readers that cannot come."""
     context = SinkContext(key_bytes=0, tokens_per_block=1)
-    if args.wait_subscribers and not any(
-        isinstance(open_sink(url, context), RouterFeed) for url in args.sinks
-    ):
+    opened = (open_sink(url, context) for url in args.sinks)
+    if args.wait_subscribers and not any(isinstance(sink, RouterFeed) for sink in opened):
         raise UsageError(
             "--wait-subscribers needs a sink that feeds routers: add --sink 'zmq+pub://127.0.0.1:5557?replay=5558'"
         )
@@ -185,9 +176,8 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
         raise InternalError(f"the router does not hold what the cache holds {faults}{_REPORT}")
     if result.refused:
         first = result.refusals[0]
-        out.note(
-            f"{result.refused:,} of the requests did not fit, such as number {first.request_id}: {first.reason}"
-        )
+        example = f"number {first.request_id}: {first.reason}"
+        out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
     return stop.exit_code
 
 
@@ -208,9 +198,8 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
 
 def _require_room(config: KVCacheConfig, source: Source) -> None:
     """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
-    limits = Limits(
-        config.max_sequence_length, Layout.of(config).groups[0].num_blocks[0], config.tokens_per_block
-    )
+    blocks = Layout.of(config).groups[0].num_blocks[0]
+    limits = Limits(config.max_sequence_length, blocks, config.tokens_per_block)
     obstacle = limits.obstacle(source.sizes.shortest)
     if obstacle is not None:
         raise UsageError(f"none of the requests fits: {obstacle}")

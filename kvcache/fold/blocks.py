@@ -161,17 +161,15 @@ class BlockFold(Contents):
         if waiting:
             self.awaiting_onboard[index] = waiting
 
-    def _take_over(
-        self, group: GroupState, event: ev.BlocksMoved, from_slots: array[int], to_slots: array[int]
-    ) -> None:
+    def _take_over(self, group: GroupState, event: ev.BlocksMoved, old: array[int], new: array[int]) -> None:
         """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
         assert event.handle is not None
         sequence = self.sequences[event.handle]
         table = sequence.tables[event.group]
         first = event.first_block
-        invariant(table[first : first + len(to_slots)] == to_slots, "the slots are not the sequence's")
-        tail = group.claim(sequence.path_ends[event.group], SECONDARY, from_slots)
-        group.onboard(from_slots, to_slots, 0)
+        invariant(table[first : first + len(new)] == new, "the slots are not the sequence's")
+        tail = group.claim(sequence.path_ends[event.group], SECONDARY, old)
+        group.onboard(old, new, 0)
         sequence.path_ends[event.group] = tail
         group.settle(tail)
 

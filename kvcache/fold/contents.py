@@ -82,9 +82,8 @@ class Contents:
     def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
         """A sequence's tokens as an event has them; zeros where the log records none."""
         # Checked before so much is made of so little: a log without tokens could claim any number of them.
-        invariant(
-            0 < num_tokens <= self.longest, "a sequence has more tokens than the cache can hold, or none"
-        )
+        fits = 0 < num_tokens <= self.longest
+        invariant(fits, "a sequence has more tokens than the cache can hold, or none")
         if not self.tokens_recorded:
             return array("i", bytes(TOKEN_BYTES * num_tokens))
         invariant(len(recorded) == TOKEN_BYTES * num_tokens, "a sequence has other tokens than it counts")

@@ -11,14 +11,7 @@ from collections.abc import Iterator
 
 from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
 from events.packed import SLOT_BYTES, TOKEN_BYTES
-from events.types import (
-    PRIMARY,
-    SECONDARY,
-    GroupExported,
-    SequenceExported,
-    StateExported,
-    TransferExported,
-)
+from events.types import PRIMARY, SECONDARY, GroupExported, SequenceExported, StateExported, TransferExported
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
 from kvcache.fold.contents import Contents, Transfer
@@ -36,10 +29,8 @@ def export(state: Contents) -> StateExported:
         groups=tuple(_export_group(group) for group in state.groups),
         sequences=tuple(_export_sequence(sequence) for sequence in state.sequences.values()),
         transfers=tuple(
-            TransferExported(
-                transfer_id, transfer.group, transfer.level, transfer.slots.tobytes(), transfer.handle
-            )
-            for transfer_id, transfer in state.transfers.items()
+            TransferExported(number, copy.group, copy.level, copy.slots.tobytes(), copy.handle)
+            for number, copy in state.transfers.items()
         ),
         next_handle=state.next_handle,
         next_transfer=state.next_transfer,

@@ -47,10 +47,7 @@ Life = dict[SlotState, dict[Occasion, set[SlotState]]]
 """What may become of a slot in this state by an event that names or changes it. What is not here cannot happen."""
 
 IN_PRIMARY: Life = {
-    BLANK: {
-        ev.BlocksAllocated: {HELD},
-        MoveReason.ONBOARD: {REFERENCED_IN_FLIGHT},
-    },
+    BLANK: {ev.BlocksAllocated: {HELD}, MoveReason.ONBOARD: {REFERENCED_IN_FLIGHT}},
     HELD: {
         ev.BlocksCopied: {HELD},
         ev.BlocksStored: {REFERENCED},
@@ -59,9 +56,7 @@ IN_PRIMARY: Life = {
         ev.BlocksReused: {BLANK},  # given back for a cached one
         ev.SequenceRemoved: {BLANK},
     },
-    SHARED: {
-        ev.SequenceRemoved: {SHARED, HELD},
-    },
+    SHARED: {ev.SequenceRemoved: {SHARED, HELD}},
     REFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {REFERENCED},
@@ -96,14 +91,8 @@ IN_PRIMARY: Life = {
 
 # Blocks are referenced here only within an admission: what it reuses it onboards.
 IN_SECONDARY: Life = {
-    BLANK: {
-        MoveReason.OFFLOAD: {UNREFERENCED_IN_FLIGHT},
-    },
-    REFERENCED: {
-        ev.BlocksReused: {REFERENCED},
-        ev.BlocksCopied: {REFERENCED},
-        MoveReason.ONBOARD: {BLANK},
-    },
+    BLANK: {MoveReason.OFFLOAD: {UNREFERENCED_IN_FLIGHT}},
+    REFERENCED: {ev.BlocksReused: {REFERENCED}, ev.BlocksCopied: {REFERENCED}, MoveReason.ONBOARD: {BLANK}},
     UNREFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {UNREFERENCED},

@@ -144,9 +144,8 @@ class CacheState(BlockFold):
     def _append_many(self, event: ev.TokensAppended) -> None:
         handles, counts = array("q", event.handles), array("I", event.counts)
         if self.tokens_recorded or event.tokens:
-            invariant(
-                len(event.tokens) == TOKEN_BYTES * sum(counts), "other tokens were appended than counted"
-            )
+            agree = len(event.tokens) == TOKEN_BYTES * sum(counts)
+            invariant(agree, "other tokens were appended than counted")
         lengths: dict[int, int] = {}
         for handle, count in zip(handles, counts, strict=True):
             lengths[handle] = lengths.get(handle, self.sequences[handle].num_tokens) + count

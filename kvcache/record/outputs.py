@@ -160,11 +160,7 @@ def open_log(
 ) -> LogWriter:
     """A log writer as configured."""
     return LogWriter(
-        directory,
-        resume=resume,
-        software=f"kvcache {__version__}",
-        log_id=log_id,
-        **config.model_dump(),
+        directory, resume=resume, software=f"kvcache {__version__}", log_id=log_id, **config.model_dump()
     )
 
 

@@ -61,9 +61,8 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
         if variable in known
     }
     services = _services(given)
-    return Environment(
-        values, tuple(name for name in given if name not in known and not _is_of(services, name))
-    )
+    unknown = tuple(name for name in given if name not in known and not _is_of(services, name))
+    return Environment(values, unknown)
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:

@@ -282,9 +282,7 @@ class Engine:
         assert running.digests is not None
         manager = self._manager
         with self._times.timed():
-            tables = [
-                manager.block_table(running.request_id, group.window) for group in manager.layout.groups
-            ]
+            tables = [manager.block_table(running.request_id, own.window) for own in manager.layout.groups]
         return Span(tuple(map(np.asarray, tables)), running.digests, begin, end)
 
     # -- reporting it

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvcache.errors import InternalError, invariant
 from kvcache.layout import ITEM_BYTES, PoolLayout
-from kvcache.workload.tokens import Int32s, Uint64s, mix64
+from kvcache.workload.tokens import Int32s, Int64s, Uint64s, mix64
 
 if TYPE_CHECKING:
     import torch
@@ -110,9 +110,8 @@ class PoolPattern:
                 wrong = pool.first_difference(slots, offsets, digests)
                 if wrong is not None:
                     token, layer = wrong
-                    raise PatternMismatch(
-                        request_id, (span.begin + token) // pool.block, int(slots[token]), layer
-                    )
+                    block = (span.begin + token) // pool.block
+                    raise PatternMismatch(request_id, block, int(slots[token]), layer)
             blocks += -(-span.end // pool.block) - span.begin // pool.block
         return blocks
 
@@ -135,9 +134,7 @@ class _PatternedPool:
         self._salts = _salts(layout, row_bytes // word_bytes)
         self._chunk = max(1, _CHUNK_BYTES // (self._salts.size * word_bytes))
 
-    def places(
-        self, table: Int32s, begin: int, end: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def places(self, table: Int32s, begin: int, end: int) -> tuple[Int64s, Int64s]:
         """Return slot and offset in the block of the tokens begin..end of a sequence; shape [end - begin] each."""
         positions = np.arange(begin, end)
         slots = table[positions // self.block].astype(np.int64)
@@ -145,15 +142,13 @@ class _PatternedPool:
         invariant(not len(slots) or int(slots.min()) >= 0, "a block table names a slot below 0")
         return slots, positions % self.block
 
-    def write(self, slots: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], digests: Uint64s) -> None:
+    def write(self, slots: Int64s, offsets: Int64s, digests: Uint64s) -> None:
         """Fill the rows of the tokens at these places."""
         for part in self._parts(len(slots)):
             values = self._from_numpy(self._expected(digests[part])).to(self._rows.device)
             self._rows[self._index(slots[part], offsets[part])] = values
 
-    def first_difference(
-        self, slots: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64], digests: Uint64s
-    ) -> tuple[int, int] | None:
+    def first_difference(self, slots: Int64s, offsets: Int64s, digests: Uint64s) -> tuple[int, int] | None:
         """Return (index of the token, layer) of the first row that differs, or None."""
         for part in self._parts(len(slots)):
             actual = self._rows[self._index(slots[part], offsets[part])].cpu().numpy()
@@ -163,11 +158,9 @@ class _PatternedPool:
                 return part.start + int(token), self._layers[int(layer)]
         return None
 
-    def _index(self, slots: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> Any:
-        slots_there, offsets_there = (
-            self._from_numpy(each).to(self._rows.device) for each in (slots, offsets)
-        )
-        return slots_there, slice(None), slice(None), offsets_there
+    def _index(self, slots: Int64s, offsets: Int64s) -> Any:
+        own_slots, own_offsets = (self._from_numpy(each).to(self._rows.device) for each in (slots, offsets))
+        return own_slots, slice(None), slice(None), own_offsets
 
     def _parts(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self._chunk):

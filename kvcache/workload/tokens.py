@@ -28,6 +28,7 @@ _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 
 Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
 

@@ -21,15 +21,7 @@ import time
 import zlib
 from pathlib import Path
 
-from events.log.durable import (
-    Lock,
-    LockHeld,
-    NoRegularFile,
-    sync_directory,
-    sync_file,
-    take_lock,
-    write_all,
-)
+from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock, write_all
 from sinks.base import SinkError
 
 STEP = 4096

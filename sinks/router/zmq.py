@@ -76,7 +76,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     _refuse_idle(url, options)
     return RouterFeed(
         ZMQTransport(settings),
-        FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
+        FeedNumbers(_state_path(url, options, settings.host, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
         heartbeat_seconds=pace["heartbeat"],
@@ -92,13 +92,9 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
     if url.port is None:
         raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
-    for name, value, least in (
-        ("rank", options.rank, 0),
-        ("hwm", options.hwm, 1),
-        ("first", options.first, 0),
-    ):
-        if value is not None and value < least:
-            raise SinkURLError(str(url), f"bad option: {name} must be at least {least}")
+    for name, value, low in (("rank", options.rank, 0), ("hwm", options.hwm, 1), ("first", options.first, 0)):
+        if value is not None and value < low:
+            raise SinkURLError(str(url), f"bad option: {name} must be at least {low}")
     if options.replay is not None and not 0 <= options.replay < 1 << 16:
         raise SinkURLError(str(url), "bad option: replay must be a port")
     if options.replay is not None and options.replay == url.port != 0:
@@ -128,9 +124,8 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
 def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
     if options.topic is not None and options.model is not None:
-        raise SinkURLError(
-            str(url), "model= is a part of the topic that topic= replaces: leave one of them out"
-        )
+        reason = "model= is a part of the topic that topic= replaces: leave one of them out"
+        raise SinkURLError(str(url), reason)
     for name in ("ring", "pad"):
         if name in url.options and options.replay is None:
             raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
@@ -144,15 +139,13 @@ def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:
         raise SinkURLError(str(url), f"bad option: {name}={error}") from None
 
 
-def _state_path(
-    url: SinkURL, options: ZMQOptions, settings: ZMQSettings, context: SinkContext
-) -> Path | None:
+def _state_path(url: SinkURL, options: ZMQOptions, host: str, context: SinkContext) -> Path | None:
     if options.state is not None:
         return url.file_path(options.state) if options.state else None
     if context.state_dir is None or not url.port:
         return None
-    host = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
-    return context.state_dir / f"feed-{host}-{url.port}.numbers"
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in host)
+    return context.state_dir / f"feed-{plain}-{url.port}.numbers"
 
 
 def _first_number(options: ZMQOptions) -> int:

@@ -13,7 +13,7 @@ import pytest
 from events.codec import to_dict
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
-from events.packed import pack_i32, pack_i64, pack_u32, unpack_i32, unpack_i64
+from events.packed import unpack_i32, unpack_i64
 from events.structs import SequenceExported, TransferExported
 from events.types import (
     AdmissionRefused,
@@ -41,6 +41,7 @@ from sinks.known import Known
 from sinks.render import render_batch
 from tests import strategies
 from tests.cli.conftest import Kvcache, Start, run_log
+from tests.columns import pack_i32, pack_i64, pack_u32
 
 REQUEST = 20
 NAMES = ("names", "parents", "keys")

@@ -17,7 +17,7 @@ from events import (
 )
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogEnd, LogReader, LogWriter
-from events.packed import pack_i32, pack_i64, pack_u32
+from tests.columns import pack_i32, pack_i64, pack_u32
 
 LOG_ID = bytes(range(16))
 TIME = 1_700_000_000_000_000_000

@@ -38,9 +38,9 @@ from events.codec import (
     without_tokens,
 )
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
-from events.packed import pack_i32, pack_i64, pack_u32
 from events.structs import Spelled
 from events.types import PRIMARY, SECONDARY, GroupExported, MoveReason, RemoveReason
+from tests.columns import pack_i32, pack_i64, pack_u32
 from tests.events.json_reader import from_json
 from tests.events.logs import batch
 from tests.events.test_golden import EVENTS, KEY_BYTES

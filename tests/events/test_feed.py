@@ -14,13 +14,14 @@ from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.fold import Feed
 from events.ids import BlockIndex, GroupIndex, Handle
-from events.packed import NAME_BYTES, pack_i64, pack_u32
+from events.packed import NAME_BYTES
 from events.tokens.symbols import has_symbols
 from events.types import PRIMARY, AnyEvent, BlocksFilled, BlocksStored, EventBatch, Gap
 from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Request
 from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
 from kvcache.pools import Pools
+from tests.columns import pack_i64, pack_u32
 from tests.simulated import LateCopier
 
 

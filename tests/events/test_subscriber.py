@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import decode_batch, encode_batch
-from events.packed import pack_i32
 from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.index import GPU, HOST, STORAGE, Block, Index, level_of
 from events.subscribe.subscriber import EndpointError, Subscriber
 from events.types import Namespace
+from tests.columns import pack_i32
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 
 

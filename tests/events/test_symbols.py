@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from events.ids import Handle
-from events.packed import pack_i32, pack_u32
 from events.tokens import symbols as module
 from events.tokens.rich import ItemSpan, RichTokens
 from events.tokens.symbols import UNKNOWN, SymbolTable, has_symbols, pages_in, rich_end
@@ -23,6 +22,7 @@ from events.types import (
     SymbolsForgotten,
     SymbolsInterned,
 )
+from tests.columns import pack_i32, pack_u32
 
 CAT, DOG = b"\xca" * 32, b"\xd0" * 32
 Meaning = tuple[int, int, bytes | None, int]

@@ -32,8 +32,8 @@ from events.formats.vllm import (
     parse_message,
     replay_request,
 )
-from events.packed import pack_i32
 from events.types import GroupCreated, Namespace
+from tests.columns import pack_i32
 from tests.conftest import ROOT
 from tests.events.wire_packer import pack_wire
 

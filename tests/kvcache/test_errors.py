@@ -74,7 +74,8 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
 }
 """An instance of every error that is raised, and its fields."""
 
-CLASSES = [item for item in vars(errors).values() if inspect.isclass(item) and issubclass(item, Exception)]
+OWN = [item for item in vars(errors).values() if inspect.isclass(item) and item.__module__ == errors.__name__]
+CLASSES = [item for item in OWN if issubclass(item, Exception)]
 LEAVES = [
     item for item in CLASSES if not any(other is not item and issubclass(other, item) for other in CLASSES)
 ]

@@ -12,7 +12,6 @@ import numpy as np
 
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
-from events.packed import pack_i32
 from events.types import (
     AnyEvent,
     BlocksRemoved,
@@ -30,6 +29,7 @@ from events.types import (
     StateExported,
 )
 from sinks.router.feed import FeedBatch, FeedState
+from tests.columns import pack_i32
 
 BLOCK = 4
 """Tokens per block."""

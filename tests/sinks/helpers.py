@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterable
 
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
-from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     AdmissionRefused,
     AllocateReason,
@@ -45,6 +44,7 @@ from events.types import (
     TransferFailed,
     TransferLanded,
 )
+from tests.columns import pack_i32, pack_i64, pack_u32
 
 KEY_BYTES = 32
 PLANTED = 1_234_567_891

@@ -6,7 +6,6 @@ import pytest
 
 from events.codec import without_tokens
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
-from events.packed import pack_i32, pack_i64, pack_u32
 from events.types import (
     SECONDARY,
     AdmissionRefused,
@@ -28,6 +27,7 @@ from events.types import (
 )
 from sinks.known import Known
 from sinks.render import render_batch, render_event, text
+from tests.columns import pack_i32, pack_i64, pack_u32
 from tests.sinks.helpers import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
 LINES = [
