@@ -15,7 +15,7 @@ from pathlib import Path
 from events.log import LogEnd, LogReader
 from events.types import CacheCreated, Checkpoint, EventBatch, Gap
 from kvcache.device.memory import BOOKKEEPING_BYTES_PER_SLOT, free_bytes
-from kvcache.errors import CapacityError, InternalError, InvariantViolated
+from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
@@ -129,6 +129,8 @@ class Replayed:
             _refuse_too_large(event)  # type: ignore[arg-type]
         elif kind is Gap:
             self.gaps.append(event)  # type: ignore[arg-type]
+        # Live events are right by construction; one that was read may name a group from the end, as Python would.
+        invariant(getattr(event, "group", 0) >= 0, "there is no such group")
         self.state.apply(event)  # type: ignore[arg-type]
 
     def _compare(self, seq: int, checkpoint: Checkpoint) -> None:

@@ -39,7 +39,10 @@ class SequenceTokens:
 
     def packed(self, first: int, stop: int) -> bytes:
         """The symbols from one token up to another, int32 LE."""
-        return self.tokens[first:stop].tobytes()
+        if self.sampled:
+            self._tokens.fromlist(self.sampled)
+            self.sampled.clear()
+        return self._tokens[first:stop].tobytes()
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from hypothesis import Phase
 from hypothesis.stateful import invariant
 
 from events.tokens.sequences import RunningTokens, SequenceTokens
-from events.types import Event
+from events.types import AnyEvent, Event
 from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import KVCacheError
 from kvcache.fold.state import CacheState
@@ -132,3 +133,8 @@ def test_meddling_is_seen(
     with pytest.raises(BaseException) as failure:
         watch(5)
     assert "outside of apply" in repr(failure.value) or failure.group_contains(AssertionError)
+
+
+def test_every_event_says_what_it_does_to_the_state() -> None:
+    """A type of event that the state does not know is noticed here, and not in somebody's replay."""
+    assert set(CacheState().handlers) == set(typing.get_args(AnyEvent))
