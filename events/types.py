@@ -137,6 +137,12 @@ class SequenceAdded(Event, frozen=True):
     reused_secondary: tuple[int, ...]
     """Per group: tokens in full blocks found in secondary."""
     reused_partial: int
+
+    @property
+    def reused_full(self) -> int:
+        """Tokens in full blocks that are reused, from whichever level: those that all groups have."""
+        return min(p + s for p, s in zip(self.reused_primary, self.reused_secondary, strict=True))
+
     """Tokens copied from a block of which only the start matches."""
 
 

@@ -198,7 +198,8 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         Field(json_schema_extra=_or_one),
         Accepts("windows in tokens, one per layer or fewer, or none"),
     ] = None
-    """Attention windows of the layers, repeated cyclically; none: all layers attend to everything."""
+    """Attention windows of the layers, repeated cyclically; none: all layers attend to everything. Layers with the same
+    window share blocks; a sequence keeps those that its window has left."""
     primary_blocks: _MaybeBlocks = None
     """Blocks on the device, for each group of layers with the same window."""
     max_tokens: _MaybeTokens = None

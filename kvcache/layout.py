@@ -107,7 +107,8 @@ class Layout:
 
     def max_tokens(self, max_sequence_length: int) -> int:
         """Tokens of the longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
-        return min(max_sequence_length, self.groups[0].num_blocks[0] * self.tokens_per_block)
+        fewest = min(group.num_blocks[0] for group in self.groups)
+        return min(max_sequence_length, fewest * self.tokens_per_block)
 
 
 def _window_of_each_layer(config: KVCacheConfig) -> list[int]:

@@ -156,6 +156,7 @@ class KVCacheManager:
     block_tables = _of_query(Query.block_tables)
     fingerprint = _of_query(Query.fingerprint)
     check = _of_query(Query.check)
+    num_free_blocks_per_window = _of_query(Query.num_free_blocks_per_window)
 
     @property
     def max_tokens(self) -> int:
@@ -164,7 +165,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
+        """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
         return self._query.num_free_blocks()
 
     @property
@@ -285,7 +286,7 @@ class KVCacheManager:
             self._readiness.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
-        return StoreResult(sequence.path_ends[0].end, swaps)
+        return StoreResult(min(sequence.stored), swaps)
 
     @exclusive
     def add_tokens(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.tokens.rich import RichTokens
-from events.types import RequestId
+from events.types import PRIMARY, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
@@ -58,12 +58,12 @@ class Query:
 
     @exclusive
     def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
-        """Blocks that a sequence still needs to grow by `max_new_tokens` tokens."""
+        """Blocks that a sequence still needs, in each window, to grow by `max_new_tokens` tokens."""
         max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
             raise UsageError("max_new_tokens must not be negative")
         sequence = self._blocks.sequence(request_id)
-        return self._blocks.window.blocks_for(sequence.num_tokens + max_new_tokens) - len(sequence.tables[0])
+        return self._blocks.blocks_to_grow(sequence, max_new_tokens)
 
     @exclusive
     def match(
@@ -80,7 +80,7 @@ class Query:
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         if not self._config.enable_block_reuse:
-            return Match(len(prompt), (), None)
+            return Match(len(prompt))
         return lookup(self._state, namespace, prompt, partial=self._config.enable_partial_reuse)
 
     @exclusive
@@ -111,12 +111,21 @@ class Query:
         """The primary slot of each block of a sequence, int32 [blocks].
 
         With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
-        appends.
+        appends. `window` (in tokens) may be left out where there is only one.
         """
-        only = self._layout.groups[0].window
-        if window is not None and checked_integer(window, "a window") != only:
-            raise UsageError(f"there is no window of {window} tokens, only one of {only}")
-        return self._table_of(self._blocks.sequence(request_id))
+        group = self._group_of(window)
+        return self._table_of(self._blocks.sequence(request_id), group)
+
+    def _group_of(self, window: int | None) -> int:
+        """The group of a window, as callers give it."""
+        windows = [group.window for group in self._layout.groups]
+        if window is None:
+            if len(windows) > 1:
+                raise UsageError(f"say which window's blocks are meant: one of {windows}")
+            return 0
+        if checked_integer(window, "a window") not in windows:
+            raise UsageError(f"there is no window of {window} tokens, only of {windows}")
+        return windows.index(window)
 
     def admission(self, sequence: Sequence, plan: Plan) -> Admission:
         """What a call that has admitted this sequence returns."""
@@ -126,30 +135,32 @@ class Query:
             handle,
             sequence.num_tokens,
             *plan.reused,
-            lambda: (self._table_of_admission(request_id, handle),),
+            lambda: self._tables_of_admission(request_id, handle),
         )
 
     @exclusive
-    def _table_of_admission(self, request_id: RequestId, handle: int) -> BlockTable:
-        """The block table of one admission: a later one of the same id is another sequence."""
+    def _tables_of_admission(self, request_id: RequestId, handle: int) -> tuple[BlockTable, ...]:
+        """The block tables of one admission: a later one of the same id is another sequence."""
         if self._state.handles.get(request_id) != handle:
             raise UnknownRequest(request_id)
-        return self._table_of(self._blocks.sequence(request_id))
+        sequence = self._blocks.sequence(request_id)
+        return tuple(self._table_of(sequence, group) for group in range(len(sequence.tables)))
 
-    def _table_of(self, sequence: Sequence) -> BlockTable:
+    def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
         self._readiness.refuse_unreadable([sequence])
-        return self._presented(np.array(sequence.tables[0], np.int32))
+        return self._presented(np.array(sequence.tables[group], np.int32))
 
     @exclusive
-    def block_tables(self, request_ids: Iterable[RequestId]) -> BlockTable:
+    def block_tables(self, request_ids: Iterable[RequestId], window: int | None = None) -> BlockTable:
         """Block tables of several sequences, int32 [sequences, most blocks], padded with -1.
 
-        With pools a torch tensor on the host, without them a numpy array.
+        With pools a torch tensor on the host, without them a numpy array. `window` as in `block_table`.
         """
+        group = self._group_of(window)
         ids = listed(request_ids, "request_ids")
         sequences = [self._blocks.sequence(request_id) for request_id in ids]
         self._readiness.refuse_unreadable(sequences)
-        tables = [sequence.tables[0] for sequence in sequences]
+        tables = [sequence.tables[group] for sequence in sequences]
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -158,10 +169,15 @@ class Query:
     def _presented(self, table: npt.NDArray[np.int32]) -> BlockTable:
         return table if self._pools is None else self._pools.block_table(table)
 
-    @exclusive
     def num_free_blocks(self) -> int:
-        """Primary blocks that can be had: blank ones, and cached ones that no sequence holds."""
-        return self._state.groups[0].levels[0].available
+        """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
+        return min(self.num_free_blocks_per_window().values())
+
+    @exclusive
+    def num_free_blocks_per_window(self) -> dict[int, int]:
+        """The same for each window."""
+        groups = zip(self._layout.groups, self._state.groups, strict=True)
+        return {layout.window: group.levels[PRIMARY].available for layout, group in groups}
 
     @exclusive
     def num_sequences(self) -> int:

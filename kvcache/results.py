@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
 from events.types import RequestId
 
-Replacement = tuple[int, int, int]
-"""(index in the block table, old slot, new slot)."""
+
+class Replacement(NamedTuple):
+    """A place in a block table that points at another slot than before."""
+
+    block: int
+    """Index in the table."""
+    old_slot: int
+    new_slot: int
+    window: int
+    """Of the table, in tokens."""
 
 
 class BlockTable(Protocol):
@@ -78,7 +86,7 @@ class StoreResult:
     stored_blocks: int
     """Leading blocks of the sequence that are cached now."""
     replaced: list[Replacement] = field(default_factory=list)
-    """(index, old slot, new slot): another sequence had stored these blocks first, so the table points at its copy."""
+    """Another sequence had stored these blocks first, so the table points at its copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,8 @@ class MatchedBlock:
     """16 hex digits; empty where blocks have no names."""
     num_tokens: int
     landed: bool
+    window: int
+    """Whose block it is, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +121,19 @@ class Match:
     """What a prompt would reuse now."""
 
     num_tokens: int
-    blocks: tuple[MatchedBlock, ...]
-    partial: MatchedBlock | None
-    """A block of which only the first `num_tokens` match."""
+    blocks: tuple[MatchedBlock, ...] = ()
+    """Full ones, window by window: as many in each, since a prefix is reused as far as all windows have it."""
+    partials: tuple[MatchedBlock, ...] = ()
+    """In each window a block of which only the first `num_tokens` match; none if one has none."""
+    tokens_by_level: tuple[int, int] = (0, 0)
+    """Tokens in full blocks that lie in primary in all windows; those that some window has in secondary."""
+
+    @property
+    def partial(self) -> MatchedBlock | None:
+        """The partial block, where there is one window."""
+        return self.partials[0] if self.partials else None
 
     @property
     def reused_tokens(self) -> int:
         """Tokens that would be reused."""
-        return sum(block.num_tokens for block in self.blocks) + (
-            self.partial.num_tokens if self.partial else 0
-        )
+        return sum(self.tokens_by_level) + (self.partials[0].num_tokens if self.partials else 0)

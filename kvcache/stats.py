@@ -32,7 +32,7 @@ class Stats:
     events: int = 0
     batches: int = 0
     blocks_total: tuple[int, int] = (0, 0)
-    """Slots per level; blank, unreferenced and held ones add up to them."""
+    """Slots per level, of all windows; blank, unreferenced and held ones add up to them."""
     blocks_blank: tuple[int, int] = (0, 0)
     blocks_unreferenced: tuple[int, int] = (0, 0)
     """Cached blocks that no sequence holds: reusable, and evicted when room is needed."""

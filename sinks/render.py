@@ -142,7 +142,8 @@ def _state_exported(e: ev.StateExported, known: Known) -> str:
 
 
 def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
-    reused = f"{max(e.reused_primary, default=0)}+{max(e.reused_secondary, default=0)}+{e.reused_partial}"
+    primary = min(e.reused_primary)
+    reused = f"{primary}+{e.reused_full - primary}+{e.reused_partial}"
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
     return f"{who} tokens={e.num_tokens} reused={reused}{_namespace(e.namespace)}"
 

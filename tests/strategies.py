@@ -59,9 +59,11 @@ def config(**settings: Any) -> KVCacheConfig:
 
 
 def configs() -> st.SearchStrategy[KVCacheConfig]:
-    """All the switches, and sizes at which every path is short of room."""
+    """All the switches, one to three windows, and sizes at which every path is short of room."""
     return st.builds(
         config,
+        num_layers=st.just(3),
+        max_attention_window=st.sampled_from([None, None, (3, LIMIT), (1, 6, LIMIT)]),
         tokens_per_block=st.sampled_from([1, 2, 4]),
         primary_blocks=st.integers(2, 12),
         secondary_blocks=st.integers(0, 8),
@@ -202,9 +204,9 @@ def split_names(packed: bytes) -> list[bytes]:
     return [packed[start : start + 8] for start in range(0, len(packed), 8)]
 
 
-def cached_blocks(state: CacheState) -> Cached:
-    """Every cached block, by its name."""
-    (group,) = export(state).groups
+def cached_blocks(state: CacheState, index: int = 0) -> Cached:
+    """Every cached block of a group, by its name."""
+    group = export(state).groups[index]
     found: Cached = {}
     keys, numbers = group.keys, array("q", group.runs)
     size, block = state.tokens_per_block, 0

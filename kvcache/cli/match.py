@@ -159,20 +159,13 @@ def _lookup(state: CacheState, namespace: Namespace, prompt: RichTokens) -> Matc
     assert state.created is not None
     config = json.loads(state.created.config)
     if not config.get("enable_block_reuse", True):
-        return Match(len(prompt), (), None)
+        return Match(len(prompt))
     return lookup(state, namespace, prompt, partial=config.get("enable_partial_reuse", True))
-
-
-def _tokens_by_level(found: Match) -> list[int]:
-    tokens = [0, 0]
-    for block in found.blocks:
-        tokens[block.level] += block.num_tokens
-    return tokens
 
 
 def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
     """What would be reused."""
-    primary, secondary = _tokens_by_level(found)
+    primary, secondary = found.tokens_by_level
     return {
         "seq": replayed.last_seq,
         "prompt_tokens": found.num_tokens,
@@ -181,7 +174,7 @@ def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
         "reused_tokens_secondary": secondary,
         "reused_tokens_partial": found.partial.num_tokens if found.partial is not None else 0,
         "blocks": [_block_json(block) for block in found.blocks],
-        "partial": None if found.partial is None else _block_json(found.partial),
+        "partials": [_block_json(block) for block in found.partials],
     }
 
 
@@ -193,11 +186,12 @@ def _block_json(block: MatchedBlock) -> dict[str, Any]:
         "name": block.name or None,
         "num_tokens": block.num_tokens,
         "landed": block.landed,
+        "window": block.window,
     }
 
 
 def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
-    primary, secondary = _tokens_by_level(found)
+    primary, secondary = found.tokens_by_level
     partial = found.partial.num_tokens if found.partial is not None else 0
     part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
     out.heading(
@@ -212,18 +206,20 @@ def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
             ("would compute", count(computed, "token")),
         ]
     )
-    blocks = [*found.blocks, *([found.partial] if found.partial is not None else [])]
+    blocks = [*found.blocks, *found.partials]
     if blocks:
         out.line()
-        size = replayed.state.tokens_per_block
+        # Where there is only one window, it says nothing.
+        windows = ("window",) if len({block.window for block in blocks}) > 1 else ()
+        rows = list(_rows(blocks, replayed.state.tokens_per_block, with_window=bool(windows)))
         out.table(
-            ("block", "tokens", "level", "slot", "name", ""),
-            list(_rows(blocks, size)),
-            right=("block", "slot"),
+            ("block", "tokens", *windows, "level", "slot", "name", ""),
+            rows,
+            right=("block", *windows, "slot"),
         )
 
 
-def _rows(blocks: Iterable[MatchedBlock], size: int) -> Iterator[tuple[str, ...]]:
+def _rows(blocks: Iterable[MatchedBlock], size: int, *, with_window: bool) -> Iterator[tuple[str, ...]]:
     for block in blocks:
         start = block.index * size
         remarks = [] if block.num_tokens == size else [f"its first {count(block.num_tokens, 'token')}"]
@@ -232,6 +228,7 @@ def _rows(blocks: Iterable[MatchedBlock], size: int) -> Iterator[tuple[str, ...]
         yield (
             str(block.index),
             tokens,
+            *((f"{block.window:,}",) if with_window else ()),
             LEVEL_NAMES[block.level],
             str(block.slot),
             block.name,

@@ -12,7 +12,7 @@ URL = "zmq+pub://127.0.0.1:0?replay=0&heartbeat=200ms"
 """Any free ports; nobody else is expected."""
 _POLL_MS = 50
 _PATIENCE_SECONDS = 10.0
-Resident = tuple[set[int], set[int]]
+Resident = list[set[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class OwnFeed:
     def finish(self) -> FeedCheck:
         """Wait until the router has heard everything, and compare."""
         state = self._manager.state
-        self._expected = (resident_names(state, 0), resident_names(state, 1))
+        self._places = [(group, level) for group in range(len(state.groups)) for level in (0, 1)]
+        self._expected = [resident_names(state, level, group) for group, level in self._places]
         agrees = self._over.wait(_PATIENCE_SECONDS)
         self._end.set()
         self._thread.join()
@@ -66,8 +67,5 @@ class OwnFeed:
                 for report in subscriber.poll(_POLL_MS):
                     self._index.fold(report)
                 expected = self._expected
-                if expected is not None and expected == (
-                    self._index.resident(0, 0),
-                    self._index.resident(0, 1),
-                ):
+                if expected is not None and expected == [self._index.resident(*at) for at in self._places]:
                     self._over.set()

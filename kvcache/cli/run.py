@@ -198,8 +198,8 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
 
 def _require_room(config: KVCacheConfig, source: Source) -> None:
     """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
-    blocks = Layout.of(config).groups[0].num_blocks[0]
-    limits = Limits(config.max_sequence_length, blocks, config.tokens_per_block)
+    fewest = min(group.num_blocks[0] for group in Layout.of(config).groups)
+    limits = Limits(config.max_sequence_length, fewest, config.tokens_per_block)
     obstacle = limits.obstacle(source.sizes.shortest)
     if obstacle is not None:
         raise UsageError(f"none of the requests fits: {obstacle}")

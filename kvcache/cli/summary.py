@@ -98,6 +98,18 @@ def _of(whole: object, *names: str) -> dict[str, Any]:
     return {name: getattr(whole, name) for name in names}
 
 
+def _caches(layout: Layout) -> list[tuple[str, str]]:
+    """The blocks of each window."""
+    facts: list[tuple[str, str]] = []
+    for group in layout.groups:
+        primary, secondary = group.num_blocks
+        blocks = f"{primary:,} primary + {secondary:,} secondary blocks of {layout.tokens_per_block} tokens"
+        if len(layout.groups) > 1:
+            blocks += f": {count(len(group.layers), 'layer')}, window {group.window:,}"
+        facts.append(("" if facts else "cache", blocks))
+    return facts
+
+
 def describe_start(
     out: Output,
     source: Source,
@@ -110,7 +122,6 @@ def describe_start(
 ) -> None:
     """Say what is about to be played into what."""
     layout = Layout.of(config)
-    primary, secondary = layout.groups[0].num_blocks
     block = sum(group.bytes_per_block for group in layout.groups)
     tensors = "none (--no-pools)"
     if pools is not None:
@@ -120,10 +131,7 @@ def describe_start(
     out.facts(
         [
             ("requests", f"{source.sizes.requests:,} with {source.sizes.tokens:,} tokens"),
-            (
-                "cache",
-                f"{primary:,} primary + {secondary:,} secondary blocks of {config.tokens_per_block} tokens",
-            ),
+            *_caches(layout),
             ("tensors", tensors),
             *_time(clock),
             ("log", f"{printable(str(log))}{' (removed at the end; --keep keeps it)' if temporary else ''}"),

@@ -9,26 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from events.ids import Handle
+from events.ids import Handle, LevelIndex
 from events.packed import TOKEN_BYTES
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decide.decoding import packed_handles
 from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockManager
-from kvcache.fold.matching import PathMatch
+from kvcache.fold.matching import PathMatch, in_all
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest
 
+Windows = tuple[WindowBlockManager, ...]
+
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WindowPlan:
     """What admitting one request would take from one window.
 
     Slots are noted at once: claiming one request's blocks splits runs that another one's match may name.
     """
 
-    request: CheckedRequest
     found: PathMatch
     claimed: tuple[BlockNames, BlockNames]
     """The cached blocks to hold, in primary and in secondary."""
@@ -36,27 +37,46 @@ class Plan:
     """Blocks that are not cached."""
     source: CopySource | None
     """The block to copy the start of."""
-    reused: tuple[int, int, int]
-    """Tokens reused from primary, from secondary, and from the start of a copied block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What admitting one request would take."""
+
+    request: CheckedRequest
+    windows: tuple[WindowPlan, ...]
+    tokens_per_block: int
 
     def with_symbols(self, table: SymbolTable) -> Plan:
         """The plan with the symbols that its request has by now. What had none before can match nothing."""
         return replace(self, request=self.request.with_symbols(table))
 
+    def reused_in(self, level: LevelIndex) -> tuple[int, ...]:
+        """Per window: tokens in full blocks that are found in this level."""
+        return tuple(len(each.claimed[level].slots) * self.tokens_per_block for each in self.windows)
+
+    @property
+    def reused(self) -> tuple[int, int, int]:
+        """Tokens reused from primary in all windows, from secondary in some, and from the start of a copied block."""
+        primary = min(self.reused_in(PRIMARY))
+        full = self.windows[0].found.blocks * self.tokens_per_block
+        source = self.windows[0].source
+        return primary, full - primary, source.num_tokens if source is not None else 0
+
 
 class Claims:
-    """What the requests of a batch hold together: each cached block counts once, whoever claims it."""
+    """What the requests of a batch hold together in one window: each cached block counts once, whoever claims it."""
 
-    __slots__ = ("_taken", "needed", "unreferenced")
+    __slots__ = ("_taken", "available", "needed")
 
-    def __init__(self) -> None:
+    def __init__(self, window: WindowBlockManager) -> None:
         self._taken: dict[int, int] = {}
         self.needed = 0
         """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
-        self.unreferenced = 0
-        """Claimed primary blocks that could have been evicted before."""
+        self.available: int = window.group.levels[PRIMARY].available
+        """Primary slots that can be had, less those of claimed blocks."""
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: WindowPlan) -> None:
         """Count one more request."""
         self.needed += plan.new_blocks
         for run, take in plan.found.runs:
@@ -67,46 +87,62 @@ class Claims:
             if run.level == SECONDARY:
                 self.needed += more
             elif not run.refs:
-                self.unreferenced += more
+                self.available -= more
 
 
-def plan(window: WindowBlockManager, request: CheckedRequest) -> Plan:
+def plan(windows: Windows, request: CheckedRequest) -> Plan:
     """Match a request. A prompt's last token is always computed, so it is never reused."""
     stop = len(request.symbols) - TOKEN_BYTES
-    found = window.match(request.namespace, request.symbols, stop)
-    claimed = (window.blocks_of(found, PRIMARY), window.blocks_of(found, SECONDARY))
-    source = CopySource.of(found.partial) if found.partial is not None else None
-    size = window.tokens_per_block
-    reused = (len(claimed[0].slots) * size, len(claimed[1].slots) * size, source.num_tokens if source else 0)
-    return Plan(request, found, claimed, window.blocks_for(request.num_tokens) - found.blocks, source, reused)
+    size = windows[0].tokens_per_block
+    matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
+    return Plan(
+        request,
+        tuple(
+            WindowPlan(
+                found,
+                (window.blocks_of(found, PRIMARY), window.blocks_of(found, SECONDARY)),
+                window.blocks_for(request.num_tokens) - found.blocks,
+                CopySource.of(found.partial) if found.partial is not None else None,
+            )
+            for window, found in zip(windows, in_all(matches, size), strict=True)
+        ),
+        size,
+    )
 
 
-def fitting(
-    window: WindowBlockManager, requests: list[CheckedRequest]
-) -> tuple[list[Plan], Claims, int | None]:
-    """Plans for a batch, the claims of all that fit, and the index of the first that does not."""
-    plans, claims = [], Claims()
-    available = window.group.levels[PRIMARY].available
+def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
+    """Plans for a batch, the claims of all that fit per window, and the index of the first that does not."""
+    plans, claims = [], [Claims(window) for window in windows]
     for index, request in enumerate(requests):
-        plans.append(plan(window, request))
-        claims.add(plans[-1])
-        if claims.needed > available - claims.unreferenced:
+        plans.append(plan(windows, request))
+        for claim, each in zip(claims, plans[-1].windows, strict=True):
+            claim.add(each)
+        if any(claim.needed > claim.available for claim in claims):
             return plans, claims, index
     return plans, claims, None
 
 
 def admit(
     state: CacheState,
-    window: WindowBlockManager,
+    windows: Windows,
     emit: Callable[[Event], None],
     plans: list[Plan],
-    claims: Claims,
+    claims: list[Claims],
 ) -> list[Sequence]:
     """Emit the admission of a batch that fits."""
-    sequences = [_add(state, window, emit, each) for each in plans]
+    sequences = [_add(state, windows, emit, each) for each in plans]
+    for index, (window, claim) in enumerate(zip(windows, claims, strict=True)):
+        _fill(window, sequences, [each.windows[index] for each in plans], claim.needed)
+    return sequences
+
+
+def _fill(
+    window: WindowBlockManager, sequences: list[Sequence], plans: list[WindowPlan], needed: int
+) -> None:
+    """Give the sequences of a batch the blocks of one window that they have not claimed."""
     sources = [each.source for each in plans if each.source is not None]
     window.free_up(
-        claims.needed, sequences[0].handle, [source.slot for source in sources if source.level == SECONDARY]
+        needed, sequences[0].handle, [source.slot for source in sources if source.level == SECONDARY]
     )
     unread = {source.slot for source in sources if source.level == PRIMARY}
     for each, sequence in zip(plans, sequences, strict=True):
@@ -117,26 +153,23 @@ def admit(
         if count:
             window.allocate(packed_handles([sequence]), count, [count], AllocateReason.PROMPT)
         window.onboard(sequence)
-    return sequences
 
 
-def _add(
-    state: CacheState, window: WindowBlockManager, emit: Callable[[Event], None], each: Plan
-) -> Sequence:
-    handle, request = state.next_handle, each.request
-    primary, secondary, partial = each.reused
+def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], each: Plan) -> Sequence:
+    handle, request = Handle(state.next_handle), each.request
     emit(
         SequenceAdded(
-            handle=Handle(handle),
+            handle=handle,
             request_id=request.request_id,
             namespace=request.namespace,
             num_tokens=request.num_tokens,
             tokens=request.symbols,
-            reused_primary=(primary,),
-            reused_secondary=(secondary,),
-            reused_partial=partial,
+            reused_primary=each.reused_in(PRIMARY),
+            reused_secondary=each.reused_in(SECONDARY),
+            reused_partial=each.reused[2],
         )
     )
     sequence = state.sequences[handle]
-    window.claim(sequence, each.claimed)
+    for window, plan_of_window in zip(windows, each.windows, strict=True):
+        window.claim(sequence, plan_of_window.claimed)
     return sequence

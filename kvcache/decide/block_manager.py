@@ -16,6 +16,7 @@ from itertools import accumulate
 from events.ids import GroupIndex, numbers_left
 from events.types import (
     PRIMARY,
+    SECONDARY,
     AdmissionRefused,
     AllocateReason,
     CacheCleared,
@@ -58,7 +59,7 @@ EVICT_AHEAD_SHARE = 16
 
 
 class BlockManager:
-    """Decides for the whole cache. One window so far, though the state and the events hold several."""
+    """Decides for the whole cache: what one call does happens in all windows, or in none."""
 
     def __init__(
         self,
@@ -73,49 +74,50 @@ class BlockManager:
         self._emit = emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
-        self._evict_ahead = min(EVICT_AHEAD, state.groups[0].levels[PRIMARY].size // EVICT_AHEAD_SHARE)
         self._checkpoint_due = config.checkpoint_spacing * slots if recorded else math.inf
         """Blocks changed since the last checkpoint after which there should be another: none where no log keeps it."""
-        self.window = WindowBlockManager(
-            state,
-            GroupIndex(0),
-            emit,
-            reuse=config.enable_block_reuse,
-            partial_reuse=config.enable_partial_reuse,
-            offload_min_priority=config.secondary_offload_min_priority,
-            order=order,
+        self.windows = tuple(
+            WindowBlockManager(
+                state,
+                GroupIndex(index),
+                emit,
+                reuse=config.enable_block_reuse,
+                partial_reuse=config.enable_partial_reuse,
+                offload_min_priority=config.secondary_offload_min_priority,
+                order=order,
+            )
+            for index in range(len(state.groups))
         )
+        self._blocks_for = self.windows[0].blocks_for
 
     # -- admission
 
     def count_fitting(self, requests: list[CheckedRequest]) -> int:
         """Length of the longest prefix of the batch that fits."""
         requests = requests[: self._numbers_left()]
-        _, _, misfit = fitting(self.window, requests)
+        _, _, misfit = fitting(self.windows, requests)
         return len(requests) if misfit is None else misfit
 
     def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
         """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole, and `OutOfNumbers`."""
         if len(requests) > self._numbers_left():
             raise OutOfNumbers
-        plans, claims, misfit = fitting(self.window, requests)
+        plans, claims, misfit = fitting(self.windows, requests)
         if misfit is not None:
-            available = self.window.group.levels[PRIMARY].available - claims.unreferenced
-            raise OutOfBlocks(misfit, (claims.needed,), (available,))
+            needed, available = zip(*((claim.needed, claim.available) for claim in claims), strict=True)
+            raise OutOfBlocks(misfit, needed, available)
         rich = [request.rich for request in requests if request.rich is not None]
         if rich:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
-        return list(zip(admit(self._state, self.window, self._emit, plans, claims), plans, strict=True))
+        return list(zip(admit(self._state, self.windows, self._emit, plans, claims), plans, strict=True))
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, however often it is tried."""
         if request_id not in self._state.refused:
-            self._emit(
-                AdmissionRefused(
-                    request_id=request_id, needed=refusal.needed[0], available=refusal.available[0]
-                )
-            )
+            lacking = zip(refusal.needed, refusal.available, strict=True)
+            needed, available = max(lacking, key=lambda each: each[0] - each[1])
+            self._emit(AdmissionRefused(request_id=request_id, needed=needed, available=available))
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
@@ -128,7 +130,18 @@ class BlockManager:
         """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
         if num_tokens > sequence.computed:
             self._emit(ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
-        return self.window.store(sequence)
+        return self._store_in_all(sequence)
+
+    def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
+        """Make what is computed reusable; returns what the sequence's tables point at instead."""
+        replaced = self.windows[0].store(sequence, partial=partial)
+        for window in self.windows[1:]:
+            replaced += window.store(sequence, partial=partial)
+        return replaced
+
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a sequence needs in each window to grow by so many tokens."""
+        return self._blocks_for(sequence.num_tokens + num_tokens) - self._blocks_for(sequence.num_tokens)
 
     def sequence(self, request_id: RequestId) -> Sequence:
         """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
@@ -182,8 +195,12 @@ class BlockManager:
             self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
         batch.advance()
-        others = self.window.store_filled(due.sequences) if due is not None else ()
-        return self._store(others) if others else {}
+        changed: dict[RequestId, StoreResult] = {}
+        for window in self.windows if due is not None else ():
+            assert due is not None
+            for sequence in window.store_filled(due.sequences):
+                _note(changed, sequence, window.store(sequence))
+        return changed
 
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: int
@@ -203,18 +220,15 @@ class BlockManager:
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
-        changed = {}
+        changed: dict[RequestId, StoreResult] = {}
         for sequence in sequences:
-            swaps = self.window.store(sequence)
-            if swaps:
-                changed[sequence.request_id] = StoreResult(sequence.path_ends[0].end, swaps)
+            _note(changed, sequence, self._store_in_all(sequence))
         return changed
 
     def _growing(self, sequences: list[Sequence], counts: array[int]) -> list[tuple[Sequence, int]]:
         """The sequences that need more blocks, and how many."""
-        blocks_for = self.window.blocks_for
         more = [
-            (sequence, blocks_for(sequence.num_tokens + count) - blocks_for(sequence.num_tokens))
+            (sequence, self.blocks_to_grow(sequence, count))
             for sequence, count in zip(sequences, counts, strict=True)
         ]
         return [(sequence, blocks) for sequence, blocks in more if blocks]
@@ -224,29 +238,39 @@ class BlockManager:
     ) -> None:
         """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
         needed = len(growing) if blocks is None else sum(blocks)
-        primary = self.window.group.levels[PRIMARY]
-        if needed > len(primary.blank):
-            if needed > primary.available:
-                taken = list(accumulate(blocks or [1] * len(growing)))
-                first = growing[bisect_right(taken, primary.available)]
-                raise OutOfBlocks(sequences.index(first), (needed,), (primary.available,))
-            self.window.free_up(max(needed, min(self._evict_ahead, primary.available)), growing[0].handle)
-        self.window.allocate(handles, needed, blocks, AllocateReason.DECODE)
+        levels = [window.group.levels[PRIMARY] for window in self.windows]
+        if any(needed > level.available for level in levels):
+            available = tuple(level.available for level in levels)
+            taken = list(accumulate(blocks or [1] * len(growing)))
+            first = growing[bisect_right(taken, min(available))]
+            raise OutOfBlocks(sequences.index(first), (needed,) * len(levels), available)
+        for window, level in zip(self.windows, levels, strict=True):
+            if needed > len(level.blank):
+                ahead = min(EVICT_AHEAD, level.size // EVICT_AHEAD_SHARE, level.available)
+                window.free_up(max(needed, ahead), growing[0].handle)
+            window.allocate(handles, needed, blocks, AllocateReason.DECODE)
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
-        """Change the priority of the cached blocks that overlap its tokens [start, stop); returns how many changed."""
-        first, last = start // self.window.tokens_per_block, self.window.blocks_for(stop)
-        return set_priority(self.window, self._emit, sequence, priority, first, last) if start < stop else 0
+        """Change the priority of the cached blocks that overlap its tokens [start, stop).
+
+        Returns of how many blocks it has changed, in some window.
+        """
+        first, last = start // self._state.tokens_per_block, self._blocks_for(stop)
+        if start >= stop:
+            return 0
+        return max(
+            set_priority(window, self._emit, sequence, priority, first, last) for window in self.windows
+        )
 
     def remove(self, sequence: Sequence, *, store: bool) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
         if store:
-            self.window.store(sequence, partial=True)
+            self._store_in_all(sequence, partial=True)
         self._emit(
             SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
-                freed=(self.window.freed_by(sequence),),
+                freed=tuple(window.freed_by(sequence) for window in self.windows),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
             )
@@ -257,17 +281,18 @@ class BlockManager:
     def check(self) -> None:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
         check(self._state)
-        self.window.order.check()
+        for window in self.windows:
+            window.order.check()
         batch = self._decoding
         if batch is not None and self._state.running.handles == batch.handles:
             batch.check()
 
     def clear(self) -> None:
         """Drop what no sequence holds, and the names of the rest."""
-        group = self.window.group
-        removed = (group.levels[0].unreferenced, group.levels[1].unreferenced)
-        unnamed = sum(len(run.slots) for run in group.tree.runs.values() if run.refs)
-        self._emit(CacheCleared(removed=removed, unnamed=unnamed))
+        groups = self._state.groups
+        primary, secondary = (sum(group.levels[level].unreferenced for group in groups) for level in (0, 1))
+        unnamed = sum(len(run.slots) for group in groups for run in group.tree.runs.values() if run.refs)
+        self._emit(CacheCleared(removed=(primary, secondary), unnamed=unnamed))
 
     def land(self, transfers: Items[int]) -> None:
         """These copies are complete."""
@@ -302,15 +327,21 @@ class BlockManager:
 
     def checkpoint(self) -> None:
         """Record the fingerprint."""
-        levels = self.window.group.levels
-        cached = [
-            sum(len(r.slots) for r in self.window.group.tree.runs.values() if r.level == i.index)
-            for i in levels
-        ]
+        runs = [run for group in self._state.groups for run in group.tree.runs.values()]
+        cached = [sum(len(run.slots) for run in runs if run.level == level) for level in (PRIMARY, SECONDARY)]
         self._emit(
             Checkpoint(
                 fingerprint=fingerprint(self._state),
                 num_sequences=len(self._state.sequences),
                 num_cached=(cached[0], cached[1]),
             )
+        )
+
+
+def _note(changed: dict[RequestId, StoreResult], sequence: Sequence, replaced: list[Replacement]) -> None:
+    """Add what a sequence's tables point at instead, in one more window."""
+    if replaced:
+        before = changed.get(sequence.request_id)
+        changed[sequence.request_id] = StoreResult(
+            min(sequence.stored), replaced if before is None else before.replaced + replaced
         )

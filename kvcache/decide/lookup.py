@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
-from events.types import Namespace
-from kvcache.fold.matching import PathMatch, match
+from events.types import PRIMARY, Namespace
+from kvcache.fold.matching import PathMatch, in_all, match
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.results import Match, MatchedBlock
@@ -23,19 +23,21 @@ def lookup(
 
 
 def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTokens) -> int:
-    """How many full blocks `lookup` would find, without an object for each."""
+    """How many full blocks of each window `lookup` would find, without an object for each."""
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
-    return _match(state, namespace, rich, partial=False).blocks
+    return _match(state, namespace, rich, partial=False)[0].blocks
 
 
-def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool) -> PathMatch:
+def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool) -> list[PathMatch]:
+    """What all groups have of it."""
     symbols = state.symbols.symbols_of(prompt)
-    tree = state.groups[0].tree
     stop = max(len(symbols) - TOKEN_BYTES, 0)
     if not state.tokens_recorded:
         symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
-    return match(tree, tree.roots.get(namespace), symbols, stop, partial=partial)
+    trees = [group.tree for group in state.groups]
+    found = [match(tree, tree.roots.get(namespace), symbols, stop, partial=partial) for tree in trees]
+    return in_all(found, state.tokens_per_block)
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
@@ -45,18 +47,23 @@ def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int
     return keys[: full * state.hashing.key_bytes]
 
 
-def _describe(state: CacheState, num_tokens: int, found: PathMatch) -> Match:
-    size = state.tokens_per_block
-    blocks = tuple(_block(state, run, index, size) for run, take in found.runs for index in range(take))
-    partial = found.partial
-    return Match(
-        num_tokens,
-        blocks,
-        _block(state, partial.run, partial.block, partial.num_tokens) if partial is not None else None,
-    )
+def _describe(state: CacheState, num_tokens: int, found: list[PathMatch]) -> Match:
+    assert state.created is not None
+    size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
+    blocks: list[MatchedBlock] = []
+    partials: list[MatchedBlock] = []
+    for group, path in zip(state.created.groups, found, strict=True):
+        for run, take in path.runs:
+            blocks += [_block(run, index, size, key_bytes, group.window) for index in range(take)]
+        partial = path.partial
+        if partial is not None:
+            partials.append(_block(partial.run, partial.block, partial.num_tokens, key_bytes, group.window))
+    primary = min(len(path.slots(PRIMARY)) for path in found)
+    by_level = (primary * size, (found[0].blocks - primary) * size)
+    return Match(num_tokens, tuple(blocks), tuple(partials), by_level)
 
 
-def _block(state: CacheState, run: Run, index: int, num_tokens: int) -> MatchedBlock:
-    key_bytes = state.hashing.key_bytes
+def _block(run: Run, index: int, num_tokens: int, key_bytes: int, window: int) -> MatchedBlock:
     name = bytes(run.keys[index * key_bytes : index * key_bytes + min(key_bytes, NAME_BYTES)]).hex()
-    return MatchedBlock(run.start + index, run.level, run.slots[index], name, num_tokens, run.transfer == 0)
+    landed = run.transfer == 0
+    return MatchedBlock(run.start + index, run.level, run.slots[index], name, num_tokens, landed, window)

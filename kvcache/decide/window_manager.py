@@ -79,6 +79,9 @@ class WindowBlockManager:
     ) -> None:
         self._state = state
         self.index = index
+        assert state.created is not None
+        self.window = state.created.groups[index].window
+        """In tokens."""
         self.group: GroupState = state.groups[index]
         """The state decided about."""
         self._emit = emit
@@ -274,7 +277,8 @@ class WindowBlockManager:
         middle, last = first + len(primary.slots), first + found.blocks
         own, recomputed = table[first:middle], table[middle:last]
         if own:
-            swaps += zip(range(first, middle), own, primary.slots, strict=True)
+            places = zip(range(first, middle), own, primary.slots, strict=True)
+            swaps += [Replacement(*place, self.window) for place in places]
             slots, replaced = primary.slots.tobytes(), own[::-1].tobytes()
             self._emit(
                 BlocksReused(

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from kvcache.config import KVCacheConfig
-from kvcache.errors import NotEnoughMemory, Unsupported
+from kvcache.errors import NotEnoughMemory
 from kvcache.layout import Layout
 
 BOOKKEEPING_BYTES_PER_SLOT = 24
@@ -20,12 +20,8 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def served_layout(config: KVCacheConfig) -> Layout:
-    """The layout of a cache that a manager can serve; raises `Unsupported` or `NotEnoughMemory` for others."""
+    """The layout of a cache that a manager can serve; raises `NotEnoughMemory` for others."""
     layout = Layout.of(config)
-    if len(layout.groups) > 1 or layout.groups[0].window < config.max_sequence_length:
-        raise Unsupported(
-            "an attention window shorter than max_sequence_length", "leave max_attention_window out"
-        )
     needed = BOOKKEEPING_BYTES_PER_SLOT * sum(sum(group.num_blocks) for group in layout.groups)
     free = free_bytes()
     if needed > free:

@@ -54,9 +54,10 @@ class Readiness:
         self._refuse_lost(sequences)
         if self._transfers is None or not self._transfers.pending:
             return
-        unwritten = self._transfers.pending_targets(group=0, level=PRIMARY)
-        if unwritten and not all(unwritten.isdisjoint(sequence.tables[0]) for sequence in sequences):
-            raise TransfersPending
+        for group in range(len(sequences[0].tables) if sequences else 0):
+            unwritten = self._transfers.pending_targets(group, PRIMARY)
+            if unwritten and not all(unwritten.isdisjoint(sequence.tables[group]) for sequence in sequences):
+                raise TransfersPending
 
     def _refuse_lost(self, sequences: Items[Sequence]) -> None:
         for sequence in sequences if self._lost else ():

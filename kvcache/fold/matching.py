@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from events.packed import TOKEN_BYTES
 from events.types import PRIMARY
@@ -49,6 +50,20 @@ class PathMatch:
     def keys(self, level: int, key_bytes: int) -> bytes:
         """Their keys."""
         return b"".join(bytes(run.keys[: take * key_bytes]) for run, take in self.runs if run.level == level)
+
+    def limited(self, blocks: int, tokens_per_block: int) -> PathMatch:
+        """The first `blocks` of the full ones; of a longer match the next one is its partial match."""
+        if blocks >= self.blocks:
+            return self
+        limited, left = PathMatch(blocks=blocks), blocks
+        for run, take in self.runs:
+            if left:
+                limited.runs.append((run, min(take, left)))
+            if take > left:
+                limited.partial = PartialMatch(run, left, tokens_per_block)
+                break
+            left -= take
+        return limited
 
     def unreferenced(self) -> int:
         """Matching primary blocks that no sequence holds: they are taken out of what can be evicted."""
@@ -111,3 +126,19 @@ def covered_child(node: Node, symbols: bytes) -> Run | None:
     if at and symbols.startswith(node.order[at - 1]):
         return node.children[node.order[at - 1]]
     return None
+
+
+def in_all(matches: Sequence[PathMatch], tokens_per_block: int) -> list[PathMatch]:
+    """What all groups have of a prompt: as many blocks, and as many tokens of one more, as the one with the least."""
+    if len(matches) == 1:
+        return list(matches)
+    least = min(found.blocks for found in matches)
+    common = [found.limited(least, tokens_per_block) for found in matches]
+    partial = [found.partial for found in common if found.partial is not None]
+    tokens = min(each.num_tokens for each in partial) if len(partial) == len(common) else 0
+    return [
+        replace(
+            found, partial=replace(found.partial, num_tokens=tokens) if found.partial and tokens else None
+        )
+        for found in common
+    ]

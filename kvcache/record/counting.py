@@ -56,9 +56,12 @@ class StatsCounter:
         counts = self._counts
         counts["events"] += num_events
         counts["batches"] += 1
-        primary, secondary = state.groups[0].levels
-        counts["blocks_blank"] = (len(primary.blank), len(secondary.blank))
-        counts["blocks_unreferenced"] = (primary.unreferenced, secondary.unreferenced)
+        blank, unreferenced = [0, 0], [0, 0]
+        for group in state.groups:
+            for level in group.levels:
+                blank[level.index] += len(level.blank)
+                unreferenced[level.index] += level.unreferenced
+        counts["blocks_blank"], counts["blocks_unreferenced"] = tuple(blank), tuple(unreferenced)
         counts["sequences"] = len(state.sequences)
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts.copy()
@@ -68,15 +71,18 @@ class StatsCounter:
         return Stats(**self._published)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
-        self._counts["blocks_total"] = event.groups[0].num_blocks
+        primary, secondary = zip(*(group.num_blocks for group in event.groups), strict=True)
+        self._counts["blocks_total"] = (sum(primary), sum(secondary))
         self._own.clear()
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts
         counts["requests"] += 1
         counts["prompt_tokens"] += event.num_tokens
-        counts["reused_tokens_primary"] += min(event.reused_primary)
-        counts["reused_tokens_secondary"] += min(event.reused_secondary)
+        # Where the windows differ, what one of them has to bring back is reused from secondary.
+        primary = min(event.reused_primary)
+        counts["reused_tokens_primary"] += primary
+        counts["reused_tokens_secondary"] += event.reused_full - primary
         counts["reused_tokens_partial"] += event.reused_partial
         counts["reused_tokens_own"] += self._own.admit(event)
 

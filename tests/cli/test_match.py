@@ -95,7 +95,7 @@ class TestRequest:
         )
         assert f"would reuse    {numbers['reused_tokens']:,} tokens" in done.out
         rows = done.out.split("name\n")[1].splitlines()
-        assert len(rows) == len(numbers["blocks"]) + (numbers["partial"] is not None)
+        assert len(rows) == len(numbers["blocks"]) + len(numbers["partials"])
         assert rows[1].split()[:3] == ["1", "16–31", numbers["blocks"][1]["level"]]
 
     def test_unknown(self, kvcache: Kvcache, log: Path) -> None:

@@ -190,7 +190,6 @@ class TestOutput:
     @pytest.mark.parametrize(
         ("setting", "says"),
         [
-            ("max_attention_window=[16]", "an attention window shorter than max_sequence_length"),
             ("num_layers=65536", "host memory"),
         ],
     )
@@ -202,6 +201,20 @@ class TestOutput:
         assert (done.code, done.out) == (2, "")
         assert says in done.err
         assert not (tmp_path / "log").exists()
+
+    def test_several_windows(self, kvcache: Kvcache) -> None:
+        """Two windows, with layers of different numbers of heads in one: bytes of all, a router, and replay agree."""
+        options = {"num_layers": 4, "num_kv_heads": "1,2,2,4", "max_attention_window": "256,1048576"}
+        sets = [part for name, value in options.items() for part in ("--set", f"{name}={value}")]
+        done = kvcache("run", "--limit", 200, "--check-feed", "--json", *sets)
+        assert done.code == 0, done.err
+        both = json.loads(done.out)
+        one = json.loads(kvcache("run", "--limit", 200, "--json").out)
+        assert both["reused_tokens"] == one["reused_tokens"] > 0
+        assert both["checked_blocks"] == 2 * one["checked_blocks"] > 0
+        assert both["blocks_offloaded"] == 2 * one["blocks_offloaded"] > 0
+        assert both["feed"]["agrees"]
+        assert both["replay_fingerprint"] == both["fingerprint"]
 
     def test_pools_do_not_change_the_decisions(self, kvcache: Kvcache) -> None:
         """With and without bytes a run ends in the same state."""

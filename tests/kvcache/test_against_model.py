@@ -47,6 +47,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
+from kvcache.results import Replacement
 from tests import strategies
 from tests.model import Model, Refused
 from tests.strategies import Namespace, Symbol, cached_blocks, name_of, request, split_names
@@ -86,6 +87,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.seen = 1
         self.manager.bus.subscribe(self.history.append)
         self.size = settings.tokens_per_block
+        self.windows = [group.window for group in self.manager.layout.groups]
+        """Groups of equal size in which equal things happen: the model is each of them."""
         assert settings.primary_blocks is not None
         assert settings.secondary_blocks is not None
         self.limit = min(settings.max_sequence_length, settings.primary_blocks * self.size)
@@ -122,14 +125,14 @@ class ManagerBesideModel(RuleBasedStateMachine):
                 self.both("add_sequences", requests)
             assert (raised.value.index, raised.value.needed, raised.value.available) == (
                 index,
-                (needed,),
-                (available,),
+                (needed,) * len(self.windows),
+                (available,) * len(self.windows),
             )
             return
         admitted = self.both("add_sequences", requests)
         assert [(a.reused_primary, a.reused_secondary, a.reused_partial) for a in admitted] == expected
-        assert [len(a.block_tables[0]) for a in admitted] == [
-            -(-len(tokens) // self.size) for _, _, tokens in batch
+        assert [[len(table) for table in a.block_tables] for a in admitted] == [
+            [-(-len(tokens) // self.size)] * len(self.windows) for _, _, tokens in batch
         ]
 
     def source_of(self, namespace: Namespace, tokens: Sequence[Symbol]) -> tuple[Any, ...] | None:
@@ -144,15 +147,20 @@ class ManagerBesideModel(RuleBasedStateMachine):
             "extra_ids": asked.extra_ids,
         }
         found = self.manager.match(asked.tokens, **options)
-        assert self.manager.count_reusable(asked.tokens, **options) == len(found.blocks)
         held = [path[:end] for end in range(2, len(path) + 1)]
-        assert [block.name for block in found.blocks] == [name_of(each).hex() for each in held]
-        assert [block.level for block in found.blocks] == [self.model.cached[each].level for each in held]
-        if found.partial is None:
+        assert self.manager.count_reusable(asked.tokens, **options) == len(held)
+        for window in self.windows:
+            blocks = [block for block in found.blocks if block.window == window]
+            assert [block.name for block in blocks] == [name_of(each).hex() for each in held]
+            assert [block.level for block in blocks] == [self.model.cached[each].level for each in held]
+        if not found.partials:
             assert not candidates
             return None
-        assert found.partial.num_tokens == copied
+        assert [(each.window, each.num_tokens) for each in found.partials] == [
+            (window, copied) for window in self.windows
+        ]
         named = {name_of(each).hex(): each for each in candidates}
+        assert found.partial is not None
         return named[found.partial.name]
 
     @precondition(lambda self: self.model.running)
@@ -165,12 +173,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert result.stored_blocks == self.model.running[request_id].stored
         self.check_swaps(request_id, result.replaced, swapped)
 
-    def check_swaps(
-        self, request_id: Hashable, swaps: list[tuple[int, int, int]], expected: list[int]
-    ) -> None:
-        assert [index for index, _, _ in swaps] == expected
-        table = self.manager.block_table(request_id)  # type: ignore[arg-type]
-        assert all(table[index] == new != old for index, old, new in swaps)
+    def check_swaps(self, request_id: Hashable, swaps: list[Replacement], expected: list[int]) -> None:
+        for window in self.windows:
+            places = [each for each in swaps if each.window == window]
+            assert [each.block for each in places] == expected
+            table = self.manager.block_table(request_id, window)  # type: ignore[arg-type]
+            assert all(table[each.block] == each.new_slot != each.old_slot for each in places)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -233,7 +241,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
         )
         assert self.both("set_priority", request_id, priority, start=start, stop=stop) == len(changed)
         updates = [event for event in self.history[seen:] if isinstance(event, BlocksUpdated)]
-        assert [name for e in updates for name in split_names(e.names)] == [name_of(path) for path in changed]
+        for group in range(len(self.windows)):
+            names = [name for e in updates if e.group == group for name in split_names(e.names)]
+            assert names == [name_of(path) for path in changed]
         assert all(event.old_priority != event.priority == priority for event in updates)
 
     @precondition(lambda self: self.model.running)
@@ -297,12 +307,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
             name_of(path): (block.level, block.refs, block.stamp, len(path[-1]), block.priority)
             for path, block in self.model.cached.items()
         }
-        assert cached_blocks(self.manager.state) == blocks
-        levels = self.manager.state.groups[0].levels
-        assert [len(level.blank) for level in levels] == [
-            self.model.blank(PRIMARY),
-            self.model.blank(SECONDARY),
-        ]
+        for index, group in enumerate(self.manager.state.groups):
+            assert cached_blocks(self.manager.state, index) == blocks
+            assert [len(level.blank) for level in group.levels] == [
+                self.model.blank(PRIMARY),
+                self.model.blank(SECONDARY),
+            ]
         assert self.manager.num_free_blocks == self.model.available()
         assert self.manager.num_sequences == len(self.model.running)
         symbols: set[tuple[int, Symbol]] = set()
@@ -310,7 +320,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             sequence = self.manager._blocks.sequence(request_id)  # type: ignore[arg-type]
             symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
-            assert sequence.stored == (expected.stored,)
+            assert sequence.stored == (expected.stored,) * len(self.windows)
         # Equal symbols stand for equal things and the other way round; plain tokens for themselves.
         assert (
             len(symbols) == len({number for number, _ in symbols}) == len({meaning for _, meaning in symbols})
@@ -325,6 +335,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def events_agree(self) -> None:
         """What left primary or the cache since the last look, and in which order."""
         events, self.seen = self.history[self.seen :], len(self.history)
+        for group in range(len(self.windows)):
+            self.removals_agree([event for event in events if getattr(event, "group", None) == group])
+        self.model.offloaded.clear()
+        self.model.removed.clear()
+
+    def removals_agree(self, events: list[Event]) -> None:
         moved = [e for e in events if isinstance(e, BlocksMoved) and e.why == MoveReason.OFFLOAD]
         offloaded = [name for event in moved for name in split_names(event.names)]
         assert offloaded == [name_of(path) for path in self.model.offloaded]
@@ -338,8 +354,6 @@ class ManagerBesideModel(RuleBasedStateMachine):
                 later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :]
             )
         assert not removed
-        self.model.offloaded.clear()
-        self.model.removed.clear()
 
     def folds_agree(self) -> None:
         live = self.manager.fingerprint()

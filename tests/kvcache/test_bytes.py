@@ -203,7 +203,7 @@ def test_duplicate_blocks_are_swapped_with_their_bytes() -> None:
     engine.forward("a", 4)
     engine.write("b", 4)
     result = engine.manager.store_context_blocks("b", 4)
-    assert [index for index, _, _ in result.replaced] == [0, 1]
+    assert [each.block for each in result.replaced] == [0, 1]
     tables = engine.manager.block_tables(["a", "b"])
     assert tables[0, :2].tolist() == tables[1, :2].tolist()
     assert tables[0, 2] != tables[1, 2]

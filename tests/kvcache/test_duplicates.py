@@ -5,6 +5,7 @@ from __future__ import annotations
 from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
+from kvcache.results import Replacement
 from tests import strategies
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -22,7 +23,8 @@ def test_second_store_swaps_to_the_first_ones_blocks() -> None:
     assert manager.store_context_blocks("a", 4).replaced == []
     first = manager.block_table("a").tolist()
     result = manager.store_context_blocks("b", 4)
-    assert result.replaced == [(0, old[0], first[0]), (1, old[1], first[1])]
+    expected = [Replacement(block, old[block], first[block], strategies.LIMIT) for block in (0, 1)]
+    assert result.replaced == expected
     assert result.stored_blocks == 2
     assert manager.block_table("b").tolist() == [*first[:2], old[2]]
     assert manager.num_free_blocks == 4
@@ -38,9 +40,9 @@ def test_only_what_is_stored_already_is_swapped() -> None:
     two_of_the_same(manager)
     manager.store_context_blocks("a", 2)
     result = manager.store_context_blocks("b", 4)
-    assert [index for index, _, _ in result.replaced] == [0]
+    assert [each.block for each in result.replaced] == [0]
     assert result.stored_blocks == 2
-    assert [index for index, _, _ in manager.store_context_blocks("a", 4).replaced] == [1]
+    assert [each.block for each in manager.store_context_blocks("a", 4).replaced] == [1]
 
 
 def test_only_what_was_given_back_counts_as_duplicate() -> None:
@@ -61,8 +63,8 @@ def test_decoding_reports_the_tables_that_changed() -> None:
     assert manager.add_tokens(["a", "b", "c"], [2, 2, 2]) == {}
     changed = manager.add_tokens(["a", "b", "c"], [3, 3, 3])
     assert list(changed) == ["b"]
-    ((index, _, new),) = changed["b"].replaced
-    assert (index, new) == (0, manager.block_table("a")[0])
+    (place,) = changed["b"].replaced
+    assert (place.block, place.new_slot) == (0, manager.block_table("a")[0])
     manager.check()
 
 

@@ -214,7 +214,7 @@ def test_evicting_many_at_once_is_evicting_one_after_the_other(seed: int, second
     pair = [
         cache(primary_blocks=60, secondary_blocks=secondary_blocks, max_sequence_length=120) for _ in range(2)
     ]
-    one_by_one = pair[1]._blocks.window._evictor
+    one_by_one = pair[1]._blocks.windows[0]._evictor
     one_by_one._evict_together = lambda victims, handle: False  # type: ignore[method-assign]
     counts = [0, 0]
     for step in range(25):
@@ -289,6 +289,6 @@ def test_an_order_that_was_not_told_is_found_out() -> None:
     manager = cache()
     run(manager, [1, 1, 1, 2])
     manager.check()
-    manager._blocks.window.order.cleared()
+    manager._blocks.windows[0].order.cleared()
     with pytest.raises(InvariantViolated, match="unheard of"):
         manager.check()

@@ -20,7 +20,6 @@ from kvcache.errors import (
     Poisoned,
     PromptTooLong,
     UnknownRequest,
-    Unsupported,
     UsageError,
     WrongThread,
 )
@@ -240,6 +239,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("check", ()),
     ("fingerprint", ()),
     ("num_free_blocks", None),
+    ("num_free_blocks_per_window", ()),
     ("num_sequences", None),
 ]
 """All that reads or changes the state, with arguments that are right; None: a property."""
@@ -352,10 +352,24 @@ def test_failure_is_repeated_without_tokens() -> None:
     manager.close()
 
 
-def test_short_windows_are_refused() -> None:
-    """A window shorter than the longest sequence is not served, and said so before anything is opened."""
-    with pytest.raises(Unsupported):
-        KVCacheManager(strategies.config(max_attention_window=4))
+def test_tables_of_several_windows() -> None:
+    """Each window has tables and slots of its own; where there are several, a caller says which is meant."""
+    settings = {"num_layers": 2, "max_attention_window": [4, 24], "primary_blocks": 6}
+    manager = KVCacheManager(strategies.config(**settings))
+    admission = manager.add_sequence("a", [1] * 5)
+    assert [table.tolist() for table in admission.block_tables] == [[0, 1, 2], [0, 1, 2]]
+    assert manager.block_table("a", 4).tolist() == manager.block_tables(["a"], 24)[0].tolist() == [0, 1, 2]
+    assert manager.num_free_blocks_per_window() == {4: 3, 24: 3}
+    assert manager.num_free_blocks == 3
+    assert manager.stats().blocks_total == (12, 0)
+    for ask in (manager.block_table, lambda _: manager.block_tables(["a"])):
+        with pytest.raises(UsageError, match=r"one of \[4, 24\]"):
+            ask("a")
+    with pytest.raises(UsageError, match="no window of 5 tokens"):
+        manager.block_table("a", 5)
+    with pytest.raises(OutOfBlocks) as refused:
+        manager.add_sequence("b", [2] * 8)
+    assert (refused.value.needed, refused.value.available) == ((4, 4), (3, 3))
 
 
 def test_block_tables_are_padded_copies() -> None:

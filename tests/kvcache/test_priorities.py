@@ -190,7 +190,7 @@ def test_a_released_block_takes_its_new_place() -> None:
         state.apply(BlocksUpdated(GroupIndex(0), PRIMARY, part.tobytes(), b"", old, new))
         manager.check()
     assert len(state.groups[0].tree.runs) == 3
-    victim = manager._blocks.window.order.next(PRIMARY)
+    victim = manager._blocks.windows[0].order.next(PRIMARY)
     assert victim is not None
     assert victim.priority == 5
 

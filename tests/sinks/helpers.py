@@ -79,7 +79,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
         (SymbolPage(4, PLANTED),),
     ),
     Gap(3, 9, "overflow"),
-    SequenceAdded(Handle(7), "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 0), 3),
+    SequenceAdded(Handle(7), "chat-1", SPACE, 812, TOKENS, (512, 500), (64, 76), 3),
     BlocksAllocated(pack_i64([7]), pack_u32([2]), GroupIndex(0), TWO, AllocateReason.DECODE),
     BlocksReused(Handle(7), GroupIndex(1), LevelIndex(0), BlockIndex(2), TWO, NAMES, pack_i32([9])),
     BlocksCopied(Handle(7), GroupIndex(0), LevelIndex(1), Slot(4), Slot(5), 3, BlockIndex(2), 11),

@@ -35,7 +35,7 @@ LINES = [
     "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by kvcache 1",
     "StateExported     blocks=2 sequences=1 transfers=1",
     "Gap               missing=3..9 reason=overflow",
-    "SequenceAdded     #7 request=chat-1 tokens=812 reused=512+64+3 lora=adapter salt=abababab",
+    "SequenceAdded     #7 request=chat-1 tokens=812 reused=500+76+3 lora=adapter salt=abababab",
     "BlocksAllocated   #7 group=0 blocks=2 why=decode",
     "BlocksReused      #7 group=1 primary blocks=2 first=2 1f2e3d4c..9a8b7c6d replaced=1",
     "BlocksCopied      #7 group=0 tokens=3 from secondary block=2 transfer=11",
