@@ -23,6 +23,7 @@ from typing import Any
 import zmq
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import LateCopier
 from events.formats.vllm import Hash
 from events.packed import NAME_BYTES
 from events.subscribe.continuity import Missed, Received
@@ -36,7 +37,6 @@ from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.conftest import ROOT
-from tests.simulated import LateCopier
 
 WAIT = 20.0
 CONFIG = KVCacheConfig(

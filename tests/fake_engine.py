@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cuda_ops.copier import Copier
+from cuda_ops.simulated import LateCopier
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
@@ -23,7 +24,6 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from kvcache.results import Admission, PollResult
 from tests import strategies
-from tests.simulated import LateCopier
 
 WRONG = -1.0
 RequestId = str | int

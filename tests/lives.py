@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import FailingCopier, LateCopier
 from events import types as ev
 from events.types import PRIMARY, CacheCreated, Event
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending
@@ -16,7 +17,6 @@ from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.columns import pack_i32
-from tests.simulated import FailingCopier, LateCopier
 
 
 class Step(NamedTuple):

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from cuda_ops.copier import Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.fold import Feed
 from events.ids import BlockIndex, GroupIndex, Handle
@@ -22,7 +23,6 @@ from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
 from kvcache.pools import Pools
 from tests.columns import pack_i64, pack_u32
-from tests.simulated import LateCopier
 
 
 class StrictIndex:

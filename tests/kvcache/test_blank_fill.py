@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cuda_ops.simulated import LateCopier
 from kvcache.errors import TransfersPending
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
@@ -15,7 +16,6 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from tests import strategies
 from tests.fake_engine import FakeEngine, expected
-from tests.simulated import LateCopier
 
 
 def found_by(engine: FakeEngine, request_id: str, prompt: list[int]) -> tuple[int, list[float]]:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier
+from cuda_ops.simulated import FailingCopier, LateCopier
 from events.types import BlocksCopied, BlocksMoved, MoveReason, Namespace
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.fake_engine import FakeEngine, expected
-from tests.simulated import FailingCopier, LateCopier
 
 Wrap = Callable[[Copier], Copier]
 

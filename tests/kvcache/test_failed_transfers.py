@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cuda_ops.copier import Copy, CopyFailed, FinishedTicket, Ticket
+from cuda_ops.simulated import FailingCopier, LateCopier
 from events.feed.changes import Change, Cleared
 from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
@@ -21,7 +22,6 @@ from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.fake_engine import FakeEngine
-from tests.simulated import FailingCopier, LateCopier
 
 PROMPT = [0, 1, 0, 1, 1]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 
+from cuda_ops.simulated import LateCopier
 from events.types import PRIMARY, SECONDARY, CacheCreated, Event, SequenceRemoved
 from kvcache.errors import InvariantViolated
 from kvcache.fold.check import check, check_slots
@@ -14,7 +15,6 @@ from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.lives import NoBytes, Witness, explore, steps_of
-from tests.simulated import LateCopier
 
 
 class FoldWitness(Witness):

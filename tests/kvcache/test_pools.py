@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copy
+from cuda_ops.simulated import LateCopier
 from events.log import LogWriter
 from kvcache import pools as pools_module
 from kvcache.config import KVCacheConfig
@@ -20,7 +21,6 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools, PoolSizes
 from sinks import SinkURLError
-from tests.simulated import LateCopier
 
 
 def layout(**changes: object) -> Layout:

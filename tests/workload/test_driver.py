@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cuda_ops.copier import Copier, Copy, FinishedTicket, Ticket
+from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache.config import KVCacheConfig
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
@@ -25,7 +26,6 @@ from kvcache.workload.mooncake import TraceRequest, read_trace
 from kvcache.workload.pattern import PatternMismatch
 from kvcache.workload.summary import RunResult, StepTimes
 from tests.conftest import ROOT
-from tests.simulated import FailingCopier, LateCopier
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
 SMALL: dict[str, Any] = {"max_sequence_length": 4096, "tokens_per_block": 32, "primary_blocks": 100}
