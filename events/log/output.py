@@ -21,20 +21,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
+from events.log import frames
 from events.log.durable import Lock, sync_directory, sync_file, write_all
-from events.log.frames import (
-    AFTER_LOSS,
-    CLOSED,
-    FRAME_HEADER_BYTES,
-    MAX_PAYLOAD,
-    SEGMENT_HEADER_BYTES,
-    VERSION,
-    Chain,
-    FrameHeader,
-    SegmentHeader,
-    pack_frame_header,
-    seed_of,
-)
 from events.log.segments import UNFINISHED_SUFFIX, segment_name
 from events.types import FORMAT_VERSION, EventBatch
 
@@ -57,7 +45,7 @@ class LogOutput:
         self,
         directory: Path,
         lock: Lock,
-        chain: Chain,
+        chain: frames.Chain,
         *,
         record_tokens: bool,
         segment_bytes: int,
@@ -82,7 +70,7 @@ class LogOutput:
         """End of the last durable frame."""
         self._ahead = 0
         """End of the last frame that waits."""
-        self._waiting: list[tuple[FrameHeader, bytes, bytes]] = []
+        self._waiting: list[tuple[frames.FrameHeader, bytes, bytes]] = []
         """The frames behind the last durable one, with the bytes of header and payload."""
         self.bytes_written = 0
         self.batches_written = 0
@@ -92,14 +80,16 @@ class LogOutput:
         assert self._reached.log_id is not None
         self._reached.epoch = epoch
         self._chain = replace(self._reached)
-        self._seed = seed_of(self._reached.log_id, epoch)
+        self._seed = frames.seed_of(self._reached.log_id, epoch)
 
     def encode(self, batch: EventBatch) -> Record:
         """The batch as it is written, without tokens if the log has none. Raises whatever encoding raises."""
         recorded = batch if self._record_tokens else batch_without_tokens(batch)
         payload = encode_batch(recorded)
-        if len(payload) > MAX_PAYLOAD:
-            raise OverflowError(f"batch {batch.seq} has {len(payload)} bytes, a frame holds {MAX_PAYLOAD}")
+        if len(payload) > frames.MAX_PAYLOAD:
+            raise OverflowError(
+                f"batch {batch.seq} has {len(payload)} bytes, a frame holds {frames.MAX_PAYLOAD}"
+            )
         return Record(batch.seq, len(batch.events), payload)
 
     def write(self, records: Sequence[Record]) -> None:
@@ -117,7 +107,7 @@ class LogOutput:
         if self._path is None:
             return
         if not self._reached.closed:
-            self._add(Record(next_seq, 0, b""), CLOSED)
+            self._add(Record(next_seq, 0, b""), frames.CLOSED)
         self._finish_segment()
 
     def roll_back(self) -> None:
@@ -141,17 +131,17 @@ class LogOutput:
     def _add(self, record: Record, flags: int) -> None:
         """Put a frame behind those waiting; begin a segment where it does not fit any more."""
         seq, events, payload = record
-        size = FRAME_HEADER_BYTES + len(payload)
-        is_full = self._ahead + size > self._segment_bytes and self._ahead > SEGMENT_HEADER_BYTES
-        if self._path is None or (is_full and not flags & CLOSED):
+        size = frames.FRAME_HEADER_BYTES + len(payload)
+        is_full = self._ahead + size > self._segment_bytes and self._ahead > frames.SEGMENT_HEADER_BYTES
+        if self._path is None or (is_full and not flags & frames.CLOSED):
             self._finish_segment()
             self._begin_segment(seq)
         chain = self._chain
         if seq != chain.seq:
-            flags |= AFTER_LOSS
-        header = FrameHeader(len(payload), seq, events, flags, chain.crc, _crc32(payload))
+            flags |= frames.AFTER_LOSS
+        header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, _crc32(payload))
         chain.follow(header)
-        self._waiting.append((header, pack_frame_header(header, self._seed), payload))
+        self._waiting.append((header, frames.pack_frame_header(header, self._seed), payload))
         self._ahead += size
 
     def _commit(self) -> None:
@@ -172,27 +162,27 @@ class LogOutput:
     def _keep_whole_frames(self, descriptor: int) -> None:
         """After a write that was cut short, as on a full disk: what came before the cut may stay."""
         with contextlib.suppress(OSError):
-            written, frames = os.fstat(descriptor).st_size - self._offset, 0
+            written, whole = os.fstat(descriptor).st_size - self._offset, 0
             for header, _, _ in self._waiting:
-                written -= FRAME_HEADER_BYTES + header.payload_bytes
+                written -= frames.FRAME_HEADER_BYTES + header.payload_bytes
                 if written < 0:
                     break
-                frames += 1
-            if frames and self._sync:
+                whole += 1
+            if whole and self._sync:
                 sync_file(descriptor)
-            self._reach(frames)
+            self._reach(whole)
 
-    def _reach(self, frames: int) -> None:
+    def _reach(self, count: int) -> None:
         """So many of the waiting frames are durable."""
-        reached = [header for header, _, _ in self._waiting[:frames]]
+        reached = [header for header, _, _ in self._waiting[:count]]
         if not reached:
             return
         self._reached.follow(reached[-1])
-        size = sum([FRAME_HEADER_BYTES + header.payload_bytes for header in reached])
+        size = sum([frames.FRAME_HEADER_BYTES + header.payload_bytes for header in reached])
         self._offset += size
         self.bytes_written += size
-        self.batches_written += frames - self._reached.closed  # The closing mark is the last, and no batch.
-        del self._waiting[:frames]
+        self.batches_written += count - self._reached.closed  # The closing mark is the last, and no batch.
+        del self._waiting[:count]
 
     def _open_again(self) -> int:
         """The segment, cut off behind its last durable frame."""
@@ -224,8 +214,8 @@ class LogOutput:
         self._discard_unfinished()
         chain = self._chain
         assert chain.log_id is not None
-        header = SegmentHeader(
-            VERSION, FORMAT_VERSION, chain.log_id, chain.epoch, chain.number, base_seq, chain.crc
+        header = frames.SegmentHeader(
+            frames.VERSION, FORMAT_VERSION, chain.log_id, chain.epoch, chain.number, base_seq, chain.crc
         )
         path = self._directory / segment_name(base_seq)
         self._unfinished = path
@@ -233,8 +223,8 @@ class LogOutput:
         self._unfinished, self._path = None, path
         self._reached.enter(header)
         chain.enter(header)
-        self._offset = self._ahead = SEGMENT_HEADER_BYTES
-        self.bytes_written += SEGMENT_HEADER_BYTES
+        self._offset = self._ahead = frames.SEGMENT_HEADER_BYTES
+        self.bytes_written += frames.SEGMENT_HEADER_BYTES
 
     def _create(self, path: Path, header: bytes) -> int:
         """Make a segment file; it gets its name when its header is on disk."""

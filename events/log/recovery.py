@@ -11,18 +11,9 @@ import os
 from pathlib import Path
 
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
+from events.log import segments
 from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain
-from events.log.segments import (
-    LOCK_NAME,
-    QUARANTINE_NAME,
-    UNFINISHED_SUFFIX,
-    Broken,
-    Frame,
-    Segment,
-    holds_foreign_files,
-    segment_paths,
-)
 
 
 def claim(directory: Path, resume: bool) -> Lock:
@@ -35,12 +26,12 @@ def claim(directory: Path, resume: bool) -> Lock:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise NotALog(directory, to_write=True) from None  # It, or what it should lie in, is something else.
-    is_new = not segment_paths(directory)
-    if is_new and holds_foreign_files(directory):
+    is_new = not segments.segment_paths(directory)
+    if is_new and segments.holds_foreign_files(directory):
         raise NotALog(directory, to_write=True)
     lock = _lock(directory)
     try:
-        if segment_paths(directory) and not resume:
+        if segments.segment_paths(directory) and not resume:
             raise LogExists(directory)
         if is_new:
             directory.chmod(0o700)
@@ -52,7 +43,7 @@ def claim(directory: Path, resume: bool) -> Lock:
 
 def _lock(directory: Path) -> Lock:
     try:
-        return take_lock(directory / LOCK_NAME, with_directory=True)
+        return take_lock(directory / segments.LOCK_NAME, with_directory=True)
     except NoRegularFile:
         raise NotALog(directory, to_write=True) from None
     except LockHeld as held:
@@ -65,8 +56,8 @@ def recover(directory: Path) -> tuple[Chain, bool]:
     The chain's epoch is that of the last segment (no `log_id`: there is none). Raises LogDamaged, LogTooNew.
     """
     frameless: list[tuple[Path, int]] = []
-    for path in reversed(segment_paths(directory)):
-        with Segment(path) as segment:
+    for path in reversed(segments.segment_paths(directory)):
+        with segments.Segment(path) as segment:
             # What we are about to build on must not be something that only the page cache remembers.
             sync_file(segment.descriptor)
             chain, torn = _scan(segment, is_last=not frameless)
@@ -80,7 +71,7 @@ def recover(directory: Path) -> tuple[Chain, bool]:
     return Chain(), bool(frameless)
 
 
-def _scan(segment: Segment, is_last: bool) -> tuple[Chain, bool]:
+def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
     """Go over a segment's frames; returns where they end, and whether bytes of a torn one follow."""
     header = segment.header()
     if header is None:
@@ -89,20 +80,20 @@ def _scan(segment: Segment, is_last: bool) -> tuple[Chain, bool]:
         return Chain(), True
     chain = Chain(header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc)
     chain.enter(header)
-    while isinstance(found := segment.read(chain), Frame):
+    while isinstance(found := segment.read(chain), segments.Frame):
         pass
-    if isinstance(found, Broken) and (
+    if isinstance(found, segments.Broken) and (
         not is_last or found.certain or segment.intact_frame_behind(found.offset, chain.seq)
     ):
         raise LogDamaged(segment.path, found.offset, chain.seq, found.reason)
     return chain, found is not None
 
 
-def _cut_tail(segment: Segment) -> None:
+def _cut_tail(segment: segments.Segment) -> None:
     """Copy what follows the last whole frame to the quarantine, then cut it off; each step durable."""
     directory = _quarantine(segment.path.parent)
     copy = directory / f"{segment.path.name}.{segment.offset}"
-    unfinished = copy.with_name(copy.name + UNFINISHED_SUFFIX)
+    unfinished = copy.with_name(copy.name + segments.UNFINISHED_SUFFIX)
     source = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -124,7 +115,7 @@ def _cut_tail(segment: Segment) -> None:
 
 def _put_aside(directory: Path, frameless: list[tuple[Path, int]]) -> None:
     """Make room for the next segment: what begins without a whole frame has its name and nothing to keep."""
-    for unfinished in directory.glob(f"*{UNFINISHED_SUFFIX}"):
+    for unfinished in directory.glob(f"*{segments.UNFINISHED_SUFFIX}"):
         unfinished.unlink()  # A segment gets its name when its header is on disk; this one held nothing more.
     for path, epoch in frameless:
         path.rename(_quarantine(directory) / f"{path.name}.epoch{epoch}")
@@ -132,6 +123,6 @@ def _put_aside(directory: Path, frameless: list[tuple[Path, int]]) -> None:
 
 
 def _quarantine(directory: Path) -> Path:
-    quarantine = directory / QUARANTINE_NAME
+    quarantine = directory / segments.QUARANTINE_NAME
     quarantine.mkdir(mode=0o700, exist_ok=True)
     return quarantine

@@ -16,10 +16,10 @@ from events import types as ev
 from events.codec import to_dict
 from events.log import LogReader
 from events.packed import HANDLE_BYTES, NAME_BYTES
-from kvcache.cli.arguments import natural
 from kvcache.cli.event_lines import event_line
 from kvcache.cli.narrowing import filled_rows, part_of_sequences
 from kvcache.cli.output import Output
+from kvcache.cli.parser import natural
 from kvcache.cli.process import nobody_reads
 from kvcache.cli.replay import describe_end
 from kvcache.errors import UsageError

@@ -15,9 +15,9 @@ from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
-from kvcache.cli.arguments import integer, natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
+from kvcache.cli.parser import integer, natural
 from kvcache.cli.progress import progress
 from kvcache.decide.lookup import lookup
 from kvcache.errors import UsageError

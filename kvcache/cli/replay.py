@@ -11,9 +11,9 @@ from msgspec.structs import asdict
 from events.log import LogEnd
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
-from kvcache.cli.arguments import natural
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, paint
+from kvcache.cli.parser import natural
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
 from kvcache.fold.group_state import GroupState

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
 from kvcache.cli import own_feed, settings
-from kvcache.cli.arguments import integer, natural, positive, seconds
 from kvcache.cli.output import Output, count
+from kvcache.cli.parser import integer, natural, positive, seconds
 from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import progress
 from kvcache.cli.run_directory import RunDirectory

@@ -13,8 +13,8 @@ from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEv
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.endpoints import host_of
 from events.subscribe.index import GPU, HOST, STORAGE, Index
-from kvcache.cli.arguments import positive
 from kvcache.cli.output import Output, count, paint
+from kvcache.cli.parser import positive
 from kvcache.cli.process import StopSignals
 from kvcache.errors import UsageError
 from sinks.render import NAME_DIGITS, text

@@ -13,22 +13,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from itertools import accumulate
 
+from events import types as ev
 from events.ids import GroupIndex, numbers_left
-from events.types import (
-    PRIMARY,
-    SECONDARY,
-    AdmissionRefused,
-    AllocateReason,
-    CacheCleared,
-    Checkpoint,
-    ContextComputed,
-    Event,
-    RequestId,
-    SequenceRemoved,
-    TokensAppended,
-    TransferFailed,
-    TransferLanded,
-)
+from events.types import PRIMARY, SECONDARY, Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
@@ -117,7 +104,7 @@ class BlockManager:
         if request_id not in self._state.refused:
             lacking = zip(refusal.needed, refusal.available, strict=True)
             needed, available = max(lacking, key=lambda each: each[0] - each[1])
-            self._emit(AdmissionRefused(request_id=request_id, needed=needed, available=available))
+            self._emit(ev.AdmissionRefused(request_id=request_id, needed=needed, available=available))
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
@@ -129,7 +116,7 @@ class BlockManager:
     def compute(self, sequence: Sequence, num_tokens: int) -> list[Replacement]:
         """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
         if num_tokens > sequence.computed:
-            self._emit(ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
+            self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
         return self._store_in_all(sequence)
 
     def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
@@ -193,7 +180,7 @@ class BlockManager:
         due = batch.due
         if due is not None:
             self._grow(batch.sequences, due.sequences, due.handles, None)
-        self._emit(TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
+        self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
         batch.advance()
         changed: dict[RequestId, StoreResult] = {}
         for window in self.windows if due is not None else ():
@@ -215,7 +202,9 @@ class BlockManager:
         if growing:
             more = [sequence for sequence, _ in growing]
             self._grow(sequences, more, packed_handles(more), [blocks for _, blocks in growing])
-        self._emit(TokensAppended(handles=packed_handles(sequences), counts=counts.tobytes(), tokens=tokens))
+        self._emit(
+            ev.TokensAppended(handles=packed_handles(sequences), counts=counts.tobytes(), tokens=tokens)
+        )
         return self._store([sequence for sequence, _ in growing])
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
@@ -248,7 +237,7 @@ class BlockManager:
             if needed > len(level.blank):
                 ahead = min(EVICT_AHEAD, level.size // EVICT_AHEAD_SHARE, level.available)
                 window.free_up(max(needed, ahead), growing[0].handle)
-            window.allocate(handles, needed, blocks, AllocateReason.DECODE)
+            window.allocate(handles, needed, blocks, ev.AllocateReason.DECODE)
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
         """Change the priority of the cached blocks that overlap its tokens [start, stop).
@@ -267,7 +256,7 @@ class BlockManager:
         if store:
             self._store_in_all(sequence, partial=True)
         self._emit(
-            SequenceRemoved(
+            ev.SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
                 freed=tuple(window.freed_by(sequence) for window in self.windows),
@@ -292,11 +281,11 @@ class BlockManager:
         groups = self._state.groups
         primary, secondary = (sum(group.levels[level].unreferenced for group in groups) for level in (0, 1))
         unnamed = sum(len(run.slots) for group in groups for run in group.tree.runs.values() if run.refs)
-        self._emit(CacheCleared(removed=(primary, secondary), unnamed=unnamed))
+        self._emit(ev.CacheCleared(removed=(primary, secondary), unnamed=unnamed))
 
     def land(self, transfers: Items[int]) -> None:
         """These copies are complete."""
-        self._emit(TransferLanded(array("q", transfers).tobytes()))
+        self._emit(ev.TransferLanded(array("q", transfers).tobytes()))
 
     def fail(self, failed: Items[tuple[int, str]]) -> list[RequestId]:
         """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
@@ -308,7 +297,7 @@ class BlockManager:
         for transfer in self._state.transfers:
             reasons.setdefault(told.get(transfer, GIVEN_UP), []).append(transfer)
         for reason, transfers in reasons.items():
-            self._emit(TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
+            self._emit(ev.TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
         self.clear()
         return list(self._state.handles)
 
@@ -330,7 +319,7 @@ class BlockManager:
         runs = [run for group in self._state.groups for run in group.tree.runs.values()]
         cached = [sum(len(run.slots) for run in runs if run.level == level) for level in (PRIMARY, SECONDARY)]
         self._emit(
-            Checkpoint(
+            ev.Checkpoint(
                 fingerprint=fingerprint(self._state),
                 num_sequences=len(self._state.sequences),
                 num_cached=(cached[0], cached[1]),

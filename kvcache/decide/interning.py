@@ -10,7 +10,6 @@ from events.tokens.rich import RichTokens
 from events.types import Event, SymbolPage, SymbolsForgotten, SymbolsInterned
 from kvcache.errors import OutOfSymbols
 from kvcache.fold.state import CacheState
-from kvcache.fold.used_symbols import used_pages
 
 
 def missing_pages(state: CacheState, prompts: Iterable[RichTokens]) -> tuple[SymbolPage, ...]:
@@ -31,5 +30,5 @@ def intern(emit: Callable[[Event], None], pages: tuple[SymbolPage, ...]) -> None
 
 def forget_unused(state: CacheState, emit: Callable[[Event], None]) -> None:
     """Drop the pages that nothing uses."""
-    unused = sorted(state.symbols.pages.keys() - used_pages(state))
+    unused = sorted(state.symbols.pages.keys() - state.used_pages())
     emit(SymbolsForgotten(array("I", unused).tobytes()))

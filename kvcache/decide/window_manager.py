@@ -12,24 +12,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
 
+from events import types as ev
 from events.ids import BlockIndex, GroupIndex, LevelIndex, Slot
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
-from events.types import (
-    PRIMARY,
-    SECONDARY,
-    AllocateReason,
-    BlocksAllocated,
-    BlocksCopied,
-    BlocksFilled,
-    BlocksMoved,
-    BlocksReused,
-    BlocksStored,
-    Event,
-    MoveReason,
-    Namespace,
-    RemoveReason,
-)
+from events.types import PRIMARY, SECONDARY, Event, Namespace
 from kvcache.decide.eviction import Evictor
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.group_state import GroupState
@@ -124,7 +111,7 @@ class WindowBlockManager:
             slots = blocks.slots
             if slots:
                 self._emit(
-                    BlocksReused(
+                    ev.BlocksReused(
                         handle=sequence.handle,
                         group=self.index,
                         level=LevelIndex(level),
@@ -151,13 +138,13 @@ class WindowBlockManager:
         block = len(sequence.tables[self.index])
         handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
         self._emit(
-            BlocksAllocated(
-                handles=handles, counts=b"", group=self.index, slots=slots, why=AllocateReason.COPY
+            ev.BlocksAllocated(
+                handles=handles, counts=b"", group=self.index, slots=slots, why=ev.AllocateReason.COPY
             )
         )
         transfer, tokens = self._state.next_transfer, source.num_tokens
         self._emit(
-            BlocksCopied(
+            ev.BlocksCopied(
                 handle=sequence.handle,
                 group=self.index,
                 source_level=source.level,
@@ -169,11 +156,13 @@ class WindowBlockManager:
             )
         )
 
-    def allocate(self, handles: bytes, needed: int, counts: Items[int] | None, why: AllocateReason) -> None:
+    def allocate(
+        self, handles: bytes, needed: int, counts: Items[int] | None, why: ev.AllocateReason
+    ) -> None:
         """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
         slots = self.group.levels[PRIMARY].peek(needed).tobytes()
         packed = b"" if counts is None else array("I", counts).tobytes()
-        self._emit(BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
+        self._emit(ev.BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
 
     def onboard(self, sequence: Sequence) -> None:
         """Bring the secondary blocks that the sequence claimed to primary."""
@@ -184,18 +173,24 @@ class WindowBlockManager:
         slots = array("i", [slot for run in runs for slot in run.slots])
         names = self._names(b"".join(bytes(run.keys) for run in runs))
         to_slots = self.group.levels[PRIMARY].peek(len(slots)).tobytes()
+        self._move_up(sequence, BlockNames(slots, names), to_slots, runs[0].start, ev.MoveReason.ONBOARD)
+
+    def _move_up(
+        self, sequence: Sequence, blocks: BlockNames, to_slots: bytes, first: int, why: ev.MoveReason
+    ) -> None:
+        """Move secondary blocks of a sequence's prefix to primary; what was computed again needs no copy."""
         self._emit(
-            BlocksMoved(
+            ev.BlocksMoved(
                 group=self.index,
-                names=names,
+                names=blocks.names,
                 from_level=SECONDARY,
-                from_slots=slots.tobytes(),
+                from_slots=blocks.slots.tobytes(),
                 to_level=PRIMARY,
                 to_slots=to_slots,
-                why=MoveReason.ONBOARD,
-                transfer=self._state.next_transfer,
+                why=why,
+                transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
                 handle=sequence.handle,
-                first_block=BlockIndex(runs[0].start),
+                first_block=BlockIndex(first),
             )
         )
 
@@ -246,7 +241,7 @@ class WindowBlockManager:
                 keys.append(self._chain(sequence.namespace, parent, symbols, len(symbols)))
         if slots:
             self._emit(
-                BlocksFilled(
+                ev.BlocksFilled(
                     handles=handles.tobytes(),
                     group=index,
                     blocks=blocks.tobytes(),
@@ -281,7 +276,7 @@ class WindowBlockManager:
             swaps += [Replacement(*place, self.window) for place in places]
             slots, replaced = primary.slots.tobytes(), own[::-1].tobytes()
             self._emit(
-                BlocksReused(
+                ev.BlocksReused(
                     handle=sequence.handle,
                     group=index,
                     level=PRIMARY,
@@ -292,20 +287,7 @@ class WindowBlockManager:
                 )
             )
         if recomputed:
-            self._emit(
-                BlocksMoved(
-                    group=index,
-                    names=secondary.names,
-                    from_level=SECONDARY,
-                    from_slots=secondary.slots.tobytes(),
-                    to_level=PRIMARY,
-                    to_slots=recomputed.tobytes(),
-                    why=MoveReason.RECOMPUTED,
-                    transfer=0,
-                    handle=sequence.handle,
-                    first_block=BlockIndex(middle),
-                )
-            )
+            self._move_up(sequence, secondary, recomputed.tobytes(), middle, ev.MoveReason.RECOMPUTED)
         return found.blocks
 
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
@@ -324,7 +306,7 @@ class WindowBlockManager:
             chain = self._chain_rich if sequence.handle in self._rich else self._chain
             keys = chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
         self._emit(
-            BlocksStored(
+            ev.BlocksStored(
                 handle=sequence.handle,
                 group=index,
                 first_block=BlockIndex(first),
@@ -344,7 +326,7 @@ class WindowBlockManager:
             return False  # a block that begins with these tokens serves as well
         shorter = covered_child(tail, head)
         if shorter is not None:
-            self._evictor.remove_tail(shorter, 1, RemoveReason.SUPERSEDED, sequence.handle)
+            self._evictor.remove_tail(shorter, 1, ev.RemoveReason.SUPERSEDED, sequence.handle)
         return True
 
     def freed_by(self, sequence: Sequence) -> bytes:

@@ -20,7 +20,6 @@ from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Root, Run, runs_below
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import Level
-from kvcache.fold.used_symbols import used_pages
 
 
 def check(state: Contents) -> None:
@@ -70,7 +69,7 @@ def _check_symbols(state: Contents) -> None:
     ends = {handle: rich_end(sequence.tokens.tobytes()) for handle, sequence in state.sequences.items()}
     rich = {handle: end for handle, end in ends.items() if end}
     invariant(state.rich == rich, "a sequence's symbols are noted wrongly, or stand for nothing")
-    invariant(used_pages(state) <= state.symbols.pages.keys(), "a symbol stands for nothing")
+    invariant(state.used_pages() <= state.symbols.pages.keys(), "a symbol stands for nothing")
 
 
 def _check_tree(group: GroupState) -> None:

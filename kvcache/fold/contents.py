@@ -9,7 +9,7 @@ from events.ids import GroupIndex, Handle, LevelIndex
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS, HashAlgorithm
 from events.tokens.sequences import RunningTokens
-from events.tokens.symbols import SymbolTable, rich_end
+from events.tokens.symbols import SymbolTable, pages_in, rich_end
 from events.types import Namespace, RequestId
 from kvcache.errors import invariant
 from kvcache.fold.group_state import GroupState
@@ -93,3 +93,13 @@ class Contents:
         """The K/V of so many leading tokens is written."""
         self.running.forget_row()
         sequence.computed = num_tokens
+
+    def used_pages(self) -> set[int]:
+        """The pages whose symbols occur in cached blocks and running sequences; others may be forgotten."""
+        used: set[int] = set()
+        for group in self.groups:
+            for run in group.tree.runs.values():
+                used |= pages_in(run.symbols)
+        for handle, end in self.rich.items():
+            used |= pages_in(self.sequences[handle].tokens[:end].tobytes())
+        return used
