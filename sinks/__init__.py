@@ -4,23 +4,16 @@ A sink is named by a URL (`open_sink`) and runs behind a bounded queue on a thre
 (`SinkRunner`), so that no sink can delay the engine, and none can lose a batch without a trace.
 """
 
-from sinks.base import Sink, SinkContext, SinkError, SinkOpenError, SinkURL, SinkURLError
-from sinks.registry import known_schemes, open_sink
-from sinks.runner import SinkRunner, SinkStats
+from sinks.base import Sink as Sink
+from sinks.base import SinkContext as SinkContext
+from sinks.base import SinkError as SinkError
+from sinks.base import SinkOpenError as SinkOpenError
+from sinks.base import SinkURL as SinkURL
+from sinks.base import SinkURLError as SinkURLError
+from sinks.registry import known_schemes as known_schemes
+from sinks.registry import open_sink as open_sink
+from sinks.runner import SinkRunner as SinkRunner
+from sinks.runner import SinkStats as SinkStats
 
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `sinks` as kvcache's own: another distribution of that name may lie over it on disk."""
-
-__all__ = [
-    "KVCACHE_PACKAGE",
-    "Sink",
-    "SinkContext",
-    "SinkError",
-    "SinkOpenError",
-    "SinkRunner",
-    "SinkStats",
-    "SinkURL",
-    "SinkURLError",
-    "known_schemes",
-    "open_sink",
-]

@@ -15,39 +15,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from events.errors import EventDecodeError
-from events.formats.vllm_decode import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Hash,
-    Unknown,
-    VLLMBatch,
-    VLLMEvent,
-    decode_batch,
-)
-from events.formats.vllm_encode import MEDIA, adapter_name, encode_batch, join_batches
-
-__all__ = [
-    "END_OF_REPLAY",
-    "MEDIA",
-    "AllBlocksCleared",
-    "BlockRemoved",
-    "BlockStored",
-    "Hash",
-    "Message",
-    "Unknown",
-    "VLLMBatch",
-    "VLLMEvent",
-    "adapter_name",
-    "decode_batch",
-    "decode_seq",
-    "encode_batch",
-    "encode_seq",
-    "join_batches",
-    "parse_answer",
-    "parse_message",
-    "replay_request",
-]
+from events.formats.vllm_decode import AllBlocksCleared as AllBlocksCleared
+from events.formats.vllm_decode import BlockRemoved as BlockRemoved
+from events.formats.vllm_decode import BlockStored as BlockStored
+from events.formats.vllm_decode import Hash as Hash
+from events.formats.vllm_decode import Unknown as Unknown
+from events.formats.vllm_decode import VLLMBatch as VLLMBatch
+from events.formats.vllm_decode import VLLMEvent as VLLMEvent
+from events.formats.vllm_decode import decode_batch as decode_batch
+from events.formats.vllm_encode import MEDIA as MEDIA
+from events.formats.vllm_encode import adapter_name as adapter_name
+from events.formats.vllm_encode import encode_batch as encode_batch
+from events.formats.vllm_encode import join_batches as join_batches
 
 SEQ_BYTES = 8
 END_OF_REPLAY = b"\xff" * SEQ_BYTES
