@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 
 
 class AllocateReason(StrEnum):
-    """Why slots left the free set."""
+    """Why slots are not blank any more."""
 
     PROMPT = "prompt"
     DECODE = "decode"
@@ -147,7 +147,7 @@ class SequenceAdded(Event, frozen=True):
 
 
 class BlocksAllocated(Event, frozen=True):
-    """Slots left the free set and were appended to the block tables of sequences, in order."""
+    """Blank slots were appended to the block tables of sequences, in order."""
 
     handles: Handles
     counts: Counts
@@ -338,7 +338,7 @@ class SymbolsForgotten(Event, frozen=True):
 
 
 class AdmissionRefused(Event, frozen=True):
-    """A note that no fold reads: a request did not fit. At most one per request until it is admitted."""
+    """A note: a request did not fit. Not repeated until it is admitted, or 4,096 others were refused."""
 
     request_id: RequestId
     needed: int

@@ -130,7 +130,7 @@ class Match:
 
     @property
     def partial(self) -> MatchedBlock | None:
-        """The partial block, where there is one window."""
+        """The partial block of the first window; None if there is none in some window."""
         return self.partials[0] if self.partials else None
 
     @property

@@ -1,7 +1,7 @@
 """The whole state as one event, so that a fold can begin anywhere such an event stands.
 
 Runs are written as they are, parents before children. Where runs begin and end carries no meaning (a reader
-may find others after folding from the start), only what is cached, held and free, and in which order it goes.
+may find others after folding from the start), only what is cached, held and blank, and in which order it goes.
 """
 
 from __future__ import annotations

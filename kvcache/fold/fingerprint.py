@@ -1,6 +1,6 @@
 """The fingerprint of a state: equal states have the same one, so a replay that gives another one is wrong.
 
-SHA-256 over columns ordered by (group, level, slot), the order of the free slots, and the sequences by handle: where
+SHA-256 over columns ordered by (group, level, slot), the order of the blank slots, and the sequences by handle: where
 everything is, and in which order it goes. Where runs begin and end does not enter.
 
 The same fingerprint does not prove that two states decide alike. Contents enter by the names of blocks alone, so that

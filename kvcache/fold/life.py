@@ -1,7 +1,7 @@
 """The life of a block: the states that a slot can be in, and what may become of them by which event.
 
-No state is kept for a slot, so that no event has to change one. They follow from the free lists, the runs and the block
-tables; `slot_states` works them out where the whole state is checked.
+No state is kept for a slot, so that no event has to change one. They follow from the lists of blank slots, the
+runs and the block tables; `slot_states` works them out where the whole state is checked.
 """
 
 from __future__ import annotations

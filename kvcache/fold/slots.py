@@ -51,7 +51,7 @@ class Level:
         return last_reversed(self.blank, count)
 
     def take_slots(self, slots: array[int]) -> None:
-        """Take slots off the free list: the next ones or, rarely, chosen ones."""
+        """Take slots off the blank ones: the next ones or, rarely, chosen ones."""
         count, free = len(slots), self.blank
         if last_reversed(free, count) == slots:
             del free[len(free) - count :]
@@ -61,7 +61,7 @@ class Level:
             self.blank.remove(slot)
 
     def return_slots(self, slots: array[int]) -> None:
-        """Add slots to the free list; the last one will be taken first."""
+        """Add slots to the blank ones; the last one will be taken first."""
         self.blank.extend(slots)
 
     def own(self, slots: array[int], run_id: int) -> None:
