@@ -61,7 +61,10 @@ def _unicode(value: str) -> str:
 def _integers(value: object) -> object:
     """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
     if isinstance(value, str):
-        value = value.strip().removeprefix("[").removesuffix("]").split(",")
+        text = value.strip()
+        if text.startswith("[") and text.endswith("]"):  # a bracket alone stays, and is refused as no integer
+            text = text[1:-1]
+        value = text.split(",")
         if len(value) == 1:
             value = value[0]
     return tuple(value) if isinstance(value, list) else value

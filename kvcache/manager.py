@@ -19,7 +19,7 @@ from events.packed import TOKEN_BYTES
 from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
+from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed, refuse_no_order
 from kvcache.device.engine import engine_for
 from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
@@ -76,6 +76,7 @@ class KVCacheManager:
             raise UsageError(f"state must be a CacheState, not {type(state).__name__}")
         if state is not None and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
+        refuse_no_order(eviction_order)
         self.config = config
         self.layout = served_layout(config)
         self._guard = Guard()

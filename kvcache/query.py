@@ -94,7 +94,7 @@ class Query:
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
     ) -> int:
-        """Full blocks that a prompt would reuse now: as many as `match` lists, without making the list."""
+        """Full blocks that a prompt would reuse now: as many as `match` lists of each window, without the list."""
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         return count_blocks(self._state, namespace, prompt) if self._config.enable_block_reuse else 0

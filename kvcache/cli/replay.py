@@ -64,7 +64,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "epoch": state.epoch,
         "batches": replayed.batches,
         "events": replayed.events,
-        "groups": [_group_json(group) for group in state.groups],
+        "groups": list(map(_group_json, _windows(state), state.groups)),
         "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
@@ -80,14 +80,18 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     }
 
 
-def _group_json(group: GroupState) -> dict[str, Any]:
+def _group_json(window: int, group: GroupState) -> dict[str, Any]:
     columns = ("blocks", "held", "unreferenced", "blank")
     levels = {
         name: dict(zip(columns, _numbers(group, level), strict=True))
         for level, name in enumerate(LEVEL_NAMES)
     }
     leaves, runs, namespaces = _tree(group)
-    return {**levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces}
+    return {"window": window, **levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces}
+
+
+def _windows(state: CacheState) -> list[int]:
+    return [] if state.created is None else [group.window for group in state.created.groups]
 
 
 def _numbers(group: GroupState, index: int) -> tuple[int, int, int, int]:
@@ -105,18 +109,22 @@ def _tree(group: GroupState) -> tuple[int, int, int]:
 def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None:
     state = replayed.state
     out.heading(f"{printable(str(log))}: the cache after batch {replayed.last_seq:,}, epoch {state.epoch}")
+    windows = _windows(state)
+    several = len(windows) > 1  # one alone says nothing
     rows = [
-        [name, *(f"{number:,}" for number in _numbers(group, level))]
-        for group in state.groups
+        [*([f"{window:,}"] * several), name, *(f"{number:,}" for number in _numbers(group, level))]
+        for window, group in zip(windows, state.groups, strict=True)
         for level, name in enumerate(LEVEL_NAMES)
     ]
-    columns = ["level", "blocks", "held", "cached, free to evict", "blank"]
-    out.table(columns, rows, right=columns[1:])
+    columns = [*(["window"] * several), "level", "blocks", "held", "cached, free to evict", "blank"]
+    out.table(columns, rows, right=[each for each in columns if each != "level"])
     out.line()
     facts = [("sequences", f"{len(state.sequences):,} running")]
-    for group in state.groups:
+    for window, group in zip(windows, state.groups, strict=True):
         leaves, runs, namespaces = _tree(group)
-        facts.append(("prefixes", f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}"))
+        where = f" of window {window:,}" * several
+        text = f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
+        facts.append(("prefixes", text))
     facts += [
         ("replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"),
         ("checkpoints", _checkpoints(replayed, verified=verified)),

@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush, heapreplace
+from inspect import isabstract
 from typing import Any
 
-from kvcache.errors import invariant
+from kvcache.errors import UsageError, invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.watcher import Watcher
@@ -61,7 +62,10 @@ class LeastRecentlyUsed(EvictionOrder):
                 self.evictable(run)
 
     def key(self, run: Run) -> Any:
-        """Lower goes first. May depend on what the state says of the run, and on nothing else."""
+        """Lower goes first. May depend on the run's level, priority, release and end, and on what the order has heard.
+
+        Not on where it begins: runs are joined and split without a word.
+        """
         return (run.priority, run.released_at, -run.end)
 
     # -- what happens
@@ -162,3 +166,11 @@ class LeastRecentlyUsed(EvictionOrder):
                 lowest is None or (first is not None and first[0] == lowest),
                 "another block would be evicted than the lowest in order",
             )
+
+
+def refuse_no_order(order: object) -> None:
+    """Raise `UsageError` for what is no class of orders."""
+    if not (isinstance(order, type) and issubclass(order, EvictionOrder)) or isabstract(order):
+        raise UsageError(
+            "eviction_order must be a class derived from kvcache.decide.eviction_order.EvictionOrder"
+        )

@@ -216,6 +216,16 @@ class TestOutput:
         assert both["feed"]["agrees"]
         assert both["replay_fingerprint"] == both["fingerprint"]
 
+    def test_replay_names_the_windows(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """The state of a log with several windows says whose numbers are whose."""
+        sets = ("--set", "num_layers=2", "--set", "max_attention_window=256,1048576")
+        assert kvcache("run", "--limit", 20, "--no-pools", "--log", tmp_path / "log", *sets).code == 0
+        groups = json.loads(kvcache("replay", tmp_path / "log", "--json").out)["groups"]
+        assert groups[0]["window"] == 256 < groups[1]["window"]
+        shown = kvcache("replay", tmp_path / "log").out
+        assert shown.count("of window") == 2
+        assert "window" in shown.splitlines()[1]
+
     def test_pools_do_not_change_the_decisions(self, kvcache: Kvcache) -> None:
         """With and without bytes a run ends in the same state."""
         args = ("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 120, "--json")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from events.types import BlocksMoved, BlocksRemoved, MoveReason, RemoveReason
-from kvcache.decide.eviction_order import LeastRecentlyUsed
-from kvcache.errors import InvariantViolated
+from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
+from kvcache.errors import InvariantViolated, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
@@ -292,3 +292,11 @@ def test_an_order_that_was_not_told_is_found_out() -> None:
     manager._blocks.windows[0].order.cleared()
     with pytest.raises(InvariantViolated, match="unheard of"):
         manager.check()
+
+
+@pytest.mark.parametrize("order", [None, 3, "x", int, EvictionOrder, lambda group: LeastRecentlyUsed(group)])
+def test_what_is_no_order_is_refused(tmp_path: Path, order: Any) -> None:
+    """It is said so before a log is opened."""
+    with pytest.raises(UsageError, match="eviction_order must be"):
+        KVCacheManager(strategies.config(), log=tmp_path / "log", eviction_order=order)
+    assert not (tmp_path / "log").exists()
