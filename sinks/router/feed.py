@@ -120,6 +120,11 @@ class RouterFeed:
         self._subscribers_changed = threading.Condition()
 
     @property
+    def transports(self) -> tuple[FeedTransport, ...]:
+        """What carries the feed, for who wants to know its endpoints."""
+        return (self.transport,)
+
+    @property
     def subscribers(self) -> int:
         """Readers of the feed. For any thread."""
         return self._subscribers

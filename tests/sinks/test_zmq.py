@@ -18,6 +18,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from events.types import EventBatch
+from kvcache import KVCacheConfig, KVCacheManager
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_schemes, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
@@ -632,3 +633,15 @@ def test_opening_a_url_creates_nothing(tmp_path: Path) -> None:
     open_sink(f"zmq+pub://127.0.0.1:5557?replay=5558&state={tmp_path / 'numbers'}", CONTEXT)
     assert len(list(descriptors.iterdir())) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manager_tells_where_its_feeds_can_be_reached() -> None:
+    """Programs find the ports that were free by the feed's transports."""
+    config = KVCacheConfig(max_sequence_length=64, primary_blocks=4)
+    with KVCacheManager(config, sinks=["zmq+pub://127.0.0.1:0?replay=0"]) as manager:
+        (feed,) = manager.feeds
+        (transport,) = feed.transports
+        assert isinstance(transport, ZMQTransport)
+        assert transport.endpoint.startswith("tcp://127.0.0.1:")
+        assert transport.replay_endpoint is not None
+        assert not transport.endpoint.endswith(":0")
