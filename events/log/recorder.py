@@ -136,11 +136,16 @@ class Recorder:
             return None
 
     def _write_group(self) -> None:
-        before = self.output.batches_written
+        before, refused = self.output.batches_written, None
         try:
             self.output.write([record for record, _ in self._group if record is not None])
-        finally:
-            self._forget(self.output.batches_written - before)
+        except Exception as error:  # noqa: BLE001 - whatever is durable now needs no second try
+            refused = error
+        self._forget(self.output.batches_written - before)
+        if refused is not None:
+            self.output.roll_back()
+            if self._group:
+                raise refused
 
     def _forget(self, durable: int) -> None:
         """Let go of so many batches of the group, which are durable, and of lost ones between them."""

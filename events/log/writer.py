@@ -37,6 +37,8 @@ from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 
 _EXIT_SECONDS = 2.0
+_ROOM = 0.25
+"""This part of a full queue must be free again before an `append` that waits goes on."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,11 @@ class LogWriter:
         if batch.seq != self._expected_seq:
             raise ValueError(f"batch {batch.seq} was appended, the next one is {self._expected_seq}")
         total = self._appended_bytes + (batch_bytes(batch) if size is None else size)
-        if (self._lost is not None or self._is_half_full(total)) and not self._admit(batch.seq, total):
+        queued, queued_bytes = self._appended - recorder.done, total - recorder.done_bytes
+        is_easy = (
+            2 * queued <= self._max_batches and 2 * queued_bytes <= self._max_bytes and self._lost is None
+        )
+        if not is_easy and not self._admit(batch.seq, total):
             return False
         self._expected_seq += 1
         self._appended_bytes = total
@@ -226,11 +232,14 @@ class LogWriter:
     def _admit(self, seq: int, total: int) -> bool:
         """Decide about a batch that does not go without saying."""
         if self._lost is None:
-            self._recorder.hurry.set()
-            if self._blocks:
-                self._wait(lambda: self._has_room(total) or self._recorder.trouble is not None, None)
             if self._has_room(total):
+                self._recorder.hurry.set()
                 return True
+            if self._blocks:
+                # For more room than this batch needs: taking turns with the thread batch by batch would cost more.
+                self._wait(lambda: self._has_room(total, _ROOM) or self._recorder.trouble is not None, None)
+                if self._has_room(total):
+                    return True
             failed = self._recorder.trouble
             why = f"be written: {failed.reason}" if failed else "keep up"
             self._lost_by = f"the log could not {why}"
@@ -247,11 +256,13 @@ class LogWriter:
         done, done_bytes = self._recorder.done, self._recorder.done_bytes
         return 2 * (self._appended - done) > self._max_batches or 2 * (total - done_bytes) > self._max_bytes
 
-    def _has_room(self, total: int) -> bool:
+    def _has_room(self, total: int, part: float = 0) -> bool:
+        """Whether the next batch fits, and leaves this part of the queue free."""
         recorder = self._recorder
-        queued = self._appended - recorder.done
+        queued, size = self._appended - recorder.done, total - recorder.done_bytes
+        kept = 1 - part
         # A batch larger than the whole queue goes through alone.
-        return queued == 0 or (queued < self._max_batches and total - recorder.done_bytes <= self._max_bytes)
+        return queued == 0 or (queued < self._max_batches * kept and size <= self._max_bytes * kept)
 
     def take_gap(self) -> Gap | None:
         """The range of lost batches, once the disk takes them and the queue is half empty; None: nothing to say.
@@ -259,7 +270,8 @@ class LogWriter:
         The next batch must carry it, and the whole state; it is accepted whatever its size. To record a loss
         before closing, call `flush` first: it makes room.
         """
-        self._note_spoiled()
+        if self._recorder.spoiled is not None:
+            self._note_spoiled()
         trouble = self._recorder.trouble
         if self._lost is None or trouble is not None or self._is_half_full(self._appended_bytes):
             return None

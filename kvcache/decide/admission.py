@@ -73,7 +73,7 @@ class Claims:
         self._taken: dict[int, int] = {}
         self.needed = 0
         """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
-        self.available: int = window.group.levels[PRIMARY].available
+        self.available: int = window.primary.available
         """Primary slots that can be had, less those of claimed blocks."""
 
     def add(self, plan: WindowPlan) -> None:

@@ -227,17 +227,28 @@ class BlockManager:
     ) -> None:
         """Allocate blocks (None: one each) to some of the sequences of a call, or refuse for all of them."""
         needed = len(growing) if blocks is None else sum(blocks)
-        levels = [window.group.levels[PRIMARY] for window in self.windows]
-        if any(needed > level.available for level in levels):
-            available = tuple(level.available for level in levels)
+        for window in self.windows:
+            if needed > len(window.primary.blank):
+                self._make_room(sequences, growing, needed, blocks)
+                break
+        for window in self.windows:
+            window.allocate(handles, needed, blocks, ev.AllocateReason.DECODE)
+
+    def _make_room(
+        self, sequences: list[Sequence], growing: list[Sequence], needed: int, blocks: list[int] | None
+    ) -> None:
+        """Have so many blank slots in all windows."""
+        available = tuple(window.primary.available for window in self.windows)
+        if needed > min(available):
             taken = list(accumulate(blocks or [1] * len(growing)))
             first = growing[bisect_right(taken, min(available))]
-            raise OutOfBlocks(sequences.index(first), (needed,) * len(levels), available)
-        for window, level in zip(self.windows, levels, strict=True):
-            if needed > len(level.blank):
-                ahead = min(EVICT_AHEAD, level.size // EVICT_AHEAD_SHARE, level.available)
-                window.free_up(max(needed, ahead), growing[0].handle)
-            window.allocate(handles, needed, blocks, ev.AllocateReason.DECODE)
+            raise OutOfBlocks(sequences.index(first), (needed,) * len(available), available)
+        for window in self.windows:
+            if needed > len(window.primary.blank):
+                size, left = window.primary.size, window.primary.available
+                window.free_up(
+                    max(needed, min(EVICT_AHEAD, size // EVICT_AHEAD_SHARE, left)), growing[0].handle
+                )
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
         """Change the priority of the cached blocks that overlap its tokens [start, stop).

@@ -71,6 +71,7 @@ class WindowBlockManager:
         """In tokens."""
         self.group: GroupState = state.groups[index]
         """The state decided about."""
+        self.primary = self.group.levels[PRIMARY]
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
@@ -128,13 +129,12 @@ class WindowBlockManager:
         A source that has just been evicted becomes the target itself. `unread` are the primary sources of the batch:
         nothing may overwrite one before it was read.
         """
-        primary = self.group.levels[PRIMARY]
         slot: int = source.slot
         if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
             unread.discard(slot)
             target = slot
         else:
-            target = next(free for free in reversed(primary.blank) if free not in unread)
+            target = next(free for free in reversed(self.primary.blank) if free not in unread)
         block = len(sequence.tables[self.index])
         handles, slots = array("q", [sequence.handle]).tobytes(), array("i", [target]).tobytes()
         self._emit(
@@ -160,7 +160,7 @@ class WindowBlockManager:
         self, handles: bytes, needed: int, counts: Items[int] | None, why: ev.AllocateReason
     ) -> None:
         """Append `needed` blank slots to the tables of these sequences: so many each, or one each."""
-        slots = self.group.levels[PRIMARY].peek(needed).tobytes()
+        slots = self.primary.peek(needed).tobytes()
         packed = b"" if counts is None else array("I", counts).tobytes()
         self._emit(ev.BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
 
@@ -172,7 +172,7 @@ class WindowBlockManager:
         runs.reverse()
         slots = array("i", [slot for run in runs for slot in run.slots])
         names = self._names(b"".join(bytes(run.keys) for run in runs))
-        to_slots = self.group.levels[PRIMARY].peek(len(slots)).tobytes()
+        to_slots = self.primary.peek(len(slots)).tobytes()
         self._move_up(sequence, BlockNames(slots, names), to_slots, runs[0].start, ev.MoveReason.ONBOARD)
 
     def _move_up(

@@ -56,19 +56,20 @@ class StatsCounter:
         counts = self._counts
         counts["events"] += num_events
         counts["batches"] += 1
-        blank, unreferenced = [0, 0], [0, 0]
-        for group in state.groups:
-            for level in group.levels:
-                blank[level.index] += len(level.blank)
-                unreferenced[level.index] += level.unreferenced
-        counts["blocks_blank"], counts["blocks_unreferenced"] = tuple(blank), tuple(unreferenced)
         counts["sequences"] = len(state.sequences)
+        levels = [level for group in state.groups for level in group.levels]
+        # The two levels of each window in turn; whoever reads adds them up.
+        counts["blocks_blank"] = [len(level.blank) for level in levels]
+        counts["blocks_unreferenced"] = [level.unreferenced for level in levels]
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts.copy()
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
-        return Stats(**self._published)
+        counts = self._published.copy()
+        for gauge in ("blocks_blank", "blocks_unreferenced"):
+            counts[gauge] = (sum(counts[gauge][::2]), sum(counts[gauge][1::2]))
+        return Stats(**counts)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
         primary, secondary = zip(*(group.num_blocks for group in event.groups), strict=True)

@@ -205,6 +205,33 @@ def test_log_that_was_closed_is_told_at_each_flush(tmp_path: Path) -> None:
     manager.close()
 
 
+def test_refused_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system takes all that is to be written and then refuses, there is nothing to try again."""
+    log = LogWriter(tmp_path / "log")
+    manager = KVCacheManager(config(), log=log)
+    traffic = Traffic(manager, 3)
+    step(traffic)
+    assert flushed(manager)
+    settled(log)
+    writev = os.writev
+
+    def refuse(descriptor: int, parts: Any) -> int:
+        writev(descriptor, parts)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.writev", refuse)
+        for _ in range(20):
+            step(traffic)
+            assert flushed(manager)
+            assert log.flush(10)
+    step(traffic)
+    assert flushed(manager)
+    manager.close()
+    assert log.dropped_batches == 0
+    assert replay(tmp_path / "log", verify=True).fingerprint == fingerprint(manager.state)
+
+
 class Flaky:
     """A disk that refuses each of the log's calls with a probability, before or after it has done what was asked."""
 
