@@ -44,9 +44,14 @@ MODES: dict[str, Any] = {
     "log-xxh3": "xxh3_64",
     "wire": "auto",
     "wire-xxh3": "xxh3_64",
+    "off-windows": "auto",
+    "log-windows": "auto",
+    "wire-windows": "auto",
 }
 """Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, the
-feed for routers (projected, encoded and sent over ZMQ, one batch per step, as the peers do), and the feed by xxh3."""
+feed for routers (projected, encoded and sent over ZMQ, one batch per step, as the peers do), and the feed by xxh3; then
+again with two windows, full attention and one that slides."""
+SLIDING_WINDOW = 4096
 
 
 class Clock:
@@ -154,6 +159,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         primary_blocks=PRIMARY_BLOCKS,
         enable_partial_reuse=False,
         block_hash=MODES[mode],
+        max_attention_window=(SLIDING_WINDOW, longest) if mode.endswith("-windows") else None,
     )
     tokens = [_tokens(number, request) for number, request in enumerate(requests)]
     with tempfile.TemporaryDirectory() as directory:

@@ -22,6 +22,7 @@ from events.types import AllocateReason as AllocateReason
 from events.types import AnyEvent as AnyEvent
 from events.types import BlocksAllocated as BlocksAllocated
 from events.types import BlocksCopied as BlocksCopied
+from events.types import BlocksDetached as BlocksDetached
 from events.types import BlocksFilled as BlocksFilled
 from events.types import BlocksMoved as BlocksMoved
 from events.types import BlocksRemoved as BlocksRemoved

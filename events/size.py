@@ -49,6 +49,7 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     ev.BlocksMoved: lambda e: len(e.names) + len(e.from_slots) + len(e.to_slots),
     ev.BlocksRemoved: lambda e: len(e.slots) + len(e.names),
     ev.ContextComputed: lambda _: 0,
+    ev.BlocksDetached: lambda e: len(e.handles) + len(e.counts) + len(e.slots) + len(e.freed),
     ev.SequenceAdded: lambda e: len(e.tokens),
     ev.SequenceRemoved: lambda e: sum(map(len, e.freed)),
 }

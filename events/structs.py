@@ -54,7 +54,9 @@ class GroupCreated(Part, frozen=True, cache_hash=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int
+    """In tokens; at most what its primary blocks hold."""
     kind: str
+    """``full``: its layers attend to all of the longest sequence; ``sliding``: only to the last `window` tokens."""
     layers: tuple[int, ...]
     pools: tuple[PoolCreated, ...]
     num_blocks: tuple[int, int]
@@ -88,15 +90,20 @@ class GroupExported(Part, frozen=True):
     namespaces: tuple[Namespace, ...]
     runs: Numbers
     """int64, 9 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
-    block, level, priority, expiry, release stamp, references, transfer."""
+    block, level, priority, expiry, release stamp, references, transfer. In a sliding window the last six, which differ
+    from block to block there, are 0."""
     symbols: Tokens
     """The tokens of all runs, in order; empty if the log records no tokens."""
     slots: Slots
+    """In a sliding window -1 for a block that is not cached, while something behind it is."""
     keys: Keys
     blank_slots: tuple[Slots, Slots]
     """Blank slots per level; the next one to be taken is the last."""
     shared: Numbers
     """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
+    blocks: Numbers = b""
+    """Sliding windows only. int64, 6 per block of the runs: level, priority, expiry, release stamp, references,
+    transfer."""
 
 
 class SequenceExported(Part, frozen=True):
@@ -110,8 +117,11 @@ class SequenceExported(Part, frozen=True):
     num_prompt_tokens: int
     computed: int
     stored: tuple[int, ...]
-    """Per group, the number of leading blocks that are cached."""
+    """Per group, the number of leading blocks that are cached, or were when the window left them behind."""
     slots: tuple[Slots, ...]
+    """Per group; -2 for a block that the window has left behind."""
+    keys: Keys
+    """Of its leading blocks, as far as events have given them."""
 
 
 class TransferExported(Part, frozen=True):

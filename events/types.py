@@ -12,12 +12,13 @@ Levels: 0 is the primary (GPU) pool, 1 the secondary (host) pool.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import msgspec
 
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
+from events.reasons import AllocateReason as AllocateReason
+from events.reasons import MoveReason as MoveReason
+from events.reasons import RemoveReason as RemoveReason
 from events.structs import GroupCreated as GroupCreated
 from events.structs import GroupExported as GroupExported
 from events.structs import JsonText, Level
@@ -31,38 +32,10 @@ from events.structs import TransferExported as TransferExported
 
 PRIMARY = LevelIndex(0)
 SECONDARY = LevelIndex(1)
+FULL, SLIDING = "full", "sliding"
+"""Kinds of windows (`GroupCreated.kind`)."""
 FORMAT_VERSION = 1
 """Raised when the meaning of an event changes. A reader refuses a newer one."""
-
-
-class AllocateReason(StrEnum):
-    """Why slots are not blank any more."""
-
-    PROMPT = "prompt"
-    DECODE = "decode"
-    COPY = "copy"
-
-
-class MoveReason(StrEnum):
-    """Why blocks changed their level."""
-
-    OFFLOAD = "offload"
-    """Evicted from primary, kept in secondary."""
-    ONBOARD = "onboard"
-    """Reused by a sequence, so copied back to primary."""
-    RECOMPUTED = "recomputed"
-    """A sequence computed a block that lay in secondary: its own primary slot takes over, nothing is copied."""
-
-
-class RemoveReason(StrEnum):
-    """Why cached content is gone."""
-
-    CAPACITY = "capacity"
-    SUPERSEDED = "superseded"
-    """A stored block begins with the same tokens as this shorter one."""
-    UNREACHABLE = "unreachable"
-    """An ancestor was removed."""
-    CLEARED = "cleared"
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
@@ -132,17 +105,13 @@ class SequenceAdded(Event, frozen=True):
     namespace: Namespace
     num_tokens: int
     tokens: Tokens
+    reused: int
+    """Leading tokens that need not be computed, as all groups have them: full blocks, then `reused_partial`."""
     reused_primary: tuple[int, ...]
-    """Per group: tokens in full blocks found in primary."""
+    """Per group: tokens in full blocks that the sequence takes from primary: in a sliding window only what it sees."""
     reused_secondary: tuple[int, ...]
-    """Per group: tokens in full blocks found in secondary."""
+    """Per group: tokens in full blocks that it takes from secondary."""
     reused_partial: int
-
-    @property
-    def reused_full(self) -> int:
-        """Tokens in full blocks that are reused, from whichever level: those that all groups have."""
-        return min(p + s for p, s in zip(self.reused_primary, self.reused_secondary, strict=True))
-
     """Tokens copied from a block of which only the start matches."""
 
 
@@ -166,6 +135,7 @@ class BlocksReused(Event, frozen=True):
     first_block: BlockIndex
     slots: Slots
     names: Names
+    """In a sliding window those of blocks before come first, as far as no event about this sequence has given them."""
     replaced: Slots = b""
     """The sequence's own slots, given back because it had computed blocks that another one stored first."""
 
@@ -193,6 +163,7 @@ class BlocksStored(Event, frozen=True):
     parent: Parent
     """Name of the block before the first one; empty at the start of a prompt."""
     keys: Keys
+    """Up to that of the last of these blocks: those that no event about this sequence has given before."""
     slots: Slots
     level: Level
     priority: int
@@ -214,6 +185,7 @@ class BlocksFilled(Event, frozen=True):
     parents: Names
     """Names of the blocks before."""
     keys: Keys
+    """Empty where earlier events, about other groups, have given them."""
     slots: Slots
     """In primary."""
     priority: int
@@ -278,6 +250,19 @@ class ContextComputed(Event, frozen=True):
     num_tokens: int
 
 
+class BlocksDetached(Event, frozen=True):
+    """Sequences let go of their first blocks, which a sliding window has left behind. What is cached stays so."""
+
+    handles: Handles
+    counts: Counts
+    """Blocks per sequence; empty: one each."""
+    group: GroupIndex
+    slots: Slots
+    """Where the blocks lie, shallowest first."""
+    freed: Slots
+    """Slots among these that become blank, because they are not cached."""
+
+
 class SequenceRemoved(Event, frozen=True):
     """A sequence ended: its references are released, its own slots become blank."""
 
@@ -309,10 +294,10 @@ class TransferFailed(Event, frozen=True):
 class CacheCleared(Event, frozen=True):
     """Everything was dropped that no sequence holds; what is held lost its name."""
 
-    removed: tuple[int, int]
-    """Blocks dropped per level."""
-    unnamed: int
-    """Blocks that stay with running sequences."""
+    removed: tuple[tuple[int, int], ...]
+    """Per group: blocks dropped per level."""
+    unnamed: tuple[int, ...]
+    """Per group: blocks that stay with running sequences."""
 
 
 class Checkpoint(Event, frozen=True):
@@ -320,7 +305,8 @@ class Checkpoint(Event, frozen=True):
 
     fingerprint: bytes
     num_sequences: int
-    num_cached: tuple[int, int]
+    num_cached: tuple[tuple[int, int], ...]
+    """Per group: blocks per level."""
 
 
 class SymbolsInterned(Event, frozen=True):
@@ -341,8 +327,10 @@ class AdmissionRefused(Event, frozen=True):
     """A note: a request did not fit. Not repeated until it is admitted, or 4,096 others were refused."""
 
     request_id: RequestId
-    needed: int
-    available: int
+    needed: tuple[int, ...]
+    """Per group: blocks."""
+    available: tuple[int, ...]
+    """Per group: blocks that could be had."""
 
 
 AnyEvent = (
@@ -361,6 +349,7 @@ AnyEvent = (
     | BlocksRemoved
     | TokensAppended
     | ContextComputed
+    | BlocksDetached
     | SequenceRemoved
     | TransferLanded
     | TransferFailed

@@ -12,7 +12,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Layout, replay
 from kvcache.pools import Pools
 
 BLOCK = 4
-CONFIG = KVCacheConfig(max_sequence_length=64, tokens_per_block=BLOCK, primary_blocks=3, secondary_blocks=8)
+CONFIG = KVCacheConfig(max_sequence_length=12, tokens_per_block=BLOCK, primary_blocks=3, secondary_blocks=8)
 PROMPTS = {
     "first": [11, 12, 13, 14, 15, 16, 17, 18, 19],
     "second": [11, 12, 13, 14, 25, 26, 27],

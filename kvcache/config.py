@@ -58,7 +58,7 @@ def _unicode(value: str) -> str:
     return value
 
 
-def _integers(value: object) -> object:
+def _numbers(value: object) -> object:
     """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
     if isinstance(value, str):
         text = value.strip()
@@ -72,8 +72,13 @@ def _integers(value: object) -> object:
 
 def _one_or_more(value: object) -> object:
     """A single window is the window of all layers."""
-    value = _integers(value)
-    return (value,) if isinstance(value, int | str) else value
+    value = _numbers(value)
+    return (value,) if isinstance(value, int | float | str) else value
+
+
+def _rule_or_numbers(value: object) -> object:
+    """The name of a rule stays; all else is one number per window."""
+    return value if value in ("equal", "window") else _one_or_more(value)
 
 
 def _or_one(schema: dict[str, Any]) -> None:
@@ -87,12 +92,19 @@ _Flag = Annotated[bool, Accepts("true or false")]
 _OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
 _OfLayers = Annotated[tuple[_OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
 _Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), Accepts("bytes, from 1 to 2**62")]
+_ZeroUp = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
+_OfWindows = Field(min_length=1, max_length=MAX_LAYERS)
 _MaybeBlocks = Annotated[
-    int | None, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")
+    _OneUp | Annotated[tuple[_OneUp, ...], _OfWindows] | None,
+    BeforeValidator(_numbers),
+    Accepts(f"an integer from 1 to {MAX_BLOCKS}, one such integer per window, or none"),
 ]
 _MaybeNoBlocks = Annotated[
-    int | None, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}, or none")
+    _ZeroUp | Annotated[tuple[_ZeroUp, ...], _OfWindows] | None,
+    BeforeValidator(_numbers),
+    Accepts(f"an integer from 0 to {MAX_BLOCKS}, one such integer per window, or none"),
 ]
+_Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _MaybeTokens = Annotated[
     int | None, Field(ge=1, le=MAX_BYTES), Accepts("tokens, from tokens_per_block to 2**62, or none")
 ]
@@ -129,9 +141,10 @@ class _Settings(BaseModel, frozen=True, extra="forbid"):
         return schema
 
 
+PRIMARY_LIMITS = ("primary_blocks", "max_tokens", "primary_bytes", "free_gpu_memory_fraction")
+"""The settings that limit what is on the device."""
 _LIMITS: list[JsonValue] = [
-    {"required": [name], "properties": {name: {"type": "integer"}}}
-    for name in ("primary_blocks", "max_tokens")
+    {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in PRIMARY_LIMITS
 ]
 """One of these is given, and not as none."""
 _NAMELESS: dict[str, JsonValue] = {
@@ -167,7 +180,7 @@ class LogConfig(_Settings, frozen=True):
 
 
 class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS, "not": _NAMELESS}):
-    """The settings of a cache. `primary_blocks` or `max_tokens` must be given; the smaller limit wins."""
+    """The settings of a cache. One of `PRIMARY_LIMITS` must be given; where several are, the smallest wins."""
 
     max_sequence_length: _Positive
     """Tokens of the longest sequence, prompt and output."""
@@ -182,12 +195,14 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Layers of the model that have a KV cache."""
     num_kv_heads: Annotated[
         _OneUp | _OfLayers,
-        BeforeValidator(_integers),
+        BeforeValidator(_numbers),
         Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
     ] = 2
     """KV heads, of all layers or of each."""
     head_dim: _Positive = 8
     """Elements of one head's K, or V, of one token."""
+    kv_factor: Annotated[int, Field(ge=1, le=2), Accepts("2 or 1")] = 2
+    """What layers keep of a token: K and V (2), or K only (1), as with MLA, whose latent vectors serve as both."""
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"],
         Accepts("float16, bfloat16, float32, float8_e4m3fn or int8"),
@@ -204,16 +219,32 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Attention windows of the layers, repeated cyclically; none: all layers attend to everything. Layers with the same
     window share blocks; a sequence keeps those that its window has left."""
     primary_blocks: _MaybeBlocks = None
-    """Blocks on the device, for each group of layers with the same window."""
+    """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
     max_tokens: _MaybeTokens = None
     """Tokens that the blocks on the device hold, for each group of layers with the same window."""
+    primary_bytes: Annotated[
+        int | None, Field(ge=1, le=MAX_BYTES), Accepts("bytes, from 1 to 2**62, or none")
+    ] = None
+    """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
+    free_gpu_memory_fraction: Annotated[
+        float | None, Field(gt=0, lt=1), Accepts("a number above 0 and below 1, or none")
+    ] = None
+    """Memory on the device as a fraction of what is free when `kvcache.pools.sized` measures it, divided likewise.
+    That gives block counts, and only these are recorded."""
     secondary_blocks: _MaybeNoBlocks = None
-    """Blocks in host memory, for each group of layers with the same window."""
+    """Blocks in host memory, for each group of layers with the same window, or one number per window, ascending."""
     host_cache_size: Annotated[
         int | None, Field(ge=0, le=MAX_BYTES), Accepts("bytes, from 0 to 2**62, or none")
     ] = None
-    """Host memory of all groups together, in bytes. With `secondary_blocks`, the smaller wins; with neither,
-    there is none."""
+    """Host memory of all groups together, in bytes, divided by `window_shares`. With `secondary_blocks`, the smaller
+    wins; with neither, there is none."""
+    window_shares: Annotated[
+        Literal["equal", "window"] | Annotated[tuple[_Weight, ...], _OfWindows],
+        BeforeValidator(_rule_or_numbers),
+        Accepts("equal, window, or one number above 0 per window"),
+    ] = "equal"
+    """How windows divide what is given in bytes: equally; in proportion to the window and its bytes per token, so that
+    each holds tokens in proportion to its window; or in the proportion of these numbers, ascending windows."""
     enable_block_reuse: _Flag = True
     """Whether computed blocks are kept and found again by later prompts."""
     enable_partial_reuse: _Flag = True
@@ -278,14 +309,32 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
             raise ConfigError(error.problems, ", ".join(files + sources.environment.variables)) from None
 
 
+def windows_of(config: KVCacheConfig) -> list[int]:
+    """The attention windows of all layers, ascending, each once, in tokens; none exceeds `max_sequence_length`."""
+    given = config.max_attention_window or (config.max_sequence_length,)
+    return sorted({min(window, config.max_sequence_length) for window in given})
+
+
 def _problems_between(config: KVCacheConfig) -> list[str]:
     problems = []
-    if config.primary_blocks is None and config.max_tokens is None:
-        problems.append("primary_blocks, max_tokens: missing; accepted: one of the two, or both")
+    if all(getattr(config, name) is None for name in PRIMARY_LIMITS):
+        problems.append(f"{', '.join(PRIMARY_LIMITS)}: missing; accepted: one of them, or more")
     if config.max_tokens is not None and config.max_tokens < config.tokens_per_block:
         problems.append(
             f"max_tokens: given {config.max_tokens}; accepted: at least one block of {config.tokens_per_block} tokens"
         )
+    problems += _problems_of_lists(config)
+    if config.block_hash == "none" and not config.log.record_tokens:
+        problems.append(
+            "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "
+            "tokens tells blocks apart by their names"
+        )
+    return problems
+
+
+def _problems_of_lists(config: KVCacheConfig) -> list[str]:
+    """What has another number of entries than there are layers or windows."""
+    problems = []
     heads, windows = config.num_kv_heads, config.max_attention_window
     if isinstance(heads, tuple) and len(heads) != config.num_layers:
         problems.append(
@@ -295,9 +344,8 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
         problems.append(
             f"max_attention_window: given {len(windows)} windows; accepted: at most {config.num_layers} (num_layers)"
         )
-    if config.block_hash == "none" and not config.log.record_tokens:
-        problems.append(
-            "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "
-            "tokens tells blocks apart by their names"
-        )
+    for name in ("primary_blocks", "secondary_blocks", "window_shares"):
+        given, count = getattr(config, name), len(windows_of(config))
+        if isinstance(given, tuple) and len(given) != count:
+            problems.append(f"{name}: given {len(given)} numbers; accepted: {count} (one per window)")
     return problems

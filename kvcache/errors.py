@@ -153,8 +153,15 @@ class ComputationLost(UsageError):
 
     request_id: RequestId
     computed: int
+    stuck: bool = False
+    """It has let go of blocks that it would have to begin with: it must be removed and added again."""
 
     def __str__(self) -> str:
+        if self.stuck:
+            return (
+                f"a copy failed, and request {_shown(self.request_id)} has let go of the blocks that it would begin "
+                "again with: remove it, and add it again"
+            )
         return (
             f"a copy failed, and {self.computed} tokens of request {_shown(self.request_id)} are still computed: "
             "call poll(), which tells all such requests, and compute the rest again"
@@ -244,7 +251,7 @@ class NotEnoughMemory(CapacityError):
     needed: int
     free: int
     where: str = "memory"
-    lower: str = "primary_blocks or max_tokens"
+    lower: str = "primary_blocks, max_tokens or primary_bytes"
     text = "the cache needs {needed:,} bytes of {where}, {free:,} are free: lower {lower}"
 
 

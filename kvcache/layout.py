@@ -17,10 +17,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import cycle, islice
+from typing import Literal, NamedTuple
 
 from events.types import GroupCreated, PoolCreated
-from kvcache.config import MAX_BLOCKS, MAX_BYTES, KVCacheConfig
+from kvcache.config import MAX_BYTES, PRIMARY_LIMITS, KVCacheConfig
 from kvcache.errors import ConfigError
+from kvcache.fold.shape import room_of
+from kvcache.sizes import block_counts
+
+Kind = Literal["full", "sliding"]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 """Bytes of one element, by the name of its type."""
@@ -37,14 +42,16 @@ class PoolLayout:
     kv_layout: str
     """NHD: tokens before heads; HND: heads before tokens."""
     tokens_per_block: int
+    kv_factor: int = 2
+    """2: K and V; 1: K only."""
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Shape of one block: [layers, K and V, tokens, heads, dim], tokens and heads swapped for HND."""
+        """Shape of one block: [layers, kv_factor, tokens, heads, dim], tokens and heads swapped for HND."""
         inner = (self.tokens_per_block, self.num_kv_heads)
         if self.kv_layout == "HND":
             inner = (self.num_kv_heads, self.tokens_per_block)
-        return (len(self.layers), 2, *inner, self.head_dim)
+        return (len(self.layers), self.kv_factor, *inner, self.head_dim)
 
     @property
     def bytes_per_block(self) -> int:
@@ -58,9 +65,9 @@ class GroupLayout:
 
     index: int
     window: int
-    """In tokens."""
-    kind: str
-    """What the layers attend to; "self" for decoder layers."""
+    """In tokens; at most what its primary blocks hold."""
+    kind: Kind
+    """Whether the layers attend to all of the longest sequence, or to a window that slides over it."""
     layers: tuple[int, ...]
     pools: tuple[PoolLayout, ...]
     """Ascending number of KV heads."""
@@ -78,6 +85,13 @@ class GroupLayout:
         return GroupCreated(self.window, self.kind, self.layers, pools, self.num_blocks)
 
 
+class CutWindow(NamedTuple):
+    """A window that is longer than what its primary blocks hold, and what it is cut to, in tokens."""
+
+    given: int
+    window: int
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """All groups of a cache, ascending window."""
@@ -86,29 +100,96 @@ class Layout:
     tokens_per_block: int
     content_id: str
     """Hex SHA-256 over what the bytes of a block mean. Bytes may be exchanged between caches that agree in it."""
+    cut_windows: tuple[CutWindow, ...] = ()
+    """What there was no room for."""
 
     @classmethod
     def of(cls, config: KVCacheConfig) -> Layout:
         """Compute the layout.
 
-        Every group gets the same number of blocks, hence holds the same number of tokens: a prefix is
-        reusable only as far as all groups have it. Raises ConfigError if `host_cache_size` is given and too
-        small for one block of each group.
+        A window is cut to the tokens that its primary blocks hold, and to those that the full group's hold: no
+        sequence gets longer, so it slides no more than a full one. Windows that are equal then are one group, with
+        the blocks of the one that had the fewest: a sequence takes as many in each, so the rest could not be used.
+
+        Raises ConfigError if bytes are too few for one block of each window, and for a `free_gpu_memory_fraction`:
+        `kvcache.pools.sized` measures it first.
         """
-        by_window = _layers_by(_window_of_each_layer(config), range(config.num_layers))
+        windows, size = _windows(config), config.tokens_per_block
+        widest = windows[-1]
+        longest = widest.num_blocks[0] * size if widest.is_full else config.max_sequence_length
+        by_length: dict[int, list[_Window]] = {}
+        for window in windows:
+            length = min(window.tokens, window.num_blocks[0] * size, longest)
+            by_length.setdefault(length, []).append(window)
         heads = _heads_of_each_layer(config)
-        pools = [_pools(config, heads, layers) for layers in by_window.values()]
-        num_blocks = _num_blocks(config, _bytes_per_block(pools))
         groups = tuple(
-            GroupLayout(index, window, "self", layers, own_pools, num_blocks)
-            for index, ((window, layers), own_pools) in enumerate(zip(by_window.items(), pools, strict=True))
+            _group(config, heads, index, length, by_length[length])
+            for index, length in enumerate(sorted(by_length))
         )
-        return cls(groups, config.tokens_per_block, _content_id(config, groups))
+        cut = tuple(
+            CutWindow(window.tokens, length)
+            for length, alike in by_length.items()
+            for window in alike
+            if window.tokens > length
+        )
+        return cls(groups, size, _content_id(config, groups), cut)
 
     def max_tokens(self, max_sequence_length: int) -> int:
         """Tokens of the longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
-        fewest = min(group.num_blocks[0] for group in self.groups)
-        return min(max_sequence_length, fewest * self.tokens_per_block)
+        size = self.tokens_per_block
+        rooms = [room_of(group.num_blocks[0], group.window, group.kind, size) for group in self.groups]
+        return min(max_sequence_length, *rooms)
+
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt: all of its blocks are there when it is admitted."""
+        return min(group.num_blocks[0] for group in self.groups) * self.tokens_per_block
+
+
+def with_primary_blocks(config: KVCacheConfig, free_bytes: int) -> KVCacheConfig:
+    """The same settings with the block counts that they come to where so many bytes are free on the device.
+
+    The counts take the place of all that limited primary. Raises ConfigError if that is too little.
+    """
+    counts = tuple(window.num_blocks[0] for window in _windows(config, free_bytes))
+    blocks = counts if len(set(counts)) > 1 else counts[0]
+    return config.model_copy(update=dict.fromkeys(PRIMARY_LIMITS) | {"primary_blocks": blocks})
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A window before it is cut to what its blocks hold."""
+
+    tokens: int
+    layers: tuple[int, ...]
+    num_blocks: tuple[int, int]
+    is_full: bool
+
+
+def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Window]:
+    """The windows of all layers, ascending, with their blocks."""
+    by_window = _layers_by(_window_of_each_layer(config), range(config.num_layers))
+    heads = _heads_of_each_layer(config)
+    sizes = [
+        sum(pool.bytes_per_block for pool in _pools(config, heads, layers)) for layers in by_window.values()
+    ]
+    _refuse_immense_blocks(sum(sizes))
+    counts = block_counts(config, list(by_window), sizes, free_bytes)
+    return [
+        _Window(tokens, layers, num_blocks, tokens == config.max_sequence_length)
+        for (tokens, layers), num_blocks in zip(by_window.items(), counts, strict=True)
+    ]
+
+
+def _group(
+    config: KVCacheConfig, heads: Sequence[int], index: int, length: int, windows: Sequence[_Window]
+) -> GroupLayout:
+    """The group of the windows that are cut to one length."""
+    layers = tuple(sorted(layer for window in windows for layer in window.layers))
+    primary, secondary = (
+        min(counts) for counts in zip(*(window.num_blocks for window in windows), strict=True)
+    )
+    kind: Kind = "full" if any(window.is_full for window in windows) else "sliding"
+    return GroupLayout(index, length, kind, layers, _pools(config, heads, layers), (primary, secondary))
 
 
 def _window_of_each_layer(config: KVCacheConfig) -> list[int]:
@@ -139,41 +220,17 @@ def _pools(config: KVCacheConfig, heads: Sequence[int], layers: tuple[int, ...])
             dtype=config.dtype,
             kv_layout=config.kv_layout,
             tokens_per_block=config.tokens_per_block,
+            kv_factor=config.kv_factor,
         )
         for count, sharing in _layers_by(heads, layers).items()
     )
 
 
-def _bytes_per_block(pools: Sequence[tuple[PoolLayout, ...]]) -> int:
-    """Bytes of one block of each group."""
-    needed = sum(pool.bytes_per_block for group in pools for pool in group)
+def _refuse_immense_blocks(needed: int) -> None:
+    """Raise ConfigError if one block of each window has more bytes than can be counted."""
     if needed > MAX_BYTES:
         fields = "tokens_per_block, num_layers, num_kv_heads, head_dim"
         raise ConfigError([f"{fields}: given a block of {needed} bytes; accepted: at most {MAX_BYTES}"])
-    return needed
-
-
-def _num_blocks(config: KVCacheConfig, bytes_of_all_groups: int) -> tuple[int, int]:
-    """Blocks per group and level; where two settings limit a level, the smaller wins."""
-    primary = []
-    if config.primary_blocks is not None:
-        primary.append(config.primary_blocks)
-    if config.max_tokens is not None:
-        primary.append(config.max_tokens // config.tokens_per_block)
-    secondary = []
-    if config.secondary_blocks is not None:
-        secondary.append(config.secondary_blocks)
-    if config.host_cache_size is not None:
-        fitting = config.host_cache_size // bytes_of_all_groups
-        if config.host_cache_size and not fitting:
-            accepted = f"0, or at least the {bytes_of_all_groups} bytes of one block of each group"
-            raise ConfigError([f"host_cache_size: given {config.host_cache_size}; accepted: {accepted}"])
-        secondary.append(fitting)
-    blocks = min(primary), min(secondary, default=0)
-    for count, field in zip(blocks, ("max_tokens", "host_cache_size"), strict=True):
-        if count > MAX_BLOCKS:
-            raise ConfigError([f"{field}: given room for {count} blocks; accepted: at most {MAX_BLOCKS}"])
-    return blocks
 
 
 def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:
@@ -183,9 +240,11 @@ def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:
         "head_dim": config.head_dim,
         "dtype": config.dtype,
         "kv_layout": config.kv_layout,
+        "kv_factor": config.kv_factor,
         "groups": [
             {
-                "window": group.window,
+                # A full group attends to everything, however much of that there is room for.
+                "window": config.max_sequence_length if group.kind == "full" else group.window,
                 "kind": group.kind,
                 "pools": [[pool.num_kv_heads, list(pool.layers)] for pool in group.pools],
             }

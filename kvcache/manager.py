@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Self
 
+from events.diagnostics import get_logger
 from events.packed import TOKEN_BYTES
 from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from sinks.router.feed import RouterFeed
 
 
+_log = get_logger(__name__)
 _of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
 
 
@@ -79,6 +81,10 @@ class KVCacheManager:
         refuse_no_order(eviction_order)
         self.config = config
         self.layout = served_layout(config)
+        for cut in self.layout.cut_windows:
+            _log.warning(
+                "window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens"
+            )
         self._guard = Guard()
         self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
         self._readiness = Readiness(self.transfers)
@@ -120,6 +126,7 @@ class KVCacheManager:
             state.handles,
             state.symbols,
             self.layout.max_tokens(self.config.max_sequence_length),
+            self.layout.max_prompt_tokens(),
             block_hash=created.hash_algorithm,
             log_has_tokens=outputs.records_tokens,
         )

@@ -5,9 +5,9 @@ copy to and from it. All memory is taken at once, after it was compared with wha
 to start is easier to live with than an engine that runs out of memory under load, and the host does not
 refuse allocations that it cannot back.
 
-A pool's tensor has the shape [blocks, layers, K and V, tokens, heads, dim] (layout NHD; tokens and heads are
-swapped for HND). A block's data is one run of bytes; the view of one layer has the shape that
-paged-attention kernels take.
+A pool's tensor has the shape [blocks, layers, kv_factor, tokens, heads, dim] (layout NHD; tokens and heads are
+swapped for HND), where kv_factor is 2 for K and V, and 1 for K only. A block's data is one run of bytes; the view of
+one layer has the shape that paged-attention kernels take.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ except ImportError as error:
 from cuda_ops.host_memory import pinned_zeros
 from cuda_ops.torch_copier import TorchCopier
 from events.types import PRIMARY, SECONDARY
+from kvcache.config import KVCacheConfig
 from kvcache.device.memory import free_bytes
-from kvcache.errors import NotEnoughMemory, Unsupported, UsageError
-from kvcache.layout import Layout, PoolLayout
+from kvcache.errors import ConfigError, NotEnoughMemory, Unsupported, UsageError
+from kvcache.layout import Layout, PoolLayout, with_primary_blocks
+from kvcache.sizes import INSTEAD
 
-LOWER_PRIMARY = "primary_blocks or max_tokens"
+LOWER_PRIMARY = "primary_blocks, max_tokens or primary_bytes"
 LOWER_SECONDARY = "secondary_blocks or host_cache_size"
 
 
@@ -59,8 +61,27 @@ class KVCacheBlockPool:
         return 3 if self.layout.kv_layout == "NHD" else 4
 
     def layer(self, layer: int) -> torch.Tensor:
-        """View one of the pool's layers in primary: [blocks, K and V, tokens, heads, dim] for NHD."""
+        """View one of the pool's layers in primary: [blocks, kv_factor, tokens, heads, dim] for NHD.
+
+        K is at index 0 of the second dimension, V at 1; with kv_factor 1 there is only index 0.
+        """
         return self.primary[:, self.layout.layers.index(layer)]
+
+
+def sized(config: KVCacheConfig, device: torch.device | str | None = None) -> KVCacheConfig:
+    """The settings with the block counts that `free_gpu_memory_fraction` comes to on `device` at this moment.
+
+    Without that fraction they stay as they are. The counts take the place of all settings that limit primary.
+    Raises ConfigError where there is no GPU whose memory could be measured, and if a window gets no block.
+    """
+    fraction = config.free_gpu_memory_fraction
+    if fraction is None:
+        return config
+    own = _device(device)
+    if own.type != "cuda":
+        problem = f"free_gpu_memory_fraction: given {fraction} for a cache on {own.type}; accepted: {INSTEAD} instead"
+        raise ConfigError([problem])
+    return with_primary_blocks(config, torch.cuda.mem_get_info(own)[0])
 
 
 class PoolSizes:
@@ -137,7 +158,7 @@ class Pools:
             self._owner = None
 
     def layer(self, layer: int) -> torch.Tensor:
-        """View one layer's K and V in primary; see `KVCacheBlockPool.layer`. Raises KeyError if there is none."""
+        """View what one layer keeps in primary; see `KVCacheBlockPool.layer`. Raises KeyError if there is none."""
         for pools in self.groups:
             for pool in pools:
                 if layer in pool.layout.layers:

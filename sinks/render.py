@@ -16,7 +16,7 @@ cannot forge lines or drive a terminal.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,12 +103,26 @@ def _blocks(slots: bytes) -> str:
     return f"blocks={len(slots) // SLOT_BYTES}"
 
 
+def _levels(counts: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"{primary}+{secondary}" for primary, secondary in counts]
+
+
+def _per_group(values: Sequence[object]) -> str:
+    """One value, or one for each group."""
+    return "/".join(map(str, values))
+
+
 def _names(packed: bytes) -> str:
     """The first and the last name of a column."""
     if not packed:
         return ""
     first, last = _name(packed[:NAME_BYTES]), _name(packed[-NAME_BYTES:])
     return f" {first}" if len(packed) <= NAME_BYTES else f" {first}..{last}"
+
+
+def _names_in(slots: bytes, names: bytes) -> str:
+    """The same of the blocks in these slots; names of blocks before may come first."""
+    return _names(names[max(0, len(names) - len(slots) // SLOT_BYTES * NAME_BYTES) :])
 
 
 def _name(packed: bytes) -> str:
@@ -142,8 +156,8 @@ def _state_exported(e: ev.StateExported, known: Known) -> str:
 
 
 def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
-    primary = min(e.reused_primary)
-    reused = f"{primary}+{e.reused_full - primary}+{e.reused_partial}"
+    secondary = max(e.reused_secondary, default=0)
+    reused = f"{e.reused - e.reused_partial - secondary}+{secondary}+{e.reused_partial}"
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
     return f"{who} tokens={e.num_tokens} reused={reused}{_namespace(e.namespace)}"
 
@@ -151,7 +165,7 @@ def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
     replaced = f" replaced={len(e.replaced) // SLOT_BYTES}" if e.replaced else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_whose(e.handle, known)} {where}{_names(e.names)}{replaced}"
+    return f"{_whose(e.handle, known)} {where}{_names_in(e.slots, e.names)}{replaced}"
 
 
 def _blocks_copied(e: ev.BlocksCopied, known: Known) -> str:
@@ -160,7 +174,7 @@ def _blocks_copied(e: ev.BlocksCopied, known: Known) -> str:
 
 
 def _blocks_stored(e: ev.BlocksStored, known: Known) -> str:
-    names = _names(names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
+    names = _names_in(e.slots, names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     parent = f" after {_name(e.parent)}" if e.parent else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
     return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}"
@@ -235,16 +249,21 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksRemoved: _blocks_removed,
     ev.TokensAppended: _tokens_appended,
     ev.ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
+    ev.BlocksDetached: lambda e, known: (
+        f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} freed={len(e.freed) // SLOT_BYTES}"
+    ),
     ev.SequenceRemoved: _sequence_removed,
     ev.TransferLanded: lambda e, known: _transfers(e.transfers),
     ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
-    ev.CacheCleared: lambda e, known: f"removed={e.removed[0]}+{e.removed[1]} unnamed={e.unnamed}",
+    ev.CacheCleared: lambda e, known: (
+        f"removed={_per_group(_levels(e.removed))} unnamed={_per_group(e.unnamed)}"
+    ),
     ev.Checkpoint: lambda e, known: (
-        f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={e.num_cached[0]}+{e.num_cached[1]}"
+        f"{_name(e.fingerprint)} sequences={e.num_sequences} cached={_per_group(_levels(e.num_cached))}"
     ),
     ev.SymbolsInterned: _symbols_interned,
     ev.SymbolsForgotten: lambda e, known: f"pages={len(e.pages) // COUNT_BYTES}",
     ev.AdmissionRefused: lambda e, known: (
-        f"request={text(e.request_id)} needed={e.needed} available={e.available}"
+        f"request={text(e.request_id)} needed={_per_group(e.needed)} available={_per_group(e.available)}"
     ),
 }

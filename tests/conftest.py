@@ -18,6 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile("kvcache", deadline=None, print_blob=True)
 settings.load_profile("kvcache")
 
+# What differs is said as in tests themselves.
+pytest.register_assert_rewrite("tests.agreement")
+
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

@@ -1,14 +1,15 @@
 """An engine without a model: K/V of a token is a number that depends on all tokens up to it, as attention makes it.
 
-Before it writes, the engine reads what its block table says it has, like attention does: if a byte before is wrong,
-what it writes is wrong, too. So a block that was ever fed from a place whose bytes had not arrived stays wrong, and
-`verify` finds it.
+Before it writes, the engine reads what its block tables say it has, like attention does: in each window the tokens that
+this window sees, and no other. If a byte of these is wrong, what it writes is wrong, too. So a block that was ever fed
+from a place whose bytes had not arrived stays wrong, and `verify` finds it. What is blank is overwritten, so that
+nobody reads right bytes from a place that is not his.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -17,50 +18,110 @@ import numpy.typing as npt
 
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
+from events.packed import unpack_i32
+from events.types import PRIMARY, SECONDARY, BlocksCopied, BlocksMoved
+from kvcache.fold.contents import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
-from kvcache.pools import Pools
+from kvcache.pools import KVCacheBlockPool, Pools
 from kvcache.results import Admission, PollResult
 from tests import strategies
 
 WRONG = -1.0
+DETACHED = -2
+"""In a block table: a block that the window has let go of."""
+NUMBERS = 2**20
+"""So many numbers stand for K/V. Each pool has numbers of its own, which float32 holds exactly for 16 pools."""
 RequestId = str | int
+Place = tuple[int, int, int]
+"""Group, level, slot."""
 
 
 def expected(tokens: Sequence[int], salt: object = None) -> list[float]:
-    """K/V of each token: positive numbers that float32 holds exactly."""
+    """K/V of each token: positive numbers. This is how they lie in the first pool."""
     seed = crc32(repr(salt).encode())
     values = []
     for token in tokens:
         seed = crc32(array("i", [token]).tobytes(), seed)
-        values.append(float(seed % 2**22 + 1))
+        values.append(float(seed % (NUMBERS - 1) + 1))
     return values
+
+
+class Memory:
+    """The pools of one window: a token has the same number in all layers and heads of a pool, as K and as V."""
+
+    def __init__(self, pools: Sequence[KVCacheBlockPool], first: int) -> None:
+        self._pools = [
+            (tuple(np.moveaxis(level.numpy(), pool.token_dim, 1) for level in pool.levels), raised * NUMBERS)
+            for raised, pool in enumerate(pools, first)
+        ]
+
+    def write(
+        self, slots: npt.NDArray[Any], offsets: npt.NDArray[Any], values: npt.NDArray[np.float32]
+    ) -> None:
+        """Write tokens into primary."""
+        for levels, raised in self._pools:
+            levels[PRIMARY][slots, offsets] = (values + raised)[:, None, None, None, None]
+
+    def read(self, level: int, slots: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The tokens' K/V, [blocks, tokens]; wrong where what was written alike differs."""
+        index = np.array(slots, np.int32)
+        found = []
+        for levels, raised in self._pools:
+            blocks = levels[level][index]
+            found.append(blocks.reshape(*blocks.shape[:2], -1) - np.float32(raised))
+        values = np.concatenate(found, axis=2)
+        first: npt.NDArray[np.float32] = values[:, :, 0]
+        return np.where((values == values[:, :, :1]).all(axis=2), first, np.float32(WRONG))
+
+    def overwrite(self, level: int, slots: Sequence[int]) -> None:
+        """Make everything in these slots wrong."""
+        for levels, _ in self._pools:
+            levels[level][np.array(slots, np.int32)] = WRONG
+
+
+def places(group: AnyGroup, run: Run, *, sliding: bool) -> Iterator[tuple[int, int, int]]:
+    """The blocks of a run that lie somewhere: (index in the run, level, slot)."""
+    for index, slot in enumerate(run.slots):
+        if not sliding:
+            yield index, run.level, slot
+        elif slot >= group.levels[PRIMARY].size:
+            yield index, SECONDARY, slot - group.levels[PRIMARY].size
+        elif slot >= 0:
+            yield index, PRIMARY, slot
 
 
 class FakeEngine:
     """Drives a manager with real pools on the host."""
 
     def __init__(self, wrap: Callable[[Copier], Copier] = lambda copier: copier, **settings: Any) -> None:
-        self.config = strategies.config(dtype="float32", num_kv_heads=1, head_dim=1, **settings)
+        defaults: dict[str, Any] = {"dtype": "float32", "num_kv_heads": 1, "head_dim": 1}
+        self.config = strategies.config(**(defaults | settings))
         self.pools = Pools(Layout.of(self.config), "cpu")
         self.copier = wrap(self.pools.copier())
         self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
         self.size = self.config.tokens_per_block
+        self.windows = [group.window for group in self.manager.layout.groups]
+        firsts = np.cumsum([0, *map(len, self.pools.groups)])
+        self.memories = [
+            Memory(pools, int(first)) for pools, first in zip(self.pools.groups, firsts, strict=False)
+        ]
         self.running: list[RequestId] = []
         self.failed: list[tuple[int, str]] = []
-
-    @property
-    def memory(self) -> tuple[npt.NDArray[np.float32], ...]:
-        """Per level [blocks, K and V, tokens]: views of the pools' tensors."""
-        return tuple(level.view(-1, 2, self.size).numpy() for level in self.pools.groups[0][0].levels)
+        self.given_up: list[RequestId] = []
+        """Sequences that lost what they had computed behind blocks that they had let go of."""
+        self._unread: set[Place] = set()
+        """Sources of copies that were asked for and not started."""
+        self.manager.bus.subscribe(self._note_sources, BlocksMoved, BlocksCopied)
 
     # -- commands
 
     def admit(self, *requests: Request) -> list[Admission]:
         admitted = self.manager.add_sequences(requests)
         self.running += [request.request_id for request in requests]
+        self.overwrite_blank()
         return admitted
 
     def forward(self, request_id: RequestId, stop: int | None = None) -> None:
@@ -69,44 +130,77 @@ class FakeEngine:
         stop = sequence.num_tokens if stop is None else stop
         self.write(request_id, stop)
         self.manager.store_context_blocks(request_id, stop)
+        self.overwrite_blank()
 
     def write(self, request_id: RequestId, stop: int) -> None:
+        """The first token reads what was computed before, and those behind it that and what is written now."""
         self.start_transfers()
-        sequence, memory = self.manager._blocks.sequence(request_id), self.memory[0]
+        sequence = self.manager._blocks.sequence(request_id)
+        positions = np.arange(sequence.computed, stop)
+        if not len(positions):
+            return
+        right = np.array(expected(sequence.tokens, sequence.namespace), np.float32)[positions]
+        values = right if self.finds(request_id, sequence.computed) else np.full_like(right, WRONG)
+        for group, memory in enumerate(self.memories):
+            slots = self.table(request_id, group)[positions // self.size]
+            assert slots.min() >= 0, "a window has let go of a block that is to be written"
+            memory.write(slots, positions % self.size, values)
+
+    def table(self, request_id: RequestId, group: int) -> npt.NDArray[np.int32]:
+        return np.asarray(self.manager.block_table(request_id, window=self.windows[group]))
+
+    def finds(self, request_id: RequestId, token: int) -> bool:
+        """Whether all that a token sees of the tokens before it is right, in every window."""
+        sequence = self.manager._blocks.sequence(request_id)
         right = expected(sequence.tokens, sequence.namespace)
-        table = self.manager.block_table(request_id)
-        wrong = self.read(request_id, sequence.computed) != right[: sequence.computed]
-        for at in range(sequence.computed, stop):
-            memory[table[at // self.size], :, at % self.size] = WRONG if wrong else right[at]
+        begins = [max(0, token - window + 1) for window in self.windows]
+        return all(
+            self.read(request_id, group, begin, token) == right[begin:token]
+            for group, begin in enumerate(begins)
+        )
 
-    def read(self, request_id: RequestId, stop: int) -> list[float]:
-        """What the engine finds in its blocks."""
-        return self.read_slots(0, self.manager.block_table(request_id))[:stop]
-
-    def read_slots(self, level: int, slots: npt.ArrayLike) -> list[float]:
-        """The tokens' K/V; wrong where K and V differ, which are written alike."""
-        blocks = self.memory[level][np.asarray(slots, np.int32)]
-        return np.where(blocks[:, 0] == blocks[:, 1], blocks[:, 0], WRONG).ravel().tolist()
+    def read(self, request_id: RequestId, group: int, begin: int, end: int) -> list[float]:
+        """What a window finds in its blocks for the tokens from `begin` to `end`."""
+        first = begin // self.size
+        slots = self.table(request_id, group)[first : -(-end // self.size)].tolist()
+        assert begin >= end or min(slots) >= 0, "a window has let go of a block that it sees"
+        if begin >= end:
+            return []
+        found = self.memories[group].read(PRIMARY, slots).ravel()
+        return found[begin - first * self.size : end - first * self.size].tolist()
 
     def decode(self, request_ids: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """One step: write what was sampled last (and whatever of the prompt was left), then append."""
         for request_id in request_ids:
             self.write(request_id, self.manager._blocks.sequence(request_id).num_tokens)
         self.manager.add_tokens(list(request_ids), list(tokens))
+        self.overwrite_blank()
 
     def end(self, request_id: RequestId, *, store: bool = True) -> None:
         self.running.remove(request_id)
         self.manager.remove_sequence(request_id, store)
+        self.overwrite_blank()
 
     def start_transfers(self) -> None:
         """The device waits for the bytes, the host does not."""
+        self.overwrite_blank()
         ticket = self.manager.start_transfers()
         if ticket is not None:
             ticket.wait_on()
+        self._unread.clear()
+        self.overwrite_blank()
 
     def poll(self) -> PollResult:
+        """Hear of copies. Who has to begin again and has let go of blocks cannot, and is removed."""
         polled = self.manager.poll()
         self.failed += polled.failed
+        if polled.cut:
+            self.start_transfers()  # without it there are no tables
+        for request_id, _ in polled.cut:
+            if any(DETACHED in self.table(request_id, group) for group in range(len(self.windows))):
+                self.given_up.append(request_id)
+                self.end(request_id)
+        self.overwrite_blank()
         return polled
 
     def settle(self) -> None:
@@ -120,31 +214,68 @@ class FakeEngine:
                 return
         raise AssertionError("copies never land")
 
+    # -- what is blank
+
+    def _note_sources(self, event: BlocksMoved | BlocksCopied) -> None:
+        if isinstance(event, BlocksCopied):
+            self._unread.add((event.group, event.source_level, event.source))
+        elif event.transfer:
+            slots = unpack_i32(event.from_slots).tolist()
+            self._unread.update((event.group, event.from_level, slot) for slot in slots)
+
+    def overwrite_blank(self) -> None:
+        """Make what is blank wrong, but for what a copy is still to read."""
+        for index, (group, memory) in enumerate(zip(self.manager.state.groups, self.memories, strict=True)):
+            for level in group.levels:
+                slots = [slot for slot in level.blank if (index, level.index, slot) not in self._unread]
+                if slots:
+                    memory.overwrite(level.index, slots)
+
     # -- what must hold
 
     def verify(self) -> None:
         """Every cached block whose copy is known to have landed holds the K/V of its prefix."""
         self.manager.check()
-        for root in self.manager.state.groups[0].tree.roots.values():
-            for run in runs_below(root):
-                if not run.transfer:
-                    self.verify_run(run, root.namespace)
+        self.overwrite_blank()
+        for index, group in enumerate(self.manager.state.groups):
+            for root in group.tree.roots.values():
+                for run in runs_below(root):
+                    self.verify_run(index, run, root.namespace)
 
-    def verify_run(self, run: Run, salt: object) -> None:
+    def verify_run(self, index: int, run: Run, salt: object) -> None:
         path = [run]
         while isinstance(path[-1].parent, Run):
             path.append(path[-1].parent)
         tokens = array("i", b"".join(bytes(each.symbols) for each in reversed(path)))
-        right = expected(tokens, salt)[run.start * self.size :]
-        found = self.read_slots(run.level, run.slots)
-        assert found[: len(right)] == right, "a cached block holds the K/V of something else"
+        right = expected(tokens, salt)
+        for level, blocks in self.landed(index, run).items():
+            found = self.memories[index].read(level, list(blocks.values()))
+            for block, values in zip(blocks, found, strict=True):
+                of_block = right[block * self.size : (block + 1) * self.size]
+                assert values[: len(of_block)].tolist() == of_block, (
+                    "a cached block holds the K/V of something else"
+                )
+
+    def landed(self, index: int, run: Run) -> dict[int, dict[int, int]]:
+        """By level, the slots of a run's blocks that are not on their way; blocks are counted from the root."""
+        created, state = self.manager.state.created, self.manager.state
+        assert created is not None
+        sliding = created.groups[index].kind == "sliding"
+        moving = {
+            (each.level, slot)
+            for each in state.transfers.values()
+            if each.group == index and (sliding or run.transfer)
+            for slot in each.slots
+        }
+        found: dict[int, dict[int, int]] = {}
+        for block, level, slot in places(state.groups[index], run, sliding=sliding):
+            if (level, slot) not in moving:
+                found.setdefault(level, {})[run.start + block] = slot
+        return found
 
     def verify_running(self) -> None:
-        """Every running sequence finds the K/V of all that counts as computed; only true once failures are known."""
+        """Every running sequence finds the K/V of all that it still sees; only true once failures are known."""
         self.start_transfers()
         for request_id in self.running:
-            sequence = self.manager._blocks.sequence(request_id)
-            right = expected(sequence.tokens, sequence.namespace)[: sequence.computed]
-            assert self.read(request_id, sequence.computed) == right, (
-                "a sequence reads the K/V of something else"
-            )
+            computed = self.manager._blocks.sequence(request_id).computed
+            assert self.finds(request_id, computed), "a sequence reads the K/V of something else"

@@ -46,7 +46,7 @@ def occasion_name(occasion: Any) -> str:
 def named_slots(event: Any) -> Iterator[tuple[int, bytes]]:
     """The slots that an event names, with their levels."""
     match event:
-        case ev.BlocksAllocated() | ev.BlocksStored() | ev.BlocksFilled():
+        case ev.BlocksAllocated() | ev.BlocksStored() | ev.BlocksFilled() | ev.BlocksDetached():
             yield PRIMARY, event.slots
         case ev.BlocksReused():
             yield event.level, event.slots
@@ -118,6 +118,7 @@ class Program:
             primary_blocks=rng.randint(4, 12),
             secondary_blocks=rng.choice([0, 2, 4, 8]),
             secondary_offload_min_priority=rng.choice([0, 35]),
+            max_attention_window=rng.choice([None, None, 3, 5]),
         )
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
         self.manager = KVCacheManager(settings, copier=self.copier)

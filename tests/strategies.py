@@ -17,7 +17,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from events.codec import decode_batch, encode_batch
-from events.types import EventBatch
+from events.types import PRIMARY, SECONDARY, EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.exported_state import COLUMNS, export
 from kvcache.fold.state import CacheState
@@ -58,12 +58,25 @@ def config(**settings: Any) -> KVCacheConfig:
     return KVCacheConfig(**(defaults | settings))
 
 
-def configs() -> st.SearchStrategy[KVCacheConfig]:
-    """All the switches, one to three windows, and sizes at which every path is short of room."""
+def any_windows() -> st.SearchStrategy[tuple[int, ...] | None]:
+    """One that attends to everything, or `windows`."""
+    return st.one_of(st.none(), windows(), windows())
+
+
+def windows() -> st.SearchStrategy[tuple[int, ...]]:
+    """One to three attention windows: less than a block, a few blocks, some more, and longer than any sequence."""
+    sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8, 11, 16, LIMIT, LIMIT + 6])
+    return st.lists(sizes, min_size=1, max_size=3, unique=True).map(tuple)
+
+
+def configs(
+    windows: st.SearchStrategy[tuple[int, ...] | None] | None = None,
+) -> st.SearchStrategy[KVCacheConfig]:
+    """All the switches, `windows` or any, and sizes at which every path is short of room."""
     return st.builds(
         config,
         num_layers=st.just(3),
-        max_attention_window=st.sampled_from([None, None, (3, LIMIT), (1, 6, LIMIT)]),
+        max_attention_window=any_windows() if windows is None else windows,
         tokens_per_block=st.sampled_from([1, 2, 4]),
         primary_blocks=st.integers(2, 12),
         secondary_blocks=st.integers(0, 8),
@@ -204,8 +217,16 @@ def split_names(packed: bytes) -> list[bytes]:
     return [packed[start : start + 8] for start in range(0, len(packed), 8)]
 
 
+def slides(state: CacheState, index: int) -> bool:
+    """Whether sequences let go of blocks of a group."""
+    assert state.created is not None
+    return state.created.groups[index].kind == "sliding"
+
+
 def cached_blocks(state: CacheState, index: int = 0) -> Cached:
     """Every cached block of a group, by its name."""
+    if slides(state, index):
+        return _cached_alone(state, index)
     group = export(state).groups[index]
     found: Cached = {}
     keys, numbers = group.keys, array("q", group.runs)
@@ -216,6 +237,27 @@ def cached_blocks(state: CacheState, index: int = 0) -> Cached:
             tokens = last_tokens if index == count - 1 else size
             found[keys[block * 32 : block * 32 + 8]] = (level, refs, stamp, tokens, priority)
             block += 1
+    return found
+
+
+def _cached_alone(state: CacheState, index: int) -> Cached:
+    """The same for a group that slides, whose runs are content with and without blocks."""
+    group: Any = state.groups[index]
+    primary, key_bytes = group.levels[PRIMARY].size, group.tree.key_bytes
+    found: Cached = {}
+    for run in group.tree.runs.values():
+        for at, place in enumerate(run.slots):
+            if place < 0:
+                continue
+            last_of_partial = run.partial and at == len(run.slots) - 1
+            refs = group.refs[place]
+            found[bytes(run.keys[at * key_bytes : at * key_bytes + 8])] = (
+                PRIMARY if place < primary else SECONDARY,
+                refs,
+                0 if refs else group.released_at[place],
+                run.partial if last_of_partial else state.tokens_per_block,
+                group.priorities[place],
+            )
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pydantic import BaseModel
 from events.feed.changes import Cleared, Removed, Stored
 from events.feed.life import LIFE
 from events.formats.vllm import encode_batch
-from events.types import AllocateReason, MoveReason, Namespace, RemoveReason
+from events.types import AllocateReason, AnyEvent, MoveReason, Namespace, RemoveReason
 from kvcache import errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
@@ -155,6 +156,16 @@ def test_the_life_of_a_block_is_drawn_as_it_is(marker: str, life: Any) -> None:
     )
     assert drawn is not None
     assert drawn[1] == state_diagram(life)
+
+
+def test_every_event_is_in_its_table() -> None:
+    """The table has each event of the union, in order, with what its docstring says and all fields by their names."""
+    rows = table(EVENTS, "# Events")
+    assert list(rows) == [event.__name__ for event in typing.get_args(AnyEvent)]
+    for event in typing.get_args(AnyEvent):
+        said, fields = rows[event.__name__]
+        assert said.startswith((event.__doc__ or "").partition("\n\n")[0].replace("`", ""))
+        assert fields.split(", ") == list(event.__struct_fields__)
 
 
 def test_every_reason_is_in_the_legend() -> None:

@@ -17,17 +17,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from events import types as ev
 from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.exported import Row, exported_rows
 from events.feed.extra_keys import told
 from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns
 from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
-from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.packed import NAME_BYTES, SLOT_BYTES, names_of_keys
 from events.tokens.sequences import NamedTokens, RunningTokens
 from events.tokens.symbols import SymbolTable
-from events.types import PRIMARY, SECONDARY, GroupCreated, MoveReason, Namespace
+from events.types import PRIMARY, SECONDARY, SLIDING, GroupCreated, MoveReason
 
 _unpack_handles = struct.Struct("<q").iter_unpack
 _unpack_numbers = struct.Struct("<I").iter_unpack
@@ -54,8 +53,11 @@ class Feed:
         """Copy to (group, level, slots from the shallowest block on)."""
         self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
         """Per group, by the parent that is not visible yet: consecutive blocks, as (level, slots, names)."""
+        self._slides: list[bool] = []
+        """Per group: whether its window leaves blocks behind, so that a block may be there without its parent."""
         self._hidden: list[set[bytes]] = []
-        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent."""
+        """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent; none where
+        the window slides, since nothing waits for them there."""
         self._changes: list[Change] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.Gap: self._meet_gap,
@@ -63,6 +65,7 @@ class Feed:
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.TokensAppended: self._running.append,
+            ev.BlocksReused: self._reuse,
             ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
             ev.BlocksMoved: self._move,
@@ -96,7 +99,7 @@ class Feed:
         A store has all blocks of one prefix up to where it branches. A block on its way to another level that something
         visible hangs behind is stored, and removed again at the end.
         """
-        frozen = [freeze(levels) for levels in self._columns]
+        frozen = [freeze(levels, slides) for levels, slides in zip(self._columns, self._slides, strict=True)]
         return _told_blocks(frozen, self._symbols.copy())
 
     def resident(self, group: int, level: int) -> set[bytes]:
@@ -124,6 +127,7 @@ class Feed:
             for group in self.groups
         ]
         self._hidden = [set() for _ in self.groups]
+        self._slides = [group.kind == SLIDING for group in self.groups]
         self._sequences.clear()
         self._running.forget_row()
         self._symbols.clear()
@@ -149,17 +153,22 @@ class Feed:
 
     # -- blocks
 
+    def _reuse(self, event: ev.BlocksReused) -> None:
+        last = event.first_block + len(event.slots) // SLOT_BYTES
+        self._sequences[event.handle].name(last - len(event.names) // NAME_BYTES, event.names)
+
     def _store(self, event: ev.BlocksStored) -> None:
-        size = self.tokens_per_block
-        slots = array("i", event.slots)
+        size, first_block = self.tokens_per_block, event.first_block
+        sequence, slots = self._sequences[event.handle], array("i", event.slots)
+        given = names_of_keys(event.keys, self._key_bytes)
+        sequence.name(first_block + len(slots) - len(given) // NAME_BYTES, given)
         if event.last_tokens < size:
             slots.pop()  # routers see full blocks only
         count = len(slots)
         if not count:
             return
-        names = names_of_keys(event.keys, self._key_bytes)[: count * NAME_BYTES]
-        sequence = self._sequences[event.handle]
-        first = event.first_block * size
+        names = bytes(sequence.names[first_block * NAME_BYTES : (first_block + count) * NAME_BYTES])
+        first = first_block * size
         tokens = sequence.packed(first, first + count * size)
         self._place(
             slots, Stored(event.group, event.level, names, event.parent, tokens, size, sequence.namespace)
@@ -171,13 +180,16 @@ class Feed:
         # Then all parents are visible and all symbols are tokens, which is nearly always so.
         usual = not (self._hidden[group] or self._symbols.pages)
         key_at = parent_at = 0
+        named = bool(keys)
         blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
         for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
             sequence = self._sequences[handle]
+            if named:
+                sequence.name(block, keys[key_at : key_at + NAME_BYTES])
             stored = Stored(
                 group,
                 PRIMARY,
-                keys[key_at : key_at + NAME_BYTES],
+                bytes(sequence.names[block * NAME_BYTES : (block + 1) * NAME_BYTES]),
                 parents[parent_at : parent_at + NAME_BYTES],
                 sequence.packed(block * size, (block + 1) * size),
                 size,
@@ -204,7 +216,8 @@ class Feed:
             self._wait(stored, slots)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
-        # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet.
+        # A cached block's parent is cached, so routers know it unless it is among those that they do not know yet. In a
+        # sliding window it need not be, nothing is hidden, and routers are told of a block as soon as it is there.
         return parent not in self._hidden[group]
 
     def _wait(self, stored: Stored, slots: array[int]) -> None:
@@ -257,7 +270,8 @@ class Feed:
         columns = self._columns[event.group]
         source, target = columns[event.from_level], columns[event.to_level]
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
-        leaves_first = event.why == MoveReason.OFFLOAD
+        slides = self._slides[event.group]
+        leaves_first = event.why == MoveReason.OFFLOAD and not slides
         if leaves_first:
             from_slots.reverse()
             to_slots.reverse()
@@ -266,7 +280,10 @@ class Feed:
         from_slots.reverse()
         names = event.names if leaves_first else b"".join(_split(event.names)[::-1])
         self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
-        self._hidden[event.group].update(full)
+        if not slides:
+            self._hidden[event.group].update(full)
+        if event.handle is not None and event.why != MoveReason.OFFLOAD:
+            self._sequences[event.handle].name(event.first_block, event.names)
         if event.transfer:
             self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
         else:
@@ -299,40 +316,32 @@ class Feed:
         self._forget()
         self._symbols.install(event)
         for sequence in event.sequences:
-            self._sequences[sequence.handle] = NamedTokens(array("i", sequence.tokens), sequence.namespace)
+            names = names_of_keys(sequence.keys, self._key_bytes)
+            tokens = array("i", sequence.tokens)
+            self._sequences[sequence.handle] = NamedTokens(tokens, sequence.namespace, names)
         for group, exported in enumerate(event.groups):
-            self._install_group(group, exported)
+            for row in exported_rows(
+                exported, self.tokens_per_block, self._key_bytes, slides=self._slides[group]
+            ):
+                self._install_row(group, row)
         for item in event.transfers:
             slots = array("i", item.slots)
-            if item.level == SECONDARY:
+            if item.level == SECONDARY and not self._slides[item.group]:
                 slots.reverse()  # offloads name the deepest block first
             self._transfers[item.transfer] = (item.group, item.level, slots)
         self._changes = [Cleared(), *self.snapshot()]
 
-    def _install_group(self, group: int, exported: ev.GroupExported) -> None:
-        numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9)
-        slots = array("i", exported.slots)
-        size, tokens_at, block = self.tokens_per_block, 0, 0
-        last_names: list[bytes] = []
-        namespaces: list[Namespace] = []
-        for parent, count, last_tokens, level, _, _, _, _, transfer in numbers.tolist():
-            full = count - (last_tokens < size)
-            keys = exported.keys[block * self._key_bytes : (block + count) * self._key_bytes]
-            names = names_of_keys(keys, self._key_bytes)
-            namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
-            above = last_names[parent] if parent >= 0 else b""
-            last_names.append(names[-NAME_BYTES:])
-            tokens = exported.symbols[tokens_at : tokens_at + full * size * TOKEN_BYTES]
-            stored = Stored(group, level, names[: full * NAME_BYTES], above, tokens, size, namespaces[-1])
-            at = slots[block : block + full]
-            state = IN_FLIGHT if transfer else ANNOUNCED if self._is_visible(group, above) else WAITING
-            self._columns[group][level].write(at, stored, state, transfer)
-            if state != ANNOUNCED:
-                self._hidden[group].update(_split(stored.names))
-            if state == WAITING:
-                self._wait(stored, at)
-            tokens_at += ((count - 1) * size + last_tokens) * TOKEN_BYTES
-            block += count
+    def _install_row(self, group: int, row: Row) -> None:
+        """Note consecutive full blocks of an exported state."""
+        stored = Stored(
+            group, row.level, row.names, row.parent, row.tokens, self.tokens_per_block, row.namespace
+        )
+        state = IN_FLIGHT if row.transfer else ANNOUNCED if self._is_visible(group, row.parent) else WAITING
+        self._columns[group][row.level].write(row.slots, stored, state, row.transfer)
+        if state != ANNOUNCED and not self._slides[group]:
+            self._hidden[group].update(_split(stored.names))
+        if state == WAITING:
+            self._wait(stored, row.slots)
 
 
 def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:

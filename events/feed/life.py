@@ -32,9 +32,11 @@ LIFE: dict[Visibility, dict[Occasion, set[Visibility]]] = {
         MoveReason.OFFLOAD: {ABSENT, IN_FLIGHT},
         MoveReason.ONBOARD: {IN_FLIGHT},
         MoveReason.RECOMPUTED: {WAITING, ANNOUNCED},
+        ev.BlocksReused: {ABSENT},
         ev.BlocksRemoved: {ABSENT},
     },
     IN_FLIGHT: {
+        ev.BlocksReused: {IN_FLIGHT},
         ev.TransferLanded: {WAITING, ANNOUNCED},
         MoveReason.OFFLOAD: {ABSENT},
         MoveReason.ONBOARD: {ABSENT},
@@ -44,6 +46,7 @@ LIFE: dict[Visibility, dict[Occasion, set[Visibility]]] = {
     },
     # Those that wait are announced with their parent, by an event that need not name them.
     WAITING: {
+        ev.BlocksReused: {WAITING},
         ev.TransferLanded: {ANNOUNCED},
         MoveReason.OFFLOAD: {ABSENT},
         MoveReason.ONBOARD: {ABSENT},
@@ -52,6 +55,7 @@ LIFE: dict[Visibility, dict[Occasion, set[Visibility]]] = {
         ev.CacheCleared: {ABSENT},
     },
     ANNOUNCED: {
+        ev.BlocksReused: {ANNOUNCED},
         MoveReason.OFFLOAD: {ABSENT},
         MoveReason.ONBOARD: {ABSENT},
         MoveReason.RECOMPUTED: {ABSENT},

@@ -43,12 +43,14 @@ class FrozenBlocks:
     known: tuple[Namespace, ...]
     tokens: npt.NDArray[np.void]
     tokens_per_block: int
+    slides: bool
+    """Whether a block is told whose parent is not."""
 
 
-def freeze(levels: tuple[Columns, Columns]) -> FrozenBlocks:
-    """Copy what is visible now."""
+def freeze(levels: tuple[Columns, Columns], slides: bool) -> FrozenBlocks:
+    """Copy what is visible now; in a sliding window blocks may be so without the one before."""
     seen = [columns.announced_slots() for columns in levels]
-    behind = _bridges(levels, seen)
+    behind = [np.empty(0, np.intp), np.empty(0, np.intp)] if slides else _bridges(levels, seen)
     slots = [np.concatenate(both) for both in zip(seen, behind, strict=True)]
     rows = [columns.rows(at) for columns, at in zip(levels, slots, strict=True)]
     names, parents, tokens, namespaces = map(np.concatenate, zip(*rows, strict=True))
@@ -63,6 +65,7 @@ def freeze(levels: tuple[Columns, Columns]) -> FrozenBlocks:
         (*levels[0].known, *levels[1].known),
         tokens,
         levels[0].tokens_per_block,
+        slides,
     )
 
 
@@ -99,7 +102,7 @@ def _chains(blocks: FrozenBlocks) -> Iterator[list[int]]:
     branches: dict[int, list[int]] = {}
     for parent, head in zip(above[~goes_on].tolist(), inner[~goes_on].tolist(), strict=True):
         branches.setdefault(parent, []).append(head)
-    heads = np.flatnonzero(blocks.parents == 0)[::-1].tolist()
+    heads = np.flatnonzero(parents < 0 if blocks.slides else blocks.parents == 0)[::-1].tolist()
     after: list[int] = following.tolist()
     while heads:
         index = heads.pop()

@@ -23,7 +23,7 @@ import numpy as np
 
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.packed import NAME_BYTES, TOKEN_BYTES
-from events.types import GroupCreated, Namespace
+from events.types import SLIDING, GroupCreated, Namespace
 
 MEDIA = ("GPU", "CPU")
 """By level. Readers compare letters exactly."""
@@ -255,15 +255,9 @@ def _with_extras(stored: Stored) -> list[bytes]:
 
 
 def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
-    """The group's attention; the widest window holds whole sequences."""
-    if group >= len(groups):
-        return "full_attention", None
-    this = groups[group]
-    if this.kind == "cross":
-        return "cross_attention", None
-    for other in groups:
-        if other.window > this.window:
-            return "sliding_window", this.window
+    """The group's attention, and its window if it slides."""
+    if group < len(groups) and groups[group].kind == SLIDING:
+        return "sliding_window", groups[group].window
     return "full_attention", None
 
 

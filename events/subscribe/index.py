@@ -91,7 +91,9 @@ class Index:
         group = event.group_idx or 0
         parent = event.parent_block_hash
         levels = [self.blocks.get((group, level), ()) for level in (GPU, HOST, STORAGE)]
-        if parent is not None and not any(parent in blocks for blocks in levels):
+        # A sliding window has no use for what it has left behind, and need not keep it.
+        slides = event.kv_cache_spec_kind == "sliding_window"
+        if parent is not None and not slides and not any(parent in blocks for blocks in levels):
             self.orphans += 1
         blocks = self.blocks.setdefault((group, level_of(event.medium)), {})
         size, tokens = event.block_size, event.token_ids

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 
-from events.packed import TOKEN_BYTES
+from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace, TokensAppended
 
 
@@ -49,13 +49,22 @@ class SequenceTokens:
 
 
 class NamedTokens(SequenceTokens):
-    """A running sequence with the namespace in which its blocks are cached."""
+    """A running sequence with the namespace in which its blocks are cached, and their names."""
 
-    __slots__ = ("namespace",)
+    __slots__ = ("names", "namespace")
 
-    def __init__(self, tokens: array[int], namespace: Namespace) -> None:
+    def __init__(self, tokens: array[int], namespace: Namespace, names: bytes = b"") -> None:
         super().__init__(tokens)
         self.namespace = namespace
+        self.names = bytearray(names)
+        """Of its leading blocks, 8 bytes each; zeros where no event has told."""
+
+    def name(self, first: int, names: bytes) -> None:
+        """Note the names of its blocks from `first` on."""
+        begin = first * NAME_BYTES
+        if begin > len(self.names):
+            self.names += bytes(begin - len(self.names))
+        self.names[begin : begin + len(names)] = names
 
 
 class RunningTokens:

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
         "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
-        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or max_tokens."
+        "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or the like."
     )
     settings.add_options(parser)
     form = parser.add_mutually_exclusive_group()

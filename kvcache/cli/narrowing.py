@@ -28,6 +28,10 @@ def part_of_sequences(
         case ev.BlocksAllocated():
             own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
             return replace(event, handles=own, counts=counts, slots=slots)
+        case ev.BlocksDetached():
+            own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
+            freed = array("i", [slot for slot in array("i", event.freed) if slot in array("i", slots)])
+            return replace(event, handles=own, counts=counts, slots=slots, freed=freed.tobytes())
         case ev.TokensAppended():
             own, counts, tokens = _counted(event.handles, event.counts, event.tokens, handles)
             return replace(event, handles=own, counts=counts, tokens=tokens)

@@ -16,7 +16,7 @@ from kvcache.cli.output import Output, count, paint
 from kvcache.cli.parser import natural
 from kvcache.cli.progress import progress
 from kvcache.errors import InternalError
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.contents import AnyGroup
 from kvcache.fold.residency import resident_names
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, replay
@@ -80,7 +80,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     }
 
 
-def _group_json(window: int, group: GroupState) -> dict[str, Any]:
+def _group_json(window: int, group: AnyGroup) -> dict[str, Any]:
     columns = ("blocks", "held", "unreferenced", "blank")
     levels = {
         name: dict(zip(columns, _numbers(group, level), strict=True))
@@ -94,13 +94,13 @@ def _windows(state: CacheState) -> list[int]:
     return [] if state.created is None else [group.window for group in state.created.groups]
 
 
-def _numbers(group: GroupState, index: int) -> tuple[int, int, int, int]:
+def _numbers(group: AnyGroup, index: int) -> tuple[int, int, int, int]:
     level = group.levels[index]
     blank = len(level.blank)
     return level.size, level.size - blank - level.unreferenced, level.unreferenced, blank
 
 
-def _tree(group: GroupState) -> tuple[int, int, int]:
+def _tree(group: AnyGroup) -> tuple[int, int, int]:
     """Cached prefixes that are the beginning of no longer one, runs, namespaces."""
     runs = group.tree.runs.values()
     return sum(not run.children for run in runs), len(runs), len(group.tree.roots)

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from events.errors import EventsError, LogWriteFailed
@@ -207,13 +208,18 @@ def _require_room(config: KVCacheConfig, source: Source) -> None:
 
 def _pool_sizes(layout: Layout) -> PoolSizes:
     """What the tensors will take; raises NotEnoughMemory, and UsageError without torch."""
-    try:
-        from kvcache.pools import PoolSizes
-    except ImportError as error:
-        raise UsageError(f"{error}, or play without them (--no-pools)") from error
-    sizes = PoolSizes(layout)
+    sizes: PoolSizes = _pools_module().PoolSizes(layout)
     sizes.require_room()
     return sizes
+
+
+def _pools_module() -> ModuleType:
+    """`kvcache.pools`; raises UsageError without torch."""
+    try:
+        from kvcache import pools
+    except ImportError as error:
+        raise UsageError(f"{error}, or play without them (--no-pools)") from error
+    return pools
 
 
 class _Run:
@@ -229,6 +235,8 @@ class _Run:
             else open_trace(args.trace, args.limit, stop)
         )
         self._config = _config(args, self._source)
+        if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
+            self._config = _pools_module().sized(self._config)
         if not stop.is_set():
             _require_room(self._config, self._source)
         self._routed = (args.check_feed or chats) and self._config.block_hash != "none"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from kvcache.cli.output import Output
-from kvcache.config import KVCacheConfig
+from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.errors import ConfigError, UsageError
 from kvcache.settings.environment import fields_of, read_environment, value_in, variable_of
 from kvcache.settings.sources import Sources, Values, look_up, merged, nested
@@ -64,7 +64,7 @@ def given(path: Path | None, sets: Values) -> Values:
 def derived(known: Values) -> dict[str, str]:
     """The settings that `kvcache run` takes from its requests if these are given, and how."""
     found = {"max_sequence_length": "from the requests"}
-    if "max_tokens" not in known:
+    if not any(name in known for name in PRIMARY_LIMITS):
         found["primary_blocks"] = "from the requests"
     if "host_cache_size" not in known:
         found["secondary_blocks"] = "as many as primary" if "primary_blocks" in known else "from the requests"

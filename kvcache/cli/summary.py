@@ -20,7 +20,7 @@ from kvcache.layout import Layout
 from kvcache.stats import Stats
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
-from kvcache.workload.summary import RunResult
+from kvcache.workload.summary import RunResult, WindowBlocks
 from sinks import SinkStats
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         **_of(stats, "hit_rate", "blocks_allocated", "blocks_stored", "blocks_removed", "blocks_offloaded"),
         **_of(stats, "blocks_onboarded", "blocks_deduplicated"),
         **_of(result, "checked_blocks", "checked_final_blocks"),
+        "windows": [_window_json(*each) for each in result.windows.items()],
         **_of(stats, "events", "batches"),
         "dropped_batches": outcome.dropped_batches,
         "log": None if log is None else str(log),
@@ -92,6 +93,11 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "replay_seconds": verification.seconds,
         "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
     }
+
+
+def _window_json(window: int, blocks: WindowBlocks) -> dict[str, Any]:
+    cached = dict(zip(LEVEL_NAMES, blocks.cached, strict=True))
+    return {"window": window, "most_held": blocks.most_held, "cached": cached}
 
 
 def _of(whole: object, *names: str) -> dict[str, Any]:
@@ -201,8 +207,20 @@ def _blocks(outcome: Outcome) -> list[tuple[str, str]]:
             f"{stats.blocks_allocated:,} allocated, {stats.blocks_stored:,} stored, {stats.blocks_removed:,} removed",
         ),
         ("", moved),
+        *_windows(result),
         ("bytes", checked),
     ]
+
+
+def _windows(result: RunResult) -> list[tuple[str, str]]:
+    """The blocks of each window, where there are several."""
+    if len(result.windows) == 1:
+        return []
+    rows = [("windows", "most blocks held at once, and cached ones at the end")]
+    for window, blocks in result.windows.items():
+        cached = "{:,} cached in primary, {:,} in secondary".format(*blocks.cached)
+        rows.append(("", f"{window:,}: {blocks.most_held:,} held, {cached}"))
+    return rows
 
 
 def _times(outcome: Outcome) -> list[tuple[str, str]]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from events.ids import Handle, LevelIndex
 from events.packed import TOKEN_BYTES
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
+from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.decoding import packed_handles
-from kvcache.decide.window_manager import BlockNames, CopySource, WindowBlockManager
-from kvcache.fold.matching import PathMatch, in_all
+from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.fold.matching import GroupMatch, in_all
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import CheckedRequest
@@ -23,20 +25,20 @@ from kvcache.inputs.requests import CheckedRequest
 Windows = tuple[WindowBlockManager, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """What admitting one request would take from one window.
+class WindowPlan(NamedTuple):
+    """What admitting one request would take from one window."""
 
-    Slots are noted at once: claiming one request's blocks splits runs that another one's match may name.
-    """
-
-    found: PathMatch
-    claimed: tuple[BlockNames, BlockNames]
-    """The cached blocks to hold, in primary and in secondary."""
+    found: GroupMatch
+    claimed: list[BlockNames]
+    """The cached blocks to hold."""
     new_blocks: int
     """Blocks that are not cached."""
     source: CopySource | None
     """The block to copy the start of."""
+
+    def reused_in(self, level: LevelIndex, tokens_per_block: int) -> int:
+        """Tokens in full blocks that the sequence takes from this level."""
+        return sum(len(each.slots) for each in self.claimed if each.level == level) * tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,48 +48,29 @@ class Plan:
     request: CheckedRequest
     windows: tuple[WindowPlan, ...]
     tokens_per_block: int
+    reused_tokens: int
+    """Leading tokens that all windows have, those of a copied block too."""
 
     def with_symbols(self, table: SymbolTable) -> Plan:
         """The plan with the symbols that its request has by now. What had none before can match nothing."""
         return replace(self, request=self.request.with_symbols(table))
 
     def reused_in(self, level: LevelIndex) -> tuple[int, ...]:
-        """Per window: tokens in full blocks that are found in this level."""
-        return tuple(len(each.claimed[level].slots) * self.tokens_per_block for each in self.windows)
+        """Per window: tokens in full blocks that the sequence takes from this level."""
+        return tuple(each.reused_in(level, self.tokens_per_block) for each in self.windows)
+
+    @property
+    def reused_partial(self) -> int:
+        """Tokens reused from the start of a copied block."""
+        source = self.windows[0].source
+        return source.num_tokens if source is not None else 0
 
     @property
     def reused(self) -> tuple[int, int, int]:
         """Tokens reused from primary in all windows, from secondary in some, and from the start of a copied block."""
-        primary = min(self.reused_in(PRIMARY))
-        full = self.windows[0].found.blocks * self.tokens_per_block
-        source = self.windows[0].source
-        return primary, full - primary, source.num_tokens if source is not None else 0
-
-
-class Claims:
-    """What the requests of a batch hold together in one window: each cached block counts once, whoever claims it."""
-
-    __slots__ = ("_taken", "available", "needed")
-
-    def __init__(self, window: WindowBlockManager) -> None:
-        self._taken: dict[int, int] = {}
-        self.needed = 0
-        """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
-        self.available: int = window.primary.available
-        """Primary slots that can be had, less those of claimed blocks."""
-
-    def add(self, plan: WindowPlan) -> None:
-        """Count one more request."""
-        self.needed += plan.new_blocks
-        for run, take in plan.found.runs:
-            more = take - self._taken.get(run.id, 0)
-            if more <= 0:
-                continue
-            self._taken[run.id] = take
-            if run.level == SECONDARY:
-                self.needed += more
-            elif not run.refs:
-                self.available -= more
+        secondary = max(self.reused_in(SECONDARY))
+        full = self.reused_tokens - self.reused_partial
+        return full - secondary, secondary, self.reused_partial
 
 
 def plan(windows: Windows, request: CheckedRequest) -> Plan:
@@ -95,28 +78,27 @@ def plan(windows: Windows, request: CheckedRequest) -> Plan:
     stop = len(request.symbols) - TOKEN_BYTES
     size = windows[0].tokens_per_block
     matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
-    return Plan(
-        request,
-        tuple(
-            WindowPlan(
-                found,
-                (window.blocks_of(found, PRIMARY), window.blocks_of(found, SECONDARY)),
-                window.blocks_for(request.num_tokens) - found.blocks,
-                CopySource.of(found.partial) if found.partial is not None else None,
-            )
-            for window, found in zip(windows, in_all(matches, size), strict=True)
-        ),
-        size,
-    )
+    common, tokens = in_all(matches, size, windows[0].key_bytes)
+    new_blocks = windows[0].blocks_for(request.num_tokens) - common[0].blocks
+    plans = [
+        WindowPlan(
+            found,
+            window.claimed(found, tokens),
+            new_blocks,
+            CopySource.of(found.partial) if found.partial is not None else None,
+        )
+        for window, found in zip(windows, common, strict=True)
+    ]
+    return Plan(request, tuple(plans), size, tokens)
 
 
 def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
     """Plans for a batch, the claims of all that fit per window, and the index of the first that does not."""
-    plans, claims = [], [Claims(window) for window in windows]
+    plans, claims = [], [window.claims() for window in windows]
     for index, request in enumerate(requests):
         plans.append(plan(windows, request))
         for claim, each in zip(claims, plans[-1].windows, strict=True):
-            claim.add(each)
+            claim.add(each.found, each.claimed, each.new_blocks)
         if any(claim.needed > claim.available for claim in claims):
             return plans, claims, index
     return plans, claims, None
@@ -164,12 +146,14 @@ def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], eac
             namespace=request.namespace,
             num_tokens=request.num_tokens,
             tokens=request.symbols,
+            reused=each.reused_tokens,
             reused_primary=each.reused_in(PRIMARY),
             reused_secondary=each.reused_in(SECONDARY),
-            reused_partial=each.reused[2],
+            reused_partial=each.reused_partial,
         )
     )
     sequence = state.sequences[handle]
-    for window, plan_of_window in zip(windows, each.windows, strict=True):
-        window.claim(sequence, plan_of_window.claimed)
+    # The widest first: it holds most of the blocks, and so gives their names.
+    for window, of_window in zip(reversed(windows), reversed(each.windows), strict=True):
+        window.claim(sequence, of_window.claimed)
     return sequence

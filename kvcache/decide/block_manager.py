@@ -15,18 +15,20 @@ from itertools import accumulate
 
 from events import types as ev
 from events.ids import GroupIndex, numbers_left
-from events.types import PRIMARY, SECONDARY, Event, RequestId
+from events.types import Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
 from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
+from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLong, UnknownRequest, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
 from kvcache.inputs.requests import CheckedRequest
@@ -64,7 +66,7 @@ class BlockManager:
         self._checkpoint_due = config.checkpoint_spacing * slots if recorded else math.inf
         """Blocks changed since the last checkpoint after which there should be another: none where no log keeps it."""
         self.windows = tuple(
-            WindowBlockManager(
+            (SlidingWindowManager if isinstance(group, SlidingGroup) else WindowBlockManager)(
                 state,
                 GroupIndex(index),
                 emit,
@@ -73,8 +75,9 @@ class BlockManager:
                 offload_min_priority=config.secondary_offload_min_priority,
                 order=order,
             )
-            for index in range(len(state.groups))
+            for index, group in enumerate(state.groups)
         )
+        self._sliding = [each for each in self.windows if isinstance(each, SlidingWindowManager)]
         self._blocks_for = self.windows[0].blocks_for
 
     # -- admission
@@ -102,9 +105,9 @@ class BlockManager:
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, however often it is tried."""
         if request_id not in self._state.refused:
-            lacking = zip(refusal.needed, refusal.available, strict=True)
-            needed, available = max(lacking, key=lambda each: each[0] - each[1])
-            self._emit(ev.AdmissionRefused(request_id=request_id, needed=needed, available=available))
+            self._emit(
+                ev.AdmissionRefused(request_id=request_id, needed=refusal.needed, available=refusal.available)
+            )
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
@@ -117,7 +120,10 @@ class BlockManager:
         """The engine has written K/V of the first `num_tokens` tokens: their full blocks become reusable."""
         if num_tokens > sequence.computed:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
-        return self._store_in_all(sequence)
+        replaced = self._store_in_all(sequence)
+        for window in self._sliding:
+            window.detach([sequence])
+        return replaced
 
     def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
         """Make what is computed reusable; returns what the sequence's tables point at instead."""
@@ -127,8 +133,8 @@ class BlockManager:
         return replaced
 
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that a sequence needs in each window to grow by so many tokens."""
-        return self._blocks_for(sequence.num_tokens + num_tokens) - self._blocks_for(sequence.num_tokens)
+        """Blocks that a sequence needs, in the window that needs the most, to grow by so many tokens."""
+        return max(window.blocks_to_grow(sequence, num_tokens) for window in self.windows)
 
     def sequence(self, request_id: RequestId) -> Sequence:
         """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
@@ -163,7 +169,9 @@ class BlockManager:
             or not _PLAIN_IDS.issuperset(map(type, request_ids))
             or batch.ids != request_ids
         ):
-            batch = DecodeBatch(request_ids, self.running(request_ids), self._state.tokens_per_block, limit)
+            windows = [window.window for window in self._sliding]
+            size = self._state.tokens_per_block
+            batch = DecodeBatch(request_ids, self.running(request_ids), size, limit, windows)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(
                 f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
@@ -181,12 +189,16 @@ class BlockManager:
         if due is not None:
             self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
-        batch.advance()
         changed: dict[RequestId, StoreResult] = {}
         for window in self.windows if due is not None else ():
             assert due is not None
             for sequence in window.store_filled(due.sequences):
                 _note(changed, sequence, window.store(sequence))
+        for number, sliding in enumerate(self._sliding):
+            leaving = batch.leaving(number)
+            if leaving:
+                sliding.detach(leaving)
+        batch.advance()
         return changed
 
     def append(
@@ -205,7 +217,10 @@ class BlockManager:
         self._emit(
             ev.TokensAppended(handles=packed_handles(sequences), counts=counts.tobytes(), tokens=tokens)
         )
-        return self._store([sequence for sequence, _ in growing])
+        changed = self._store([sequence for sequence, _ in growing])
+        for window in self._sliding:
+            window.detach(sequences)
+        return changed
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
@@ -216,8 +231,9 @@ class BlockManager:
 
     def _growing(self, sequences: list[Sequence], counts: array[int]) -> list[tuple[Sequence, int]]:
         """The sequences that need more blocks, and how many."""
+        blocks_for = self._blocks_for
         more = [
-            (sequence, self.blocks_to_grow(sequence, count))
+            (sequence, blocks_for(sequence.num_tokens + count) - blocks_for(sequence.num_tokens))
             for sequence, count in zip(sequences, counts, strict=True)
         ]
         return [(sequence, blocks) for sequence, blocks in more if blocks]
@@ -290,15 +306,15 @@ class BlockManager:
     def clear(self) -> None:
         """Drop what no sequence holds, and the names of the rest."""
         groups = self._state.groups
-        primary, secondary = (sum(group.levels[level].unreferenced for group in groups) for level in (0, 1))
-        unnamed = sum(len(run.slots) for group in groups for run in group.tree.runs.values() if run.refs)
-        self._emit(ev.CacheCleared(removed=(primary, secondary), unnamed=unnamed))
+        removed = tuple((group.levels[0].unreferenced, group.levels[1].unreferenced) for group in groups)
+        unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
+        self._emit(ev.CacheCleared(removed=removed, unnamed=unnamed))
 
     def land(self, transfers: Items[int]) -> None:
         """These copies are complete."""
         self._emit(ev.TransferLanded(array("q", transfers).tobytes()))
 
-    def fail(self, failed: Items[tuple[int, str]]) -> list[RequestId]:
+    def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
         """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
 
         What rests on a failed copy could be told only by an account of all that was copied and computed since. So
@@ -310,7 +326,7 @@ class BlockManager:
         for reason, transfers in reasons.items():
             self._emit(ev.TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
         self.clear()
-        return list(self._state.handles)
+        return list(self._state.sequences.values())
 
     @property
     def upkeep_due(self) -> bool:
@@ -327,13 +343,15 @@ class BlockManager:
 
     def checkpoint(self) -> None:
         """Record the fingerprint."""
-        runs = [run for group in self._state.groups for run in group.tree.runs.values()]
-        cached = [sum(len(run.slots) for run in runs if run.level == level) for level in (PRIMARY, SECONDARY)]
+        cached = [[0, 0] for _ in self._state.groups]
+        for counts, group in zip(cached, self._state.groups, strict=True):
+            for level, slots, _, _ in group.cached():
+                counts[level] += len(slots)
         self._emit(
             ev.Checkpoint(
                 fingerprint=fingerprint(self._state),
                 num_sequences=len(self._state.sequences),
-                num_cached=(cached[0], cached[1]),
+                num_cached=tuple((primary, secondary) for primary, secondary in cached),
             )
         )
 

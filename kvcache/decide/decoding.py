@@ -27,10 +27,15 @@ class Due(NamedTuple):
 class DecodeBatch:
     """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
 
-    __slots__ = ("_due", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
+    __slots__ = ("_due", "_leaving", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
 
     def __init__(
-        self, ids: Items[RequestId], sequences: list[Sequence], tokens_per_block: int, limit: int
+        self,
+        ids: Items[RequestId],
+        sequences: list[Sequence],
+        tokens_per_block: int,
+        limit: int,
+        windows: Items[int] = (),
     ) -> None:
         self.ids = list(ids)
         self.sequences = sequences
@@ -44,6 +49,10 @@ class DecodeBatch:
         for length, sequence in zip(lengths, sequences, strict=True):
             due[-length % tokens_per_block].append(sequence)
         self._due = {step: Due(filling, packed_handles(filling)) for step, filling in due.items()}
+        self._leaving: list[defaultdict[int, list[Sequence]]] = [defaultdict(list) for _ in windows]
+        for leaving, window in zip(self._leaving, windows, strict=True):
+            for length, sequence in zip(lengths, sequences, strict=True):
+                leaving[(window - length - 1) % tokens_per_block].append(sequence)
 
     @property
     def at_limit(self) -> bool:
@@ -54,6 +63,11 @@ class DecodeBatch:
     def due(self) -> Due | None:
         """The sequences whose next token needs a new block."""
         return self._due.get(self._steps % self._period)
+
+    def leaving(self, window: int) -> Items[Sequence]:
+        """The sequences of which a sliding window, by its number, may leave a block behind in this step."""
+        # At first all: nobody may have said before how far their prompts are computed.
+        return self._leaving[window].get(self._steps % self._period, ()) if self._steps else self.sequences
 
     def check(self) -> None:
         """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""

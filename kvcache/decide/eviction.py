@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from events.ids import GroupIndex, Handle
+from events.ids import Handle
 from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
 from kvcache.decide.eviction_order import EvictionOrder
@@ -30,14 +30,14 @@ class Evictor:
     def __init__(
         self,
         state: CacheState,
-        index: GroupIndex,
+        group: GroupState,
         emit: Callable[[Event], None],
         offload_min_priority: int,
         order: type[EvictionOrder],
     ) -> None:
         self._state = state
-        self.index = index
-        self.group: GroupState = state.groups[index]
+        self.index = group.index
+        self.group = group
         self.order = order(self.group)
         self.group.watcher = self.order
         self._emit = emit

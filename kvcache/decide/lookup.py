@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
-from events.types import PRIMARY, Namespace
-from kvcache.fold.matching import PathMatch, in_all, match
-from kvcache.fold.prefix_tree import Run
+from events.types import SECONDARY, Namespace
+from kvcache.fold.matching import GroupMatch, Piece, in_all, match
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState
 from kvcache.results import Match, MatchedBlock
 
@@ -19,25 +20,32 @@ def lookup(
     In the state of a log without tokens, blocks are found by their keys, full ones only.
     """
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
-    return _describe(state, len(rich), _match(state, namespace, rich, partial=partial))
+    return _describe(state, len(rich), *_match(state, namespace, rich, partial=partial))
 
 
 def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTokens) -> int:
-    """How many full blocks of each window `lookup` would find, without an object for each."""
+    """How many full blocks a prompt would reuse, without an object for each that `lookup` lists."""
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
-    return _match(state, namespace, rich, partial=False)[0].blocks
+    return _match(state, namespace, rich, partial=False)[0][0].blocks
 
 
-def _match(state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool) -> list[PathMatch]:
-    """What all groups have of it."""
+def _match(
+    state: CacheState, namespace: Namespace, prompt: RichTokens, *, partial: bool
+) -> tuple[list[GroupMatch], int]:
+    """What all groups have of it, and how many tokens that are."""
     symbols = state.symbols.symbols_of(prompt)
     stop = max(len(symbols) - TOKEN_BYTES, 0)
     if not state.tokens_recorded:
         symbols = _keys(state, namespace, prompt, stop)
         stop, partial = len(symbols), False
-    trees = [group.tree for group in state.groups]
-    found = [match(tree, tree.roots.get(namespace), symbols, stop, partial=partial) for tree in trees]
-    return in_all(found, state.tokens_per_block)
+    found: list[GroupMatch] = []
+    for group in state.groups:
+        if isinstance(group, SlidingGroup):
+            found.append(SlidingMatch(group, namespace, symbols, stop, partial=partial))
+        else:
+            tree = group.tree
+            found.append(match(tree, tree.roots.get(namespace), symbols, stop, partial=partial))
+    return in_all(found, state.tokens_per_block, state.hashing.key_bytes)
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
@@ -47,23 +55,35 @@ def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int
     return keys[: full * state.hashing.key_bytes]
 
 
-def _describe(state: CacheState, num_tokens: int, found: list[PathMatch]) -> Match:
+def _describe(state: CacheState, num_tokens: int, found: list[GroupMatch], reused: int) -> Match:
     assert state.created is not None
     size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
     blocks: list[MatchedBlock] = []
     partials: list[MatchedBlock] = []
+    secondary = 0
     for group, path in zip(state.created.groups, found, strict=True):
-        for run, take in path.runs:
-            blocks += [_block(run, index, size, key_bytes, group.window) for index in range(take)]
-        partial = path.partial
-        if partial is not None:
-            partials.append(_block(partial.run, partial.block, partial.num_tokens, key_bytes, group.window))
-    primary = min(len(path.slots(PRIMARY)) for path in found)
-    by_level = (primary * size, (found[0].blocks - primary) * size)
+        own = [
+            block for piece in path.pieces(reused, key_bytes) for block in _blocks(piece, size, group.window)
+        ]
+        secondary = max(secondary, sum(block.level == SECONDARY for block in own))
+        blocks += own
+        if path.partial is not None:
+            partials += _blocks(path.partial.block, path.partial.num_tokens, group.window)
+    by_level = ((found[0].blocks - secondary) * size, secondary * size)
     return Match(num_tokens, tuple(blocks), tuple(partials), by_level)
 
 
-def _block(run: Run, index: int, num_tokens: int, key_bytes: int, window: int) -> MatchedBlock:
-    name = bytes(run.keys[index * key_bytes : index * key_bytes + min(key_bytes, NAME_BYTES)]).hex()
-    landed = run.transfer == 0
-    return MatchedBlock(run.start + index, run.level, run.slots[index], name, num_tokens, landed, window)
+def _blocks(piece: Piece, num_tokens: int, window: int) -> list[MatchedBlock]:
+    key_bytes = len(piece.keys) // len(piece.slots)
+    return [
+        MatchedBlock(
+            piece.first + index,
+            piece.level,
+            slot,
+            piece.keys[index * key_bytes : index * key_bytes + min(key_bytes, NAME_BYTES)].hex(),
+            num_tokens,
+            piece.landed,
+            window,
+        )
+        for index, slot in enumerate(piece.slots)
+    ]

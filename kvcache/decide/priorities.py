@@ -7,7 +7,8 @@ from collections.abc import Callable
 from itertools import groupby
 
 from events.packed import SLOT_BYTES, names_of_keys
-from events.types import BlocksUpdated, Event
+from events.types import PRIMARY, BlocksUpdated, Event
+from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
@@ -25,6 +26,8 @@ def set_priority(
 
     One event for each row of blocks that had one priority. All are noted first: applying one splits and joins runs.
     """
+    if isinstance(window, SlidingWindowManager):
+        return _set_sliding(window, emit, sequence, priority, first, last)
     events = []
     path = list(window.group.path(sequence.path_ends[window.index]))
     path.reverse()
@@ -46,6 +49,39 @@ def set_priority(
     for event in events:
         emit(event)
     return sum(len(event.slots) for event in events) // SLOT_BYTES
+
+
+def _set_sliding(
+    window: SlidingWindowManager,
+    emit: Callable[[Event], None],
+    sequence: Sequence,
+    priority: int,
+    first: int,
+    last: int,
+) -> int:
+    """The same for what a sequence still holds of its cached blocks in a sliding window."""
+    group, index = window.sliding, window.index
+    first = max(first, sequence.detached[index])
+    held = range(first, min(last, sequence.path_ends[index].end))
+    table, changed = sequence.tables[index], 0
+    for old, row in groupby(held, lambda block: group.priorities[table[block]]):
+        blocks = list(row)
+        begin, end = blocks[0], blocks[-1] + 1
+        if old == priority:
+            continue
+        emit(
+            BlocksUpdated(
+                group=index,
+                level=PRIMARY,
+                slots=table[begin:end].tobytes(),
+                names=window.names_at(table[begin:end]),
+                old_priority=old,
+                priority=priority,
+                handle=sequence.handle,
+            )
+        )
+        changed += len(blocks)
+    return changed
 
 
 def _within(runs: list[Run], first: int, last: int, key_bytes: int) -> tuple[array[int], bytes]:

@@ -9,45 +9,25 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 
 from events import types as ev
-from events.ids import BlockIndex, GroupIndex, LevelIndex, Slot
+from events.ids import BlockIndex, GroupIndex, Slot
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import PRIMARY, SECONDARY, Event, Namespace
+from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.eviction import Evictor
 from kvcache.decide.eviction_order import EvictionOrder
+from kvcache.decide.release_order import ReleaseOrder
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.matching import PartialMatch, PathMatch, covered, covered_child, match
+from kvcache.fold.matching import GroupMatch, PathMatch, Piece, covered, covered_child, match
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.results import Replacement
 
 DEFAULT_PRIORITY = 35
-
-
-@dataclass(frozen=True, slots=True)
-class BlockNames:
-    """Cached blocks at one level, shallowest first."""
-
-    slots: array[int]
-    names: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CopySource:
-    """A block whose first `num_tokens` tokens are to be copied."""
-
-    level: LevelIndex
-    slot: Slot
-    num_tokens: int
-
-    @classmethod
-    def of(cls, found: PartialMatch) -> CopySource:
-        """Where the partial match lies now."""
-        return cls(found.run.level, Slot(found.slot), found.num_tokens)
 
 
 class WindowBlockManager:
@@ -69,23 +49,31 @@ class WindowBlockManager:
         assert state.created is not None
         self.window = state.created.groups[index].window
         """In tokens."""
-        self.group: GroupState = state.groups[index]
-        """The state decided about."""
-        self.primary = self.group.levels[PRIMARY]
+        self.primary = state.groups[index].levels[PRIMARY]
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
-        self._evictor = Evictor(state, index, emit, offload_min_priority, order)
-        self.order = self._evictor.order
-        self.free_up = self._evictor.free_up
-        self._key_bytes = state.hashing.key_bytes
+        self.key_bytes = state.hashing.key_bytes
         self._chain, self._rich = state.hashing.chain, state.rich
         self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
         self.tokens_per_block = state.tokens_per_block
+        self._filled: set[int] = set()
+        """Within `store_filled`: runs that a sequence makes longer."""
+        self._follow(offload_min_priority, order)
+
+    def _follow(self, offload_min_priority: int, order: type[EvictionOrder]) -> None:
+        """Know what can be evicted, from now on."""
+        group = self._state.groups[self.index]
+        assert isinstance(group, GroupState)
+        self.group = group
+        """The state decided about."""
+        self._evictor = Evictor(self._state, group, self._emit, offload_min_priority, order)
+        self.order: EvictionOrder | ReleaseOrder = self._evictor.order
+        self.free_up = self._evictor.free_up
 
     # -- reading
 
-    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> PathMatch:
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> GroupMatch:
         """The longest cached prefix of ``symbols[:stop]`` (bytes)."""
         if not self._reuse:
             return PathMatch()
@@ -96,32 +84,56 @@ class WindowBlockManager:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.tokens_per_block)
 
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens."""
+        return self.blocks_for(sequence.num_tokens + num_tokens) - self.blocks_for(sequence.num_tokens)
+
     def _names(self, keys: bytes) -> bytes:
-        return names_of_keys(keys, self._key_bytes)
+        return names_of_keys(keys, self.key_bytes)
 
     # -- admission
 
-    def blocks_of(self, found: PathMatch, level: int) -> BlockNames:
-        """The full blocks of a match that lie in this level."""
-        return BlockNames(found.slots(level), self._names(found.keys(level, self._key_bytes)))
+    def claims(self) -> Claims:
+        """Of a batch of which nothing is counted yet."""
+        return Claims(self.primary.available)
 
-    def claim(self, sequence: Sequence, claimed: tuple[BlockNames, BlockNames]) -> None:
+    def claimed(self, found: GroupMatch, num_tokens: int) -> list[BlockNames]:
+        """The blocks to hold in order to reuse so many tokens of a match.
+
+        Noted by their slots at once: claiming one request's blocks splits runs that another one's match may name.
+        """
+        claimed: list[BlockNames] = []
+        rows: list[list[Piece]] = []
+        for piece in found.pieces(num_tokens, self.key_bytes):
+            if rows and rows[-1][0].level == piece.level:
+                rows[-1].append(piece)
+            else:
+                rows.append([piece])
+        for row in rows:
+            level, first, slots, keys, _ = row[0]
+            if len(row) > 1:
+                slots = array("i", b"".join([piece.slots for piece in row]))
+                keys = b"".join([piece.keys for piece in row])
+            claimed.append(BlockNames(level, first, slots, names_of_keys(keys, self.key_bytes)))
+        return claimed
+
+    def claim(self, sequence: Sequence, claimed: Items[BlockNames]) -> None:
         """Take the matching blocks before anything is evicted."""
-        first = 0
-        for level, blocks in enumerate(claimed):
-            slots = blocks.slots
-            if slots:
-                self._emit(
-                    ev.BlocksReused(
-                        handle=sequence.handle,
-                        group=self.index,
-                        level=LevelIndex(level),
-                        first_block=BlockIndex(first),
-                        slots=slots.tobytes(),
-                        names=blocks.names,
-                    )
+        for blocks in claimed:
+            self._emit(
+                ev.BlocksReused(
+                    handle=sequence.handle,
+                    group=self.index,
+                    level=blocks.level,
+                    first_block=BlockIndex(blocks.first),
+                    slots=blocks.slots.tobytes(),
+                    names=self._names_before(sequence, blocks) + blocks.names,
                 )
-            first += len(slots)
+            )
+
+    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
+        """Names of the sequence's blocks before these that no event has given: with full attention there are none."""
+        return b""
 
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.
@@ -130,7 +142,11 @@ class WindowBlockManager:
         nothing may overwrite one before it was read.
         """
         slot: int = source.slot
-        if source.level == PRIMARY and slot in unread and not self.group.is_cached(PRIMARY, slot):
+        if (
+            source.level == PRIMARY
+            and slot in unread
+            and not self._state.groups[self.index].is_cached(PRIMARY, slot)
+        ):
             unread.discard(slot)
             target = slot
         else:
@@ -165,20 +181,22 @@ class WindowBlockManager:
         self._emit(ev.BlocksAllocated(handles=handles, counts=packed, group=self.index, slots=slots, why=why))
 
     def onboard(self, sequence: Sequence) -> None:
-        """Bring the secondary blocks that the sequence claimed to primary."""
-        runs = [run for run in self.group.path(sequence.path_ends[self.index]) if run.level == SECONDARY]
-        if not runs:
-            return
-        runs.reverse()
-        slots = array("i", [slot for run in runs for slot in run.slots])
-        names = self._names(b"".join(bytes(run.keys) for run in runs))
-        to_slots = self.primary.peek(len(slots)).tobytes()
-        self._move_up(sequence, BlockNames(slots, names), to_slots, runs[0].start, ev.MoveReason.ONBOARD)
+        """Bring the secondary blocks that the sequence claimed to primary, if no other one of its batch has."""
+        waiting = self._state.awaiting_onboard.get(self.index, ())
+        rows = [list(places.items()) for each, places in waiting if each is sequence]
+        for row in rows:
+            # What is left of a row may have gaps, where another sequence has brought some of its blocks.
+            for _, part in groupby(enumerate(row), lambda item: item[0] - item[1][1]):
+                blocks = [place for _, place in part]
+                first, slots = blocks[0][1], array("i", [slot for slot, _ in blocks])
+                size = self.key_bytes
+                names = self._names(bytes(sequence.keys[first * size : (first + len(slots)) * size]))
+                to_slots = self.primary.peek(len(slots)).tobytes()
+                found = BlockNames(SECONDARY, first, slots, names)
+                self._move_up(sequence, found, to_slots, ev.MoveReason.ONBOARD)
 
-    def _move_up(
-        self, sequence: Sequence, blocks: BlockNames, to_slots: bytes, first: int, why: ev.MoveReason
-    ) -> None:
-        """Move secondary blocks of a sequence's prefix to primary; what was computed again needs no copy."""
+    def _move_up(self, sequence: Sequence, blocks: BlockNames, to_slots: bytes, why: ev.MoveReason) -> None:
+        """Move secondary blocks of a sequence's prompt to primary; what was computed again needs no copy."""
         self._emit(
             ev.BlocksMoved(
                 group=self.index,
@@ -190,7 +208,7 @@ class WindowBlockManager:
                 why=why,
                 transfer=self._state.next_transfer if why == ev.MoveReason.ONBOARD else 0,
                 handle=sequence.handle,
-                first_block=BlockIndex(first),
+                first_block=BlockIndex(blocks.first),
             )
         )
 
@@ -220,25 +238,35 @@ class WindowBlockManager:
 
         Returns those for which this is not the case; nothing was done for them.
         """
-        if not self._reuse or self.group.shared:
+        if not self._reuse or self._state.groups[self.index].shared:
             return list(sequences)
-        index, size, key_bytes = self.index, self.tokens_per_block, self._key_bytes
+        index, key_bytes = self.index, self.key_bytes
         handles, blocks, slots = array("q"), array("I"), array("i")
         parents, keys, others = [], [], []
+        self._filled.clear()
+        # Of a block that another window has stored before, the key is known: of all in an event, or of none.
+        known = None
         for sequence in sequences:
-            tail, table = sequence.path_ends[index], sequence.tables[index]
-            block = tail.end
-            if block != len(table) - 2 or not tail.grows(DEFAULT_PRIORITY) or sequence.handle in self._rich:
+            block, table = sequence.path_ends[index].end, sequence.tables[index]
+            have = len(sequence.keys) - block * key_bytes
+            if (
+                block != len(table) - 2
+                or (known is not None and have != known)
+                or have not in (0, key_bytes)
+                or sequence.handle in self._rich
+                or not self._fills(sequence)
+            ):
                 others.append(sequence)
                 continue
+            known = have
             handles.append(sequence.handle)
             blocks.append(block)
             slots.append(table[block])
             if key_bytes:
-                symbols = sequence.packed(block * size, (block + 1) * size)
-                parent = tail.key_of_last(key_bytes)
-                parents.append(parent[:NAME_BYTES])
-                keys.append(self._chain(sequence.namespace, parent, symbols, len(symbols)))
+                at = (block - 1) * key_bytes
+                parents.append(sequence.keys[at : at + NAME_BYTES])
+                if not have:
+                    keys.append(self._next_key(sequence, block))
         if slots:
             self._emit(
                 ev.BlocksFilled(
@@ -253,66 +281,88 @@ class WindowBlockManager:
             )
         return others
 
+    def _next_key(self, sequence: Sequence, block: int) -> bytes:
+        """The key of the first block that has none yet."""
+        size = self.tokens_per_block
+        symbols = sequence.packed(block * size, (block + 1) * size)
+        parent = bytes(sequence.keys[(block - 1) * self.key_bytes :])
+        return self._chain(sequence.namespace, parent, symbols, len(symbols))
+
+    def _fills(self, sequence: Sequence) -> bool:
+        """Whether the next block of a sequence only makes the run longer that it alone holds."""
+        return sequence.path_ends[self.index].grows(DEFAULT_PRIORITY)
+
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
+        shared = self._state.groups[self.index].shared
         for index in range(first, len(table)):
-            if table[index] in self.group.shared:
+            if table[index] in shared:
                 return index
         return len(table)
 
     def _adopt(self, sequence: Sequence, first: int, full: int, swaps: list[Replacement]) -> int:
         """Where another sequence has stored the next blocks meanwhile, hold its copies instead; returns how many."""
-        index, size = self.index, self.tokens_per_block
-        tail, table = sequence.path_ends[index], sequence.tables[index]
+        size, tail = self.tokens_per_block, sequence.path_ends[self.index]
         if sequence.packed(first * size, (first + 1) * size) not in tail.children:
             return 0
         symbols = sequence.packed(first * size, full * size)
         found = match(self.group.tree, tail, symbols, len(symbols), partial=False)
-        primary, secondary = self.blocks_of(found, PRIMARY), self.blocks_of(found, SECONDARY)
-        middle, last = first + len(primary.slots), first + found.blocks
-        own, recomputed = table[first:middle], table[middle:last]
-        if own:
-            places = zip(range(first, middle), own, primary.slots, strict=True)
-            swaps += [Replacement(*place, self.window) for place in places]
-            slots, replaced = primary.slots.tobytes(), own[::-1].tobytes()
-            self._emit(
-                ev.BlocksReused(
-                    handle=sequence.handle,
-                    group=index,
-                    level=PRIMARY,
-                    first_block=BlockIndex(first),
-                    slots=slots,
-                    names=primary.names,
-                    replaced=replaced,
-                )
-            )
-        if recomputed:
-            self._move_up(sequence, secondary, recomputed.tobytes(), middle, ev.MoveReason.RECOMPUTED)
+        for blocks in self.claimed(found, 0):
+            self._take_stored(sequence, blocks, swaps)
         return found.blocks
 
+    def _take_stored(self, sequence: Sequence, blocks: BlockNames, swaps: list[Replacement]) -> None:
+        """Hold another sequence's blocks instead of own ones; what lies in secondary moves to these."""
+        first, last = blocks.first, blocks.first + len(blocks.slots)
+        own = sequence.tables[self.index][first:last]
+        if blocks.level == SECONDARY:
+            self._move_up(sequence, blocks, own.tobytes(), ev.MoveReason.RECOMPUTED)
+            return
+        places = zip(range(first, last), own, blocks.slots, strict=True)
+        swaps += [Replacement(*place, self.window) for place in places]
+        self._emit(
+            ev.BlocksReused(
+                handle=sequence.handle,
+                group=self.index,
+                level=PRIMARY,
+                first_block=BlockIndex(first),
+                slots=blocks.slots.tobytes(),
+                names=self._names_before(sequence, blocks) + blocks.names,
+                replaced=own[::-1].tobytes(),
+            )
+        )
+
     def _store_new(self, sequence: Sequence, first: int, stop: int) -> None:
-        """Store the blocks from `first` up to the token `stop`."""
-        index, size = self.index, self.tokens_per_block
-        if sequence.path_ends[index].children:
+        """Store the blocks from `first` up to the token `stop`, behind the path that the sequence holds."""
+        size = self.tokens_per_block
+        if sequence.path_ends[self.index].children:
             head = sequence.packed(first * size, min(stop, (first + 1) * size))
             if not self._make_way(sequence, head):
                 return
-        tail = sequence.path_ends[index]
-        last = -(-stop // size)
-        parent = tail.key_of_last(self._key_bytes)
+        self._emit_stored(sequence, first, stop)
+
+    def _emit_stored(self, sequence: Sequence, first: int, stop: int) -> None:
+        """Store the blocks from `first` up to the token `stop`; names are made that no other window has needed yet."""
+        size, key_bytes = self.tokens_per_block, self.key_bytes
+        last, known = -(-stop // size), sequence.keys
+        named = len(known) // key_bytes if key_bytes else last
         keys = b""
-        if self._key_bytes:
-            symbols = sequence.packed(first * size, stop)
+        if named < last:
+            symbols = sequence.packed(named * size, stop)
+            parent = bytes(known[-key_bytes:]) if named else self._state.root_key(sequence.namespace)
             chain = self._chain_rich if sequence.handle in self._rich else self._chain
             keys = chain(sequence.namespace, parent, symbols, size * TOKEN_BYTES)
+        above = bytes(known[(first - 1) * key_bytes :][:NAME_BYTES]) if first and key_bytes else b""
+        if first > named:  # the name of the block before is among those that were just made
+            above = keys[(first - 1 - named) * key_bytes :][:NAME_BYTES]
         self._emit(
             ev.BlocksStored(
                 handle=sequence.handle,
-                group=index,
+                group=self.index,
                 first_block=BlockIndex(first),
-                parent=parent[:NAME_BYTES] if first else b"",
+                parent=above,
                 keys=keys,
-                slots=sequence.tables[index][first:last].tobytes(),
+                slots=sequence.tables[self.index][first:last].tobytes(),
                 level=PRIMARY,
                 priority=DEFAULT_PRIORITY,
                 last_tokens=stop - (last - 1) * size,
@@ -331,7 +381,8 @@ class WindowBlockManager:
 
     def freed_by(self, sequence: Sequence) -> bytes:
         """The slots that become blank when the sequence goes, deepest first."""
-        own = sequence.tables[self.index][sequence.path_ends[self.index].end :]
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
+        own = sequence.tables[self.index][cached:]
         own.reverse()
         shared = self.group.shared
         if shared:

@@ -29,7 +29,7 @@ def served_layout(config: KVCacheConfig) -> Layout:
             needed,
             free,
             "host memory for the bookkeeping of its blocks",
-            "primary_blocks, max_tokens or secondary_blocks",
+            "primary_blocks, max_tokens, primary_bytes, secondary_blocks or host_cache_size",
         )
     return layout
 

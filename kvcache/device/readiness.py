@@ -19,15 +19,19 @@ class Readiness:
         self._failed: list[tuple[int, str]] = []
         self._lost: dict[RequestId, int] = {}
         """Sequences that begin again, and how many leading tokens are still computed."""
+        self._stuck: set[RequestId] = set()
+        """Those that cannot: they have let go of blocks that they would have to begin with."""
 
-    def lose(self, failed: Items[tuple[int, str]], sequences: Items[RequestId]) -> None:
+    def lose(self, failed: Items[tuple[int, str]], sequences: Items[Sequence]) -> None:
         """Copies have failed, and all that these sequences had computed is lost with them."""
         self._failed += failed
-        self._lost.update(dict.fromkeys(sequences, 0))
+        self._lost.update((sequence.request_id, 0) for sequence in sequences)
+        self._stuck.update(sequence.request_id for sequence in sequences if any(sequence.detached))
 
     def forget(self, request_id: RequestId) -> None:
         """The sequence has ended: its loss is of no interest any more."""
         self._lost.pop(request_id, None)
+        self._stuck.discard(request_id)
 
     def tell(self, landed: tuple[int, ...]) -> PollResult:
         """What `poll` returns: what landed, and all that was lost since the last time."""
@@ -38,7 +42,7 @@ class Readiness:
     @property
     def certain(self) -> bool:
         """Whether nothing can be refused; asked at every step."""
-        return not self._lost and (self._transfers is None or not self._transfers.pending)
+        return not self._lost and not self._stuck and (self._transfers is None or not self._transfers.pending)
 
     def refuse_unreadable(self, sequences: Items[Sequence]) -> None:
         """Raise `ComputationLost` or `TransfersPending` if block tables must not be used yet."""
@@ -49,9 +53,13 @@ class Readiness:
     def refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
         """Raise if one of these sequences has not got what it is computed from.
 
-        `ComputationLost`: a copy has failed. `TransfersPending`: one into its blocks has not been started.
+        `ComputationLost`: a copy has failed, and the sequence has not heard of it, or cannot begin again.
+        `TransfersPending`: one into its blocks has not been started.
         """
         self._refuse_lost(sequences)
+        for sequence in sequences if self._stuck else ():
+            if sequence.request_id in self._stuck:
+                raise ComputationLost(sequence.request_id, 0, stuck=True)
         if self._transfers is None or not self._transfers.pending:
             return
         for group in range(len(sequences[0].tables) if sequences else 0):

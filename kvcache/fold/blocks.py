@@ -13,7 +13,7 @@ from events.packed import NAME_BYTES
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.sequence import DETACHED, ONBOARDING
 from kvcache.fold.slots import PRIORITY_MAX
 
 
@@ -38,16 +38,16 @@ class BlockFold(Contents):
     def _reuse(self, event: ev.BlocksReused) -> None:
         group, sequence = self.groups[event.group], self.sequences[event.handle]
         _check_level(event.level)
-        slots = array("i", event.slots)
-        invariant(len(slots) > 0, "no block was reused")
-        tail = group.claim(sequence.path_ends[event.group], event.level, slots)
-        sequence.path_ends[event.group] = tail
-        if event.level == SECONDARY:
-            slots = array("i", [-1]) * len(slots)  # until `BlocksMoved` brings them
-            self.awaiting_onboard.setdefault(event.group, []).append(sequence)
+        slots, first = array("i", event.slots), event.first_block
         table = sequence.tables[event.group]
-        first = event.first_block
+        invariant(len(slots) > 0, "no block was reused")
         invariant(0 <= first <= len(table), "reused blocks leave a hole in the table")
+        group.hold(sequence, event.level, first, slots)
+        if event.level == SECONDARY:
+            # Until `BlocksMoved` brings them.
+            places = dict(zip(slots, range(first, first + len(slots)), strict=True))
+            self.awaiting_onboard.setdefault(event.group, []).append((sequence, places))
+            slots = array("i", [ONBOARDING]) * len(slots)
         if event.replaced:
             own = table[first : first + len(slots)]
             own.reverse()
@@ -55,65 +55,54 @@ class BlockFold(Contents):
         table[first : first + len(slots)] = slots
         if event.replaced:
             group.return_uncached(array("i", event.replaced))
-        else:
-            self.set_computed(sequence, max(sequence.computed, tail.end * self.tokens_per_block))
-        group.settle(tail)
 
     def _copy(self, event: ev.BlocksCopied) -> None:
-        sequence = self.sequences[event.handle]
-        reached = event.block * self.tokens_per_block + event.num_tokens
-        self.set_computed(sequence, max(sequence.computed, reached))
         target = array("i", [event.target])
         self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle))
 
     def _store(self, event: ev.BlocksStored) -> None:
-        index, first = event.group, event.first_block
+        index, first, size = event.group, event.first_block, self.tokens_per_block
         invariant(event.level == PRIMARY, "blocks are stored in primary")
-        group, sequence = self.groups[index], self.sequences[event.handle]
-        tail = sequence.path_ends[index]
-        slots = array("i", event.slots)
+        sequence, slots = self.sequences[event.handle], array("i", event.slots)
         last = first + len(slots)
-        if not slots or tail.end != first or sequence.tables[index][first:last] != slots:
-            raise InvariantViolated("stored blocks do not continue the sequence's cached prefix")
-        key_bytes = group.tree.key_bytes
-        if event.parent != (tail.key_of_last(key_bytes)[:NAME_BYTES] if first else b""):
-            raise InvariantViolated("stored blocks continue a block of another name")
-        if len(event.keys) != len(slots) * key_bytes:
+        if not slots or first < 0 or sequence.tables[index][first:last] != slots:
+            raise InvariantViolated("stored blocks are not the sequence's")
+        invariant(0 < event.last_tokens <= size, "a stored block has an impossible number of tokens")
+        key_bytes, keys = self.groups[index].tree.key_bytes, sequence.keys
+        keys += event.keys
+        if len(keys) < last * key_bytes or (event.keys and len(keys) != last * key_bytes):
             raise InvariantViolated("stored blocks have other names than there are blocks")
-        size = self.tokens_per_block
-        partial = event.last_tokens % size
-        if self.tokens_recorded:
-            stop = last * size - (size - partial if partial else 0)
-            symbols = sequence.packed(first * size, stop)
-        else:
-            symbols = event.keys
-        sequence.path_ends[index] = group.store(tail, symbols, slots, event.keys, event.priority, partial)
+        if event.parent != (keys[(first - 1) * key_bytes :][:NAME_BYTES] if first and key_bytes else b""):
+            raise InvariantViolated("stored blocks continue a block of another name")
+        self.groups[index].store(sequence, first, slots, event.priority, event.last_tokens)
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
-        index, size = event.group, self.tokens_per_block
-        group = self.groups[index]
+        index, size, group = event.group, self.tokens_per_block, self.groups[event.group]
         blocks, slots = array("I", event.blocks), array("i", event.slots)
-        key_bytes, key, at = group.tree.key_bytes, b"", 0
-        named = len(slots) * NAME_BYTES if key_bytes else 0
-        if len(event.keys) != len(slots) * key_bytes or len(event.parents) != named:
+        key_bytes, at, parents, fill = group.tree.key_bytes, 0, b"", group.fill
+        if len(event.keys) not in (0, len(slots) * key_bytes):
             raise InvariantViolated("filled blocks have other names than there are blocks")
-        owner, block_bytes, parents = group.levels[PRIMARY].run_ids, group.tree.block_bytes, b""
-        # Of the parent's key, what is its name; counted from the end, where its run ends.
-        name = slice(-key_bytes, NAME_BYTES - key_bytes or None)
-        filling = map(self.sequences.__getitem__, array("q", event.handles))
-        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
-            run = sequence.path_ends[index]
-            if run.end != block or sequence.tables[index][block] != slot or not run.grows(event.priority):
-                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+        for handle, block, slot in zip(array("q", event.handles), blocks, slots, strict=True):
+            sequence = self.sequences[handle]
+            if not block or sequence.tables[index][block] != slot:
+                raise InvariantViolated("a filled block is not the sequence's")
+            key = b""
             if key_bytes:
-                parents += run.keys[name]  # type: ignore[attr-defined]  # what grows is a run
-                key = event.keys[at : at + key_bytes]
-                at += key_bytes
+                keys, begin = sequence.keys, block * key_bytes
+                parents += keys[begin - key_bytes : begin - key_bytes + NAME_BYTES]
+                if event.keys:
+                    key = event.keys[at : at + key_bytes]
+                    at += key_bytes
+                    keys += key
+                else:
+                    key = bytes(keys[begin:])
+                if len(keys) != begin + key_bytes:
+                    raise InvariantViolated("a filled block has other names than one")
             symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
-            if len(symbols) != block_bytes:
+            if len(symbols) != group.tree.block_bytes:
                 raise InvariantViolated("a filled block is not full")
-            owner[slot] = run.extend(symbols, slot, key)
+            fill(sequence, block, slot, symbols, key, event.priority)
         if parents != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
         self.changed_blocks += len(slots)
@@ -130,54 +119,60 @@ class BlockFold(Contents):
         _check_level(event.to_level)
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
         self.changed_blocks += len(from_slots)
-        if event.why == MoveReason.RECOMPUTED:
-            self._take_over(group, event, from_slots, to_slots)
-            return
         if event.why == MoveReason.OFFLOAD:
             group.levels[SECONDARY].take_slots(to_slots)
             group.offload(from_slots, to_slots, event.transfer)
-        else:
-            assert event.handle is not None
-            group.levels[PRIMARY].take_slots(to_slots)
-            group.onboard(from_slots, to_slots, event.transfer)
-            group.settle(self.sequences[event.handle].path_ends[event.group])  # type: ignore[arg-type]
-            self._fill_tables(event.group)
-        onboarded = event.handle if event.why == MoveReason.ONBOARD else None
-        self._track(event.transfer, Transfer(event.group, event.to_level, to_slots, onboarded))
-
-    def _fill_tables(self, index: int) -> None:
-        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have.
-
-        Each gets what lies on its own path: a request may share only the start of what another one has onboarded.
-        """
-        group, waiting = self.groups[index], []
-        for sequence in self.awaiting_onboard.pop(index, ()):
-            table = sequence.tables[index]
-            for run in group.path(sequence.path_ends[index]):
-                if run.level == PRIMARY:
-                    table[run.start : run.end] = run.slots
-            if -1 in table:
-                waiting.append(sequence)
-        if waiting:
-            self.awaiting_onboard[index] = waiting
-
-    def _take_over(self, group: GroupState, event: ev.BlocksMoved, old: array[int], new: array[int]) -> None:
-        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+            self._track(event.transfer, Transfer(event.group, SECONDARY, to_slots, None))
+            return
         assert event.handle is not None
         sequence = self.sequences[event.handle]
-        table = sequence.tables[event.group]
-        first = event.first_block
-        invariant(table[first : first + len(new)] == new, "the slots are not the sequence's")
-        tail = group.claim(sequence.path_ends[event.group], SECONDARY, old)
-        group.onboard(old, new, 0)
-        sequence.path_ends[event.group] = tail
-        group.settle(tail)
+        if event.why == MoveReason.RECOMPUTED:
+            first = event.first_block
+            own = sequence.tables[event.group][first : first + len(to_slots)]
+            invariant(own == to_slots, "the slots are not the sequence's")
+            group.take_over(sequence, first, from_slots, to_slots)
+            return
+        group.levels[PRIMARY].take_slots(to_slots)
+        group.onboard(sequence, from_slots, to_slots, event.transfer)
+        self._fill_tables(event.group, from_slots, to_slots)
+        self._track(event.transfer, Transfer(event.group, PRIMARY, to_slots, event.handle))
+
+    def _fill_tables(self, index: int, from_slots: array[int], to_slots: array[int]) -> None:
+        """Enter onboarded blocks into the tables of all that claimed them: several requests of one batch may have."""
+        waiting = self.awaiting_onboard.pop(index, [])
+        for sequence, places in waiting:
+            table = sequence.tables[index]
+            for old, new in zip(from_slots, to_slots, strict=True):
+                block = places.pop(old, None)
+                if block is not None:
+                    table[block] = new
+        left = [(sequence, places) for sequence, places in waiting if places]
+        if left:
+            self.awaiting_onboard[index] = left
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         _check_level(event.level)
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
         self.groups[event.group].remove(event.level, slots)
+
+    def _detach(self, event: ev.BlocksDetached) -> None:
+        index, group = event.group, self.groups[event.group]
+        handles = array("q", event.handles)
+        counts = array("I", event.counts) if event.counts else [1] * len(handles)
+        slots, freed = array("i"), array("i")
+        for handle, count in zip(handles, counts, strict=True):
+            sequence = self.sequences[handle]
+            table, first = sequence.tables[index], sequence.detached[index]
+            invariant(0 < count < len(table) - first, "a sequence lets go of blocks that it has not got")
+            self.releases += 1
+            slots += table[first : first + count]
+            freed += group.detach(sequence, first, count, self.releases)
+            for block in range(first, first + count):
+                table[block] = DETACHED
+            sequence.detached[index] = first + count
+        agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed
+        invariant(agree, "other blocks were let go of than the window has left behind")
 
     # -- copies
 

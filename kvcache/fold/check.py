@@ -8,39 +8,48 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from events.tokens.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
-from kvcache.fold.contents import Contents
+from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Root, Run, runs_below
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sliding_check import arriving, check_places, check_references
+from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.slots import Level
 
 
 def check(state: Contents) -> None:
     """Verify the whole state."""
     for group in state.groups:
-        _check_tree(group)
+        for run in runs_of(group):
+            check_shape(group, run)
+            if isinstance(group, SlidingGroup):
+                check_places(group, run)
+            else:
+                _check_states(group, run)
     check_slots(state)
 
 
 def check_slots(state: Contents) -> None:
     """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
     for index, group in enumerate(state.groups):
-        references: Counter[int] = Counter()
         for sequence in state.sequences.values():
-            _check_sequence(group, index, sequence, references)
-        for run in group.tree.runs.values():
-            invariant(
-                run.refs == references[run.id], "references differ from the sequences that hold a block"
-            )
+            _check_table(group, sequence)
+        if isinstance(group, SlidingGroup):
+            check_references(group, state.sequences.values())
+        else:
+            _check_references(group, state.sequences.values())
         for level, states in zip(group.levels, slot_states(state, index), strict=True):
-            _check_level(group, level, states)
+            _check_level(level, states)
+        if not isinstance(group, SlidingGroup):
+            _check_owners(group)
         _check_copies(state, index)
         users = Counter(sequence.namespace for sequence in state.sequences.values())
         for namespace, root in group.tree.roots.items():
@@ -72,17 +81,19 @@ def _check_symbols(state: Contents) -> None:
     invariant(state.used_pages() <= state.symbols.pages.keys(), "a symbol stands for nothing")
 
 
-def _check_tree(group: GroupState) -> None:
+def runs_of(group: AnyGroup) -> Iterator[Run]:
+    """All runs in the tree, which are those that are registered."""
     seen = 0
     for root in group.tree.roots.values():
         for run in runs_below(root):
             seen += 1
             invariant(group.tree.runs.get(run.id) is run, "a run is not registered")
-            _check_run(group, run)
+            yield run
     invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
 
 
-def _check_run(group: GroupState, run: Run) -> None:
+def check_shape(group: AnyGroup, run: Run) -> None:
+    """Verify a run and its place in the tree, whatever the state of its blocks."""
     tree, parent = group.tree, run.parent
     blocks = len(run.slots)
     invariant(blocks > 0, "a run is empty")
@@ -93,45 +104,67 @@ def _check_run(group: GroupState, run: Run) -> None:
     invariant(parent.children.get(run.head) is run, "a parent does not know its child")
     invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
     invariant(run.order == sorted(run.children), "children are out of order")
-    invariant(
-        run.same_level_children == sum(c.level == run.level for c in run.children.values()),
-        "children are counted wrongly",
-    )
     invariant(not (run.partial and run.children), "a block hangs behind a partial one")
+    invariant(isinstance(parent, Root | Run), "a run hangs below nothing")
+    invariant(not tree.may_join(run), "two runs with one state were not joined")
+
+
+def _check_states(group: GroupState, run: Run) -> None:
+    children, parent = run.children.values(), run.parent
+    same_level = sum(child.level == run.level for child in children)
+    invariant(run.same_level_children == same_level, "children are counted wrongly")
     invariant((run.refs == 0) or (run.released_at == 0), "a held block has a release stamp")
     if isinstance(parent, Run):
         invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
         invariant(parent.refs >= run.refs, "a block is held but its parent is not")
-        invariant(not tree.may_join(run), "two runs with one state were not joined")
-    else:
-        invariant(isinstance(parent, Root), "a run hangs below nothing")
 
 
-def _check_sequence(group: GroupState, index: int, sequence: Sequence, references: Counter[int]) -> None:
-    table, tail = sequence.tables[index], sequence.path_ends[index]
+def _check_table(group: AnyGroup, sequence: Sequence) -> None:
+    table, first = sequence.tables[group.index], sequence.detached[group.index]
     needed = -(-sequence.num_tokens // group.tokens_per_block)
     invariant(len(table) == needed, "a block table does not fit the tokens")
-    invariant(len(set(table)) == len(table), "a block table names a slot twice")
+    invariant(0 <= first < needed, "a sequence has let go of its last block")
+    invariant(table[:first] == array("i", [DETACHED]) * first, "a block was left behind out of order")
+    held = table[first:]
+    invariant(len(set(held)) == len(held) and min(held) >= 0, "a block table names a slot twice, or none")
     invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
-    path = list(group.path(tail))
-    held = array("i", [slot for run in reversed(path) for slot in run.slots])
-    invariant(table[: tail.end] == held, "a block table and the cached path disagree")
-    invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
-    references.update(run.id for run in path)
 
 
-def _check_level(group: GroupState, level: Level, states: States) -> None:
-    runs = [run for run in group.tree.runs.values() if run.level == level.index]
-    for run in runs:
-        invariant(all(level.run_ids[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+def _check_references(group: GroupState, sequences: Iterable[Sequence]) -> None:
+    references: Counter[int] = Counter()
+    for sequence in sequences:
+        table, tail = sequence.tables[group.index], sequence.path_ends[group.index]
+        path = list(group.path(tail))
+        held = array("i", [slot for run in reversed(path) for slot in run.slots])
+        invariant(table[: tail.end] == held, "a block table and the cached path disagree")
+        invariant(not sequence.detached[group.index], "full attention leaves no block behind")
+        invariant(all(run.level == PRIMARY for run in path), "a sequence holds a secondary block")
+        references.update(run.id for run in path)
+    for run in group.tree.runs.values():
+        invariant(run.refs == references[run.id], "references differ from the sequences that hold a block")
+
+
+def _check_owners(group: GroupState) -> None:
+    for run in group.tree.runs.values():
+        owner = group.levels[run.level].run_ids
+        invariant(all(owner[slot] == run.id for slot in run.slots), "a slot's owner is noted wrongly")
+
+
+def _check_level(level: Level, states: States) -> None:
     unreferenced = np.isin(states, (SlotState.UNREFERENCED, SlotState.UNREFERENCED_IN_FLIGHT))
     invariant(level.unreferenced == unreferenced.sum(), "unreferenced blocks are counted wrongly")
 
 
 def _check_copies(state: Contents, index: int) -> None:
     copies = [(number, copy) for number, copy in state.transfers.items() if copy.group == index]
-    brought = {(number, copy.level): set(copy.slots) for number, copy in copies}
-    for run in state.groups[index].tree.runs.values():
-        if run.transfer:
-            arriving = brought.get((run.transfer, run.level), set())
-            invariant(arriving.issuperset(run.slots), "a block waits for a copy that does not bring it")
+    brought: dict[tuple[int, int], set[int]] = {
+        (number, copy.level): set(copy.slots) for number, copy in copies
+    }
+    group = state.groups[index]
+    for number, level, slots in arriving(group) if isinstance(group, SlidingGroup) else _arriving(group):
+        there = brought.get((number, level), set())
+        invariant(there.issuperset(slots), "a block waits for a copy that does not bring it")
+
+
+def _arriving(group: GroupState) -> Iterator[tuple[int, int, Iterable[int]]]:
+    return ((run.transfer, run.level, run.slots) for run in group.tree.runs.values() if run.transfer)

@@ -10,11 +10,14 @@ from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS, HashAlgorithm
 from events.tokens.sequences import RunningTokens
 from events.tokens.symbols import SymbolTable, pages_in, rich_end
-from events.types import Namespace, RequestId
+from events.types import SLIDING, Namespace, RequestId
 from kvcache.errors import invariant
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Node
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+
+AnyGroup = GroupState | SlidingGroup
 
 
 class Transfer:
@@ -40,7 +43,7 @@ class Contents:
         """False: a log without tokens; blocks are then matched by their keys."""
         self.epoch = 0
         self.created: ev.CacheCreated | None = None
-        self.groups: list[GroupState] = []
+        self.groups: list[AnyGroup] = []
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
         self.tokens_per_block = 1
         self.longest = 0
@@ -52,8 +55,9 @@ class Contents:
         self.rich: dict[int, int] = {}
         """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""
         self.transfers: dict[int, Transfer] = {}
-        self.awaiting_onboard: dict[int, list[Sequence]] = {}
-        """By group, sequences that claimed secondary blocks still to be onboarded: none between two commands."""
+        self.awaiting_onboard: dict[int, list[tuple[Sequence, dict[int, int]]]] = {}
+        """By group, sequences that claimed secondary blocks still to be onboarded, and by slot the blocks' places in
+        the table: none between two commands."""
         self.refused: dict[RequestId, None] = {}
         """Requests that did not fit and were not admitted since, oldest first."""
         self.next_handle = 1
@@ -68,11 +72,17 @@ class Contents:
         return self.hashing.root_key(namespace)
 
     def roots(self, namespace: Namespace) -> list[Node]:
-        """The root of a namespace in each group, made on first use."""
-        return [
-            group.tree.roots.get(namespace) or group.root(namespace, self.root_key(namespace))
-            for group in self.groups
-        ]
+        """Where the path of a new sequence begins in each group."""
+        key = self.root_key(namespace)
+        return [group.start(namespace, key) for group in self.groups]
+
+    def make_group(self, index: int) -> AnyGroup:
+        """The state of a window in which nothing is cached yet."""
+        assert self.created is not None
+        group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
+        kind = SlidingGroup if group.kind == SLIDING else GroupState
+        block_bytes = size * TOKEN_BYTES if self.tokens_recorded else key_bytes
+        return kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
 
     def note_rich(self, handle: int, symbols: bytes) -> None:
         """Note how far a prompt has symbols below 0, so that nobody has to look through a plain one."""

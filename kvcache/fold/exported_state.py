@@ -10,17 +10,20 @@ from array import array
 from collections.abc import Iterator
 
 from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
-from events.packed import SLOT_BYTES, TOKEN_BYTES
+from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, SECONDARY, GroupExported, SequenceExported, StateExported, TransferExported
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
-from kvcache.fold.contents import Contents, Transfer
+from kvcache.fold.contents import AnyGroup, Contents, Transfer
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Node, Run, runs_below
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sliding_group import SlidingGroup
 
 COLUMNS = 9
 """Numbers per run in `GroupExported.runs`."""
+BLOCK_COLUMNS = 6
+"""Numbers per block in `GroupExported.blocks`."""
 
 
 def export(state: Contents) -> StateExported:
@@ -42,7 +45,7 @@ def export(state: Contents) -> StateExported:
     )
 
 
-def _export_group(group: GroupState) -> GroupExported:
+def _export_group(group: AnyGroup) -> GroupExported:
     numbers: list[int] = []
     symbols, keys, slots = bytearray(), bytearray(), array("i")
     index: dict[int, int] = {}
@@ -50,12 +53,14 @@ def _export_group(group: GroupState) -> GroupExported:
         for run in runs_below(root):
             parent = index[run.parent.id] if isinstance(run.parent, Run) else -1 - number
             index[run.id] = len(index)
-            last_tokens = run.partial or group.tokens_per_block
-            numbers += [parent, len(run.slots), last_tokens, run.level, run.priority, run.expiry]
-            numbers += [run.released_at, run.refs, run.transfer]
+            numbers += [parent, len(run.slots), run.partial or group.tokens_per_block]
+            numbers += [run.level, run.priority, run.expiry, run.released_at, run.refs, run.transfer]
             symbols += run.symbols
             keys += run.keys
             slots += run.slots
+    blocks = b""
+    if isinstance(group, SlidingGroup):
+        slots, blocks = group.exported(slots)
     return GroupExported(
         namespaces=tuple(group.tree.roots),
         runs=array("q", numbers).tobytes(),
@@ -64,6 +69,7 @@ def _export_group(group: GroupState) -> GroupExported:
         keys=bytes(keys),
         blank_slots=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
         shared=array("q", [number for item in group.shared.items() for number in item]).tobytes(),
+        blocks=blocks,
     )
 
 
@@ -78,6 +84,7 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
         computed=sequence.computed,
         stored=sequence.stored,
         slots=tuple(table.tobytes() for table in sequence.tables),
+        keys=bytes(sequence.keys),
     )
 
 
@@ -85,12 +92,9 @@ def install(state: Contents, event: StateExported) -> None:
     """Replace the state by an exported one. Raises `InvariantViolated` if it is none that a cache can have."""
     invariant(state.created is not None, "a state was exported before the cache was created")
     invariant(len(event.groups) == len(state.groups), "the exported state has other groups")
-    for number, (old, exported) in enumerate(zip(state.groups, event.groups, strict=True)):
-        sizes = (old.levels[0].size, old.levels[1].size)
-        state.groups[number] = group = GroupState(
-            sizes, old.tokens_per_block, old.tree.block_bytes, old.tree.key_bytes
-        )
-        _install_group(state, group, exported)
+    for number, exported in enumerate(event.groups):
+        state.groups[number] = state.make_group(number)
+        _install_group(state, state.groups[number], exported)
     state.sequences.clear()
     state.handles.clear()
     state.symbols.install(event)
@@ -114,13 +118,18 @@ def install(state: Contents, event: StateExported) -> None:
     check_slots(state)
 
 
-def _install_group(state: Contents, group: GroupState, exported: GroupExported) -> None:
+def _install_group(state: Contents, group: AnyGroup, exported: GroupExported) -> None:
     roots = [group.root(namespace, state.root_key(namespace)) for namespace in exported.namespaces]
     columns = _Columns(state, group, exported)
     runs = list[Run]()
     for parent, numbers in columns.rows():
-        runs.append(columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers))
-        _place(group, runs[-1])
+        run = columns.run(runs[parent] if parent >= 0 else roots[-1 - parent], *numbers)
+        runs.append(run)
+        group.tree.link(run)
+        if isinstance(group, SlidingGroup):
+            group.place(run, columns.blocks(run))
+        else:
+            _place(group, run)
     columns.check_used_up()
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
@@ -131,13 +140,16 @@ def _install_group(state: Contents, group: GroupState, exported: GroupExported) 
 class _Columns:
     """The columns of a group, from which the runs are cut one after the other."""
 
-    def __init__(self, state: Contents, group: GroupState, exported: GroupExported) -> None:
+    def __init__(self, state: Contents, group: AnyGroup, exported: GroupExported) -> None:
         self._group = group
         self._with_tokens = state.tokens_recorded
         self._numbers = array("q", exported.runs)
         self._symbols = exported.symbols if state.tokens_recorded else exported.keys
         self._slots = array("i", exported.slots)
         self._keys = exported.keys
+        self._of_blocks = array("q", exported.blocks)
+        sliding = len(self._slots) if isinstance(group, SlidingGroup) else 0
+        invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
         self._block = self._symbol = 0
         whole = len(self._keys) == len(self._slots) * group.tree.key_bytes
         invariant(whole, "the exported keys are not those of the exported blocks")
@@ -172,6 +184,11 @@ class _Columns:
         run.priority, run.expiry, run.released_at, run.refs, run.transfer = rest
         return run
 
+    def blocks(self, run: Run) -> Iterator[tuple[int, ...]]:
+        """What there is of each block of the last run."""
+        for block in range(self._block - len(run.slots), self._block):
+            yield tuple(self._of_blocks[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS])
+
     def check_used_up(self) -> None:
         """The runs are all there is."""
         fits = self._block == len(self._slots) and self._symbol == len(self._symbols)
@@ -179,7 +196,6 @@ class _Columns:
 
 
 def _place(group: GroupState, run: Run) -> None:
-    group.tree.link(run)
     level = group.levels[run.level]
     level.own(run.slots, run.id)
     if not run.refs:
@@ -187,21 +203,25 @@ def _place(group: GroupState, run: Run) -> None:
 
 
 def _install_sequence(state: Contents, entry: SequenceExported) -> None:
-    tails: list[Node] = []
-    for group, stored, slots in zip(state.groups, entry.stored, entry.slots, strict=True):
+    tables = [array("i", slots) for slots in entry.slots]
+    ends, detached = list[Node](), list[int]()
+    for group, stored, table in zip(state.groups, entry.stored, tables, strict=True):
         root = group.root(entry.namespace, state.root_key(entry.namespace))
         root.users += 1
-        invariant(0 <= stored <= len(slots) // SLOT_BYTES, "a sequence has more cached blocks than blocks")
-        tail = group.run_at(PRIMARY, array("i", slots)[stored - 1]) if stored else root
-        invariant(tail.end == stored, "a sequence's cached blocks end inside a run")
-        tails.append(tail)
+        invariant(0 <= stored <= len(table), "a sequence has more cached blocks than blocks")
+        detached.append(next((n for n, slot in enumerate(table) if slot != DETACHED), len(table)))
+        if isinstance(group, SlidingGroup):
+            ends.append(Node(stored))
+            continue
+        ends.append(group.run_at(PRIMARY, table[stored - 1]) if stored else root)
+        invariant(ends[-1].end == stored, "a sequence's cached blocks end inside a run")
     tokens = state.tokens_of(entry.num_tokens, entry.tokens)
     invariant(
         0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
     )
-    sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, tails)
+    sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, ends)
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
-    sequence.tables = [array("i", slots) for slots in entry.slots]
+    sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
     state.sequences[entry.handle] = sequence
     state.handles[entry.request_id] = entry.handle
     state.note_rich(entry.handle, entry.tokens)

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
-from kvcache.fold.contents import Contents
-from kvcache.fold.group_state import GroupState
+from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import Level
 
 _COLUMNS = 8
 """Per slot: name, parent's name, tokens, priority, expiry, stamp, references, landed."""
@@ -39,11 +40,13 @@ def fingerprint(state: Contents) -> bytes:
     return digest.digest()
 
 
-def _add_group(digest: Any, group: GroupState) -> None:
+def _add_group(digest: Any, group: AnyGroup) -> None:
     for level in group.levels:
         columns = np.zeros((level.size, _COLUMNS), np.int64)
         runs = [run for run in group.tree.runs.values() if run.level == level.index]
-        if runs:
+        if isinstance(group, SlidingGroup):
+            _add_sliding(group, level, columns)
+        elif runs:
             # All runs at once: an array for each would be most of the work.
             slots = np.frombuffer(b"".join([run.slots for run in runs]), np.int32)
             columns[slots] = _rows(group, runs)
@@ -52,7 +55,23 @@ def _add_group(digest: Any, group: GroupState) -> None:
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 
-def _rows(group: GroupState, runs: list[Run]) -> npt.NDArray[np.int64]:
+def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int64]) -> None:
+    """The rows of the cached blocks of a sliding window in one level."""
+    runs = list(group.tree.runs.values())
+    if not runs:
+        return
+    names = _rows(group, runs)[:, :3]
+    places = np.frombuffer(b"".join([run.slots for run in runs]), np.int32)
+    begin = level.index * group.levels[0].size
+    here = (places >= begin) & (places < begin + level.size)
+    at = places[here]
+    columns[at - begin, :3] = names[here]
+    for column, name in enumerate(("priorities", "expiries", "released_at", "refs"), 3):
+        columns[at - begin, column] = group.column(name)[at]
+    columns[at - begin, 7] = group.column("transfers")[at] == 0
+
+
+def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
     """A row for each block of these runs, one run after the other."""
     full, key_bytes = group.tokens_per_block, group.tree.key_bytes
     lengths = np.array([len(run.slots) for run in runs])

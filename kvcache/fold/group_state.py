@@ -1,4 +1,4 @@
-"""The state of one attention window: its prefix tree and its slots per level, and how events change them.
+"""The state of a window with full attention: its prefix tree and its slots per level, and how events change them.
 
 Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
 """
@@ -13,32 +13,20 @@ import numpy as np
 from events.ids import LevelIndex
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.prefix_tree import Node, PrefixTree, Root, Run
-from kvcache.fold.slots import Level, last_reversed
-from kvcache.fold.watcher import Watcher
+from kvcache.fold.group import CachedPart, Group
+from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import last_reversed
 
 
-class GroupState:
-    """Blocks of one window: cached ones in the tree, the others blank or held by one sequence."""
+class GroupState(Group):
+    """A window in which a sequence holds all its blocks: the tree is closed under prefixes."""
 
-    __slots__ = ("levels", "shared", "tokens_per_block", "tree", "watcher")
+    __slots__ = ()
 
-    def __init__(
-        self, num_blocks: tuple[int, int], tokens_per_block: int, block_bytes: int, key_bytes: int
-    ) -> None:
-        self.tree = PrefixTree(block_bytes, key_bytes)
-        self.levels = (Level(PRIMARY, num_blocks[0]), Level(SECONDARY, num_blocks[1]))
-        self.tokens_per_block = tokens_per_block
-        self.shared: dict[int, int] = {}
-        """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
-        self.watcher = Watcher()
-
-    def root(self, namespace: Namespace, key: bytes) -> Root:
-        """The root of a namespace, made on first use."""
-        root = self.tree.roots.get(namespace)
-        if root is None:
-            root = self.tree.roots[namespace] = Root(namespace, key)
-        return root
+    def start(self, namespace: Namespace, key: bytes) -> Node:
+        """Where the path of a new sequence begins."""
+        return self.tree.roots.get(namespace) or self.root(namespace, key)
 
     def run_at(self, level: int, slot: int) -> Run:
         """The run that holds a cached slot."""
@@ -57,6 +45,37 @@ class GroupState:
         while isinstance(node, Run):
             yield node
             node = node.parent
+
+    def begin(self, sequence: Sequence, reused: int) -> None:
+        """An admitted sequence takes all that it reuses by events of its own."""
+
+    def detach(self, sequence: Sequence, first: int, count: int, stamp: int) -> array[int]:
+        """No sequence lets go of blocks that it still sees."""
+        raise InvariantViolated("full attention leaves no block behind")
+
+    def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
+        """A sequence takes a reference on cached blocks that continue its path."""
+        tail = self.claim(sequence.path_ends[self.index], level, slots)
+        invariant(first + len(slots) == tail.end, "reused blocks leave a hole in the table")
+        sequence.path_ends[self.index] = tail
+        self.learn_keys(sequence, tail, tail.end)
+        self.settle(tail)
+
+    def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
+        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        for run in self.tree.runs.values():
+            yield run.level, run.slots, run.refs > 0, run.transfer > 0
+
+    def parts(self, run: Run) -> Iterator[CachedPart]:
+        """What of a run is cached: all of it."""
+        yield CachedPart(0, len(run.slots), run.level, run.priority)
+
+    def resident_keys(self, level: int) -> Iterator[bytes]:
+        """The keys of full blocks whose bytes are in this level."""
+        for run in self.tree.runs.values():
+            if run.level == level and not run.transfer:
+                full = len(run.slots) - bool(run.partial)
+                yield bytes(run.keys[: full * self.tree.key_bytes])
 
     def claim(self, node: Node, level: int, slots: array[int]) -> Run:
         """Take a reference on the blocks in `slots`, which continue `node`; returns the last run."""
@@ -83,6 +102,15 @@ class GroupState:
             self.watcher.held(run.level, run.slots)
         run.refs += 1
 
+    def end(self, sequence: Sequence, stamp: int) -> array[int]:
+        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
+        tail = sequence.path_ends[self.index]
+        own = sequence.tables[self.index][tail.end :]
+        own.reverse()
+        freed = self.return_uncached(own)
+        self.release(tail, stamp)
+        return freed
+
     def release(self, node: Node, stamp: int) -> None:
         """One sequence fewer holds the path that ends at `node`."""
         for run in self.path(node):
@@ -99,9 +127,8 @@ class GroupState:
         if run.is_leaf:
             self.watcher.evictable(run)
 
-    def settle(self, run: Run) -> None:
-        """Join whatever has become equal on the path that ends at `run`."""
-        node: Node = run
+    def settle(self, node: Node) -> None:
+        """Join whatever has become equal on the path that ends at `node`."""
         while isinstance(node, Run):
             while self.tree.may_join(node):
                 gone = self.tree.join(node)
@@ -115,9 +142,13 @@ class GroupState:
         return upper
 
     def store(
-        self, node: Node, symbols: bytes, slots: array[int], keys: bytes, priority: int, partial: int
-    ) -> Run:
-        """Cache a sequence's own blocks behind `node`, the end of the path that it holds."""
+        self, sequence: Sequence, first: int, slots: array[int], priority: int, last_tokens: int
+    ) -> None:
+        """Cache a sequence's own blocks behind the path that it holds."""
+        node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
+        invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
+        symbols = self.content(sequence, first, last, last_tokens)
+        keys = sequence.keys[first * key_bytes : last * key_bytes]
         # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
         if isinstance(node, Run) and node.grows(priority):
             run = node
@@ -126,12 +157,21 @@ class GroupState:
             run.keys += keys
             run.end += len(slots)
         else:
-            run = self.tree.new_run(node, bytearray(symbols), slots, bytearray(keys))
+            run = self.tree.new_run(node, bytearray(symbols), slots, keys)
             run.refs, run.priority = 1, priority
             self.tree.link(run)
-        run.partial = partial
+        run.partial = last_tokens % self.tokens_per_block
         self.levels[PRIMARY].own(slots, run.id)
-        return run
+        sequence.path_ends[self.index] = run
+
+    def fill(
+        self, sequence: Sequence, block: int, slot: int, symbols: bytes, key: bytes, priority: int
+    ) -> None:
+        """Cache the next block of a sequence, behind what it alone has cached."""
+        run = sequence.path_ends[self.index]
+        if run.end != block or not run.grows(priority):
+            raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+        self.levels[PRIMARY].run_ids[slot] = run.extend(symbols, slot, key)
 
     def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
         """Change the priority of consecutive cached blocks, shallowest first."""
@@ -220,11 +260,6 @@ class GroupState:
             self._offer(parent)
             self._settle_children(parent)
 
-    def _share(self, holders: int, slots: array[int]) -> None:
-        if holders > 1:
-            for slot in slots:
-                self.shared[slot] = holders
-
     def _settle_children(self, parent: Run) -> None:
         """A run that lost a child may have become equal to its only other one."""
         if len(parent.children) == 1:
@@ -265,8 +300,21 @@ class GroupState:
         run.same_level_children = sum(child.level == level for child in run.children.values())
         self.levels[level].own(slots, run.id)
 
-    def onboard(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+    def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Move whole runs that a sequence holds to primary; shallowest block first."""
+        self._bring(slots, to_slots, transfer)
+        self.settle(sequence.path_ends[self.index])
+
+    def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
+        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        tail = self.claim(sequence.path_ends[self.index], SECONDARY, slots)
+        invariant(first + len(slots) == tail.end, "recomputed blocks leave a hole in the table")
+        self._bring(slots, own, 0)
+        sequence.path_ends[self.index] = tail
+        self.learn_keys(sequence, tail, tail.end)
+        self.settle(tail)
+
+    def _bring(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         done = 0
         while done < len(slots):
             run = self.run_at(SECONDARY, slots[done])
@@ -298,20 +346,10 @@ class GroupState:
                 return
         self.settle(run)
 
-    def return_uncached(self, slots: array[int]) -> array[int]:
-        """A sequence lets go of uncached slots; returns those that nobody else holds, which are blank now."""
-        if self.shared:
-            slots = array("i", [slot for slot in slots if not self._still_held(slot)])
-        self.levels[PRIMARY].return_slots(slots)
-        return slots
-
-    def _still_held(self, slot: int) -> bool:
-        holders = self.shared.get(slot, 1) - 1
+    def _share(self, holders: int, slots: array[int]) -> None:
         if holders > 1:
-            self.shared[slot] = holders
-        elif holders == 1:
-            del self.shared[slot]
-        return holders > 0
+            for slot in slots:
+                self.shared[slot] = holders
 
     def clear(self) -> tuple[tuple[int, int], int]:
         """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
@@ -324,14 +362,6 @@ class GroupState:
             else:
                 self.levels[run.level].return_slots(run.slots)
         for level in self.levels:
-            # A fixed order: that of the runs differs between a live state and one that was exported.
-            level.blank = array("i", sorted(level.blank, reverse=True))
             level.run_id_array.fill(-1)
-            level.unreferenced = 0
-        self.tree.runs.clear()
-        for root in list(self.tree.roots.values()):
-            root.children.clear()
-            root.order.clear()
-            self.tree.drop_unused(root)
-        self.watcher.cleared()
+        self.forget_all()
         return counts, unnamed

@@ -17,7 +17,6 @@ from events import types as ev
 from events.types import MoveReason
 from kvcache.errors import invariant
 from kvcache.fold.contents import Contents
-from kvcache.fold.prefix_tree import Run
 
 
 class SlotState(IntEnum):
@@ -54,13 +53,15 @@ IN_PRIMARY: Life = {
         ev.BlocksFilled: {REFERENCED},
         MoveReason.RECOMPUTED: {REFERENCED},
         ev.BlocksReused: {BLANK},  # given back for a cached one
+        ev.BlocksDetached: {BLANK},
         ev.SequenceRemoved: {BLANK},
     },
-    SHARED: {ev.SequenceRemoved: {SHARED, HELD}},
+    SHARED: {ev.BlocksDetached: {SHARED, HELD, BLANK}, ev.SequenceRemoved: {SHARED, HELD}},
     REFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {REFERENCED},
         ev.BlocksUpdated: {REFERENCED},
+        ev.BlocksDetached: {REFERENCED, UNREFERENCED},
         ev.SequenceRemoved: {REFERENCED, UNREFERENCED},
         ev.CacheCleared: {HELD, SHARED},
     },
@@ -76,6 +77,7 @@ IN_PRIMARY: Life = {
         ev.BlocksReused: {REFERENCED_IN_FLIGHT},
         ev.BlocksCopied: {REFERENCED_IN_FLIGHT},
         ev.BlocksUpdated: {REFERENCED_IN_FLIGHT},
+        ev.BlocksDetached: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.SequenceRemoved: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.CacheCleared: {HELD, SHARED},
     },
@@ -123,20 +125,24 @@ def slot_states(state: Contents, index: int) -> tuple[States, States]:
     group = state.groups[index]
     holders: Counter[int] = Counter()
     for sequence in state.sequences.values():
-        holders.update(sequence.tables[index][sequence.path_ends[index].end :])
+        cached = max(sequence.path_ends[index].end, sequence.detached[index])
+        holders.update(sequence.tables[index][cached:])
     shared = {slot: count for slot, count in holders.items() if count > 1}
     invariant(shared == group.shared, "uncached blocks are shared by others than noted")
     primary, secondary = ([(level.blank, BLANK)] for level in group.levels)
     primary += [(array("i", holders.keys() - shared), HELD), (array("i", shared), SHARED)]
-    for run in group.tree.runs.values():
-        (secondary if run.level else primary).append((run.slots, _state_of(run)))
+    for level, slots, held, in_flight in group.cached():
+        (secondary if level else primary).append((slots, _CACHED[held, in_flight]))
     return _placed(primary, group.levels[0].size), _placed(secondary, group.levels[1].size)
 
 
-def _state_of(run: Run) -> SlotState:
-    if run.refs:
-        return REFERENCED_IN_FLIGHT if run.transfer else REFERENCED
-    return UNREFERENCED_IN_FLIGHT if run.transfer else UNREFERENCED
+_CACHED = {
+    (True, False): REFERENCED,
+    (False, False): UNREFERENCED,
+    (True, True): REFERENCED_IN_FLIGHT,
+    (False, True): UNREFERENCED_IN_FLIGHT,
+}
+"""Of a cached block, by whether sequences hold it, and whether its copy has not landed."""
 
 
 def _placed(places: list[tuple[array[int], SlotState]], size: int) -> States:

@@ -9,25 +9,54 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
+from events.ids import LevelIndex
 from events.packed import TOKEN_BYTES
-from events.types import PRIMARY
 from kvcache.fold.prefix_tree import Node, PrefixTree, Run, common_bytes, common_prefix
+
+
+class Piece(NamedTuple):
+    """Consecutive cached blocks at one level."""
+
+    level: LevelIndex
+    first: int
+    """Blocks before them in the prompt."""
+    slots: array[int]
+    keys: bytes
+    landed: bool = True
 
 
 @dataclass(slots=True)
 class PartialMatch:
     """A block of which only the start matches."""
 
-    run: Run
-    block: int
-    """Index in the run."""
+    block: Piece
     num_tokens: int
 
+
+class GroupMatch(Protocol):
+    """What one group has of a prompt."""
+
     @property
-    def slot(self) -> int:
-        """Where the block lies, in the run's level."""
-        return self.run.slots[self.block]
+    def runs(self) -> list[tuple[Run, int]]:
+        """The known path of its content: (run, how many of its blocks match)."""
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks on that path."""
+
+    partial: PartialMatch | None
+    """The block behind the path of which only the start matches."""
+
+    def servable(self, blocks: int) -> int:
+        """The most blocks up to so many that can be reused."""
+
+    def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> GroupMatch:
+        """The match as if the prompt had no more than the first `blocks` full blocks, and the one behind in part."""
+
+    def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
+        """The blocks to hold in order to reuse so many tokens."""
 
 
 @dataclass(slots=True)
@@ -39,19 +68,15 @@ class PathMatch:
     blocks: int = 0
     partial: PartialMatch | None = None
 
-    def slots(self, level: int) -> array[int]:
-        """Slots of the matching full blocks that lie in this level."""
-        found = array("i")
-        for run, take in self.runs:
-            if run.level == level:
-                found += run.slots[:take]
-        return found
+    def servable(self, blocks: int) -> int:
+        """The most blocks up to so many that can be reused."""
+        return min(blocks, self.blocks)
 
-    def keys(self, level: int, key_bytes: int) -> bytes:
-        """Their keys."""
-        return b"".join(bytes(run.keys[: take * key_bytes]) for run, take in self.runs if run.level == level)
+    def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
+        """The blocks to hold in order to reuse so many tokens: with full attention all there are."""
+        return [_piece(run, 0, take, key_bytes) for run, take in self.runs]
 
-    def limited(self, blocks: int, tokens_per_block: int) -> PathMatch:
+    def limited(self, blocks: int, tokens_per_block: int, key_bytes: int) -> PathMatch:
         """The first `blocks` of the full ones; of a longer match the next one is its partial match."""
         if blocks >= self.blocks:
             return self
@@ -60,14 +85,16 @@ class PathMatch:
             if left:
                 limited.runs.append((run, min(take, left)))
             if take > left:
-                limited.partial = PartialMatch(run, left, tokens_per_block)
+                limited.partial = PartialMatch(_piece(run, left, left + 1, key_bytes), tokens_per_block)
                 break
             left -= take
         return limited
 
-    def unreferenced(self) -> int:
-        """Matching primary blocks that no sequence holds: they are taken out of what can be evicted."""
-        return sum(take for run, take in self.runs if run.level == PRIMARY and not run.refs)
+
+def _piece(run: Run, begin: int, end: int, key_bytes: int) -> Piece:
+    """Blocks of a run of a window with full attention."""
+    keys = bytes(run.keys[begin * key_bytes : end * key_bytes])
+    return Piece(run.level, run.start + begin, run.slots[begin:end], keys, run.transfer == 0)
 
 
 def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, partial: bool) -> PathMatch:
@@ -95,15 +122,15 @@ def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, part
         if take < len(child.slots):
             rest = (common - take * size) // TOKEN_BYTES
             if partial and rest:
-                found.partial = PartialMatch(child, take, rest)
+                found.partial = PartialMatch(_piece(child, take, take + 1, tree.key_bytes), rest)
             return found
         node = child
     if partial and position < stop:
-        found.partial = _partial_child(node, symbols[position : min(position + size, stop)])
+        found.partial = _partial_child(tree, node, symbols[position : min(position + size, stop)])
     return found
 
 
-def _partial_child(node: Node, wanted: bytes) -> PartialMatch | None:
+def _partial_child(tree: PrefixTree, node: Node, wanted: bytes) -> PartialMatch | None:
     """The child whose first block has the longest prefix in common: a neighbour in the order of contents."""
     at = bisect_left(node.order, wanted)
     best, best_tokens = None, 0
@@ -111,7 +138,7 @@ def _partial_child(node: Node, wanted: bytes) -> PartialMatch | None:
         tokens = common_prefix(head, wanted) // TOKEN_BYTES
         if tokens > best_tokens:
             best, best_tokens = node.children[head], tokens
-    return PartialMatch(best, 0, best_tokens) if best is not None else None
+    return PartialMatch(_piece(best, 0, 1, tree.key_bytes), best_tokens) if best is not None else None
 
 
 def covered(node: Node, symbols: bytes) -> bool:
@@ -128,17 +155,23 @@ def covered_child(node: Node, symbols: bytes) -> Run | None:
     return None
 
 
-def in_all(matches: Sequence[PathMatch], tokens_per_block: int) -> list[PathMatch]:
-    """What all groups have of a prompt: as many blocks, and as many tokens of one more, as the one with the least."""
-    if len(matches) == 1:
-        return list(matches)
-    least = min(found.blocks for found in matches)
-    common = [found.limited(least, tokens_per_block) for found in matches]
-    partial = [found.partial for found in common if found.partial is not None]
-    tokens = min(each.num_tokens for each in partial) if len(partial) == len(common) else 0
-    return [
-        replace(
-            found, partial=replace(found.partial, num_tokens=tokens) if found.partial and tokens else None
-        )
-        for found in common
-    ]
+def in_all(
+    matches: Sequence[GroupMatch], tokens_per_block: int, key_bytes: int
+) -> tuple[list[GroupMatch], int]:
+    """What all groups have of a prompt, and how many tokens that are.
+
+    The most full blocks that each can serve, and of one more as many tokens as the one that has the least.
+    """
+    if len(matches) == 1 and isinstance(matches[0], PathMatch):
+        partial = matches[0].partial
+        reused = 0 if partial is None else partial.num_tokens
+        return list(matches), matches[0].blocks * tokens_per_block + reused
+    blocks = again = min(found.blocks for found in matches)
+    while (again := min(found.servable(blocks) for found in matches)) < blocks:
+        blocks = again
+    common = [found.limited(blocks, tokens_per_block, key_bytes) for found in matches]
+    tokens = min(0 if found.partial is None else found.partial.num_tokens for found in common)
+    for found in common:
+        if found.partial is not None:
+            found.partial = replace(found.partial, num_tokens=tokens) if tokens else None
+    return common, blocks * tokens_per_block + tokens

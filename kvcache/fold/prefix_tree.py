@@ -252,11 +252,11 @@ def runs_below(top: Node) -> list[Run]:
     return found
 
 
-def common_bytes(run: Run, symbols: bytes, start: int, stop: int) -> int:
-    """Length of the common prefix of a run's content and ``symbols[start:stop]``, in whole symbols' bytes."""
+def common_bytes(run: Run, symbols: bytes, start: int, stop: int, begin: int = 0) -> int:
+    """Length of the common prefix of a run's content from `begin` on and ``symbols[start:stop]``, in bytes."""
     # Compared as numbers, all at once; `argmax` of booleans is the first True, or 0 if there is none.
-    count = min(len(run.symbols), stop - start) // TOKEN_BYTES
-    ours = np.frombuffer(run.symbols, np.int32, count)
+    count = min(len(run.symbols) - begin, stop - start) // TOKEN_BYTES
+    ours = np.frombuffer(run.symbols, np.int32, count, begin)
     differs = ours != np.frombuffer(symbols, np.int32, count, start)
     first = int(differs.argmax()) if count else 0
     return (first if count and differs[first] else count) * TOKEN_BYTES

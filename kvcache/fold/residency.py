@@ -12,8 +12,6 @@ def resident_names(state: Contents, level: int, group: int = 0) -> set[int]:
     names: set[int] = set()
     if not key_bytes:
         return names
-    for run in state.groups[group].tree.runs.values():
-        if run.level == level and not run.transfer:
-            full = len(run.slots) - bool(run.partial)
-            names.update(unpack_names(names_of_keys(bytes(run.keys[: full * key_bytes]), key_bytes)).tolist())
+    for keys in state.groups[group].resident_keys(level):
+        names.update(unpack_names(names_of_keys(keys, key_bytes)).tolist())
     return names

@@ -10,12 +10,26 @@ from events.types import Namespace, RequestId
 from kvcache.fold.prefix_tree import Node
 
 _FOLLOWS = -1
+ONBOARDING = -1
+"""In a block table, within one call: a cached block that is about to be brought to primary."""
+DETACHED = -2
+"""In a block table: a block that the window has left behind. Nothing may be read or written there."""
 
 
 class Sequence(SequenceTokens):
     """State of one sequence; changed only while an event is applied."""
 
-    __slots__ = ("_computed", "handle", "namespace", "num_prompt_tokens", "path_ends", "request_id", "tables")
+    __slots__ = (
+        "_computed",
+        "detached",
+        "handle",
+        "keys",
+        "namespace",
+        "num_prompt_tokens",
+        "path_ends",
+        "request_id",
+        "tables",
+    )
 
     def __init__(
         self,
@@ -33,9 +47,14 @@ class Sequence(SequenceTokens):
         """`_FOLLOWS` while it decodes: saying so once is cheaper than counting with every token."""
         self.num_prompt_tokens = len(tokens)
         self.tables = [array("i") for _ in roots]
-        """Per group: the primary slot of each block."""
+        """Per group: the primary slot of each block, or DETACHED."""
+        self.detached = [0] * len(roots)
+        """Per group: leading blocks that a sliding window has left behind, or never needed."""
         self.path_ends = roots
-        """Per group: the end of the cached path that the sequence holds; its blocks up to there are cached."""
+        """Per group: the end of the cached path that the sequence holds. Its blocks up to there are cached, except
+        those that a sliding window has left behind."""
+        self.keys = bytearray()
+        """Of its leading blocks, as far as any group has needed them: made once, recorded once."""
 
     @property
     def computed(self) -> int:
@@ -46,6 +65,12 @@ class Sequence(SequenceTokens):
     @computed.setter
     def computed(self, num_tokens: int) -> None:
         self._computed = num_tokens
+
+    @property
+    def num_next(self) -> int:
+        """Tokens up to the next one that is computed, that one too."""
+        computed, num_tokens = self._computed, self.num_tokens
+        return num_tokens if computed < 0 or computed >= num_tokens else computed + 1
 
     @property
     def is_decoding(self) -> bool:

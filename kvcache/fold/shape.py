@@ -10,11 +10,12 @@ import json
 from typing import Any
 
 from events.tokens.names import ALGORITHMS
-from events.types import CacheCreated
+from events.types import FULL, SLIDING, CacheCreated
 from kvcache.errors import invariant
 
 _MAX_BLOCKS = 2**31 - 1
 """Slots are int32."""
+_MAX_TOKENS = 2**31 - 1
 _MAX_TOKENS_PER_BLOCK = 2**30
 """So that a block's tokens are counted by an int32."""
 
@@ -25,6 +26,7 @@ def check_created(event: CacheCreated) -> None:
     invariant(0 < size <= _MAX_TOKENS_PER_BLOCK and not size & (size - 1), "blocks have an impossible size")
     invariant(bool(event.groups), "a cache has no group")
     for group in event.groups:
+        invariant(group.kind in (FULL, SLIDING) and group.window > 0, "a group is of no known kind")
         fits = all(0 <= count <= _MAX_BLOCKS for count in group.num_blocks)
         invariant(fits, "a group has an impossible number of blocks")
     algorithm = ALGORITHMS.get(event.hash_algorithm)
@@ -35,10 +37,25 @@ def check_created(event: CacheCreated) -> None:
 
 
 def longest_sequence(event: CacheCreated) -> int:
-    """Tokens of the longest sequence that the cache can hold: each block of its table has a primary slot of its own."""
-    room = min(group.num_blocks[0] for group in event.groups) * event.tokens_per_block
+    """Tokens of the longest sequence that the cache can hold."""
+    room = min(
+        room_of(group.num_blocks[0], group.window, group.kind, event.tokens_per_block)
+        for group in event.groups
+    )
     limit = _parsed(event.config).get("max_sequence_length")
     return min(limit, room) if isinstance(limit, int) else room
+
+
+def room_of(num_blocks: int, window: int, kind: str, tokens_per_block: int) -> int:
+    """Tokens of the longest sequence that these primary blocks of a window can hold.
+
+    In a sliding window a sequence can grow without end once there is room for what the window sees, wherever in a block
+    it begins.
+    """
+    # A new block is taken before the one is let go of that the window has left behind.
+    if kind == SLIDING and num_blocks > -(-window // tokens_per_block):
+        return _MAX_TOKENS
+    return num_blocks * tokens_per_block
 
 
 def _parsed(config: str) -> Any:

@@ -18,7 +18,6 @@ from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.blocks import BlockFold
 from kvcache.fold.exported_state import install
-from kvcache.fold.group_state import GroupState
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_sequence
 
@@ -47,6 +46,7 @@ class CacheState(BlockFold):
             ev.BlocksRemoved: self._remove,
             ev.TokensAppended: self._append_tokens,
             ev.ContextComputed: self._compute,
+            ev.BlocksDetached: self._detach,
             ev.SequenceRemoved: self._remove_sequence,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,
@@ -70,11 +70,7 @@ class CacheState(BlockFold):
         self.longest = longest_sequence(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
-        block_bytes = event.tokens_per_block * TOKEN_BYTES if self.tokens_recorded else event.key_bytes
-        self.groups = [
-            GroupState(group.num_blocks, event.tokens_per_block, block_bytes, event.key_bytes)
-            for group in event.groups
-        ]
+        self.groups = [self.make_group(index) for index in range(len(event.groups))]
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
@@ -98,15 +94,12 @@ class CacheState(BlockFold):
         self.changed_blocks = 0
 
     def _clear(self, event: ev.CacheCleared) -> None:
-        removed, unnamed = (0, 0), 0
-        for group in self.groups:
-            counts, kept = group.clear()
-            removed = (removed[0] + counts[0], removed[1] + counts[1])
-            unnamed += kept
+        cleared = [group.clear() for group in self.groups]
+        removed, unnamed = zip(*cleared, strict=True)
         invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
         for sequence in self.sequences.values():
             sequence.path_ends = self.roots(sequence.namespace)
-        self.changed_blocks += sum(removed) + unnamed
+        self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
 
     # -- sequences
 
@@ -116,15 +109,17 @@ class CacheState(BlockFold):
         invariant(event.request_id not in self.handles, "a request was admitted twice")
         tokens = self.tokens_of(event.num_tokens, event.tokens)
         roots = self.roots(event.namespace)
-        self.sequences[event.handle] = Sequence(
-            event.handle, event.request_id, event.namespace, tokens, roots
-        )
+        invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
+        sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
+        sequence.computed = event.reused
+        self.sequences[event.handle] = sequence
         self.handles[event.request_id] = event.handle
         self.refused.pop(event.request_id, None)
         self.note_rich(event.handle, event.tokens)
         self.next_handle = event.handle + 1
         for group in self.groups:
             group.tree.roots[event.namespace].users += 1
+            group.begin(sequence, event.reused)
 
     def _note_refusal(self, event: ev.AdmissionRefused) -> None:
         self.refused[event.request_id] = None
@@ -165,12 +160,8 @@ class CacheState(BlockFold):
         self.running.forget_row()
         self.releases += 1
         for index, group in enumerate(self.groups):
-            tail = sequence.path_ends[index]
-            own = sequence.tables[index][tail.end :]
-            own.reverse()
-            freed = group.return_uncached(own)
+            freed = group.end(sequence, self.releases)
             invariant(freed.tobytes() == event.freed[index], "other slots were freed")
-            group.release(tail, self.releases)
             root = group.tree.roots[sequence.namespace]
             root.users -= 1
             group.tree.drop_unused(root)

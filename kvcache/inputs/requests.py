@@ -76,6 +76,7 @@ class RequestChecker:
         running: Container[RequestId],
         symbols: SymbolTable,
         max_tokens: int,
+        max_prompt_tokens: int,
         *,
         block_hash: str,
         log_has_tokens: bool,
@@ -83,6 +84,7 @@ class RequestChecker:
         self._running, self._symbols = running, symbols
         self.max_tokens = max_tokens
         """Tokens of the longest sequence that can be held."""
+        self._max_prompt_tokens = min(max_prompt_tokens, max_tokens)
         self._knows_lora_ids_only = block_hash == "v1_block_key"
         self._names_tell_all = not log_has_tokens
 
@@ -110,8 +112,8 @@ class RequestChecker:
         symbols = pack_tokens(request.tokens, self.max_tokens)
         if not symbols:
             raise InvalidTokens("the prompt is empty: at least one token is needed")
-        if len(symbols) > self.max_tokens * TOKEN_BYTES:
-            raise PromptTooLong(len(symbols) // TOKEN_BYTES, self.max_tokens)
+        if len(symbols) > self._max_prompt_tokens * TOKEN_BYTES:
+            raise PromptTooLong(len(symbols) // TOKEN_BYTES, self._max_prompt_tokens)
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
         return CheckedRequest(request_id, namespace, symbols, rich).with_symbols(self._symbols)
 

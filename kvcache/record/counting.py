@@ -57,19 +57,20 @@ class StatsCounter:
         counts["events"] += num_events
         counts["batches"] += 1
         counts["sequences"] = len(state.sequences)
-        levels = [level for group in state.groups for level in group.levels]
-        # The two levels of each window in turn; whoever reads adds them up.
-        counts["blocks_blank"] = [len(level.blank) for level in levels]
-        counts["blocks_unreferenced"] = [level.unreferenced for level in levels]
+        primary, secondary = state.groups[0].levels
+        blank, blank_below = len(primary.blank), len(secondary.blank)
+        idle, idle_below = primary.unreferenced, secondary.unreferenced
+        for group in state.groups[1:]:
+            primary, secondary = group.levels
+            blank, blank_below = blank + len(primary.blank), blank_below + len(secondary.blank)
+            idle, idle_below = idle + primary.unreferenced, idle_below + secondary.unreferenced
+        counts["blocks_blank"], counts["blocks_unreferenced"] = (blank, blank_below), (idle, idle_below)
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts.copy()
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
-        counts = self._published.copy()
-        for gauge in ("blocks_blank", "blocks_unreferenced"):
-            counts[gauge] = (sum(counts[gauge][::2]), sum(counts[gauge][1::2]))
-        return Stats(**counts)
+        return Stats(**self._published)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
         primary, secondary = zip(*(group.num_blocks for group in event.groups), strict=True)
@@ -81,9 +82,9 @@ class StatsCounter:
         counts["requests"] += 1
         counts["prompt_tokens"] += event.num_tokens
         # Where the windows differ, what one of them has to bring back is reused from secondary.
-        primary = min(event.reused_primary)
-        counts["reused_tokens_primary"] += primary
-        counts["reused_tokens_secondary"] += event.reused_full - primary
+        secondary = max(event.reused_secondary)
+        counts["reused_tokens_primary"] += event.reused - event.reused_partial - secondary
+        counts["reused_tokens_secondary"] += secondary
         counts["reused_tokens_partial"] += event.reused_partial
         counts["reused_tokens_own"] += self._own.admit(event)
 
@@ -108,4 +109,4 @@ class StatsCounter:
         self._counts[_MOVED[event.why]] += len(event.from_slots) // SLOT_BYTES
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
-        self._counts["blocks_removed"] += sum(event.removed)
+        self._counts["blocks_removed"] += sum(map(sum, event.removed))

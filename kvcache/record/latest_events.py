@@ -11,12 +11,15 @@ from array import array
 from collections import deque
 from typing import Any
 
+import msgspec
+
 from events import types as ev
 from events.bus import EventBus
 from events.formats import trtllm
 from events.ids import BlockIndex, GroupIndex, Handle
-from events.packed import NAME_BYTES, names_of_keys, unpack_names
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
 from events.types import PRIMARY
+from kvcache.fold.group import CachedPart
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.fold.state import CacheState
 
@@ -76,34 +79,44 @@ class LatestEvents:
             return
         self._beginning = False
         told = [
-            (index, root.namespace, run)
-            for index, group in enumerate(self._state.groups)
+            (group, root.namespace, run, part)
+            for group in self._state.groups
             for root in group.tree.roots.values()
             for run in runs_below(root)
+            for part in group.parts(run)
         ]
         # Of what nobody could see any more, no dicts are made: with its tokens, a block takes kilobytes.
         unseen = max(0, len(told) - (self._visible.maxlen or 0))
         self._next_id += unseen
-        for number, (index, namespace, run) in enumerate(told):
-            self._resident[index].update(self._names_in(bytes(run.keys)))
+        for number, (group, namespace, run, part) in enumerate(told):
+            stored = self._as_stored(group.index, run, part)
+            self._resident[group.index].update(self._names_in(stored.keys))
             if number >= unseen:
-                self._step.append((index, self._run_as_stored(index, namespace, run)))
+                self._step.append((group.index, self._told(stored, namespace, run, part)))
 
-    def _run_as_stored(self, group: int, namespace: ev.Namespace, run: Run) -> trtllm.Data:
-        state = self._state
-        size, key_bytes = state.tokens_per_block, state.hashing.key_bytes
-        stored = ev.BlocksStored(
+    def _as_stored(self, group: GroupIndex, run: Run, part: CachedPart) -> ev.BlocksStored:
+        """Blocks of a run as if they were stored now, by nobody."""
+        key_bytes = self._state.hashing.key_bytes
+        begin, end = part.begin * key_bytes, part.end * key_bytes
+        above = bytes(run.keys[begin - key_bytes : begin]) if begin else run.parent.key_of_last(key_bytes)
+        return ev.BlocksStored(
             handle=Handle(0),
-            group=GroupIndex(group),
-            first_block=BlockIndex(run.start),
-            parent=run.parent.key_of_last(key_bytes)[:NAME_BYTES] if run.start else b"",
-            keys=bytes(run.keys),
-            slots=run.slots.tobytes(),
-            level=run.level,
-            priority=run.priority,
-            last_tokens=run.partial or size,
+            group=group,
+            first_block=BlockIndex(run.start + part.begin),
+            parent=above[:NAME_BYTES] if run.start + part.begin else b"",
+            keys=bytes(run.keys[begin:end]),
+            slots=run.slots[part.begin : part.end].tobytes(),
+            level=part.level,
+            priority=part.priority,
+            last_tokens=(run.partial if part.end == len(run.slots) else 0) or self._state.tokens_per_block,
         )
-        return trtllm.stored(stored, state.symbols.spell(bytes(run.symbols)), namespace, size, key_bytes)
+
+    def _told(
+        self, stored: ev.BlocksStored, namespace: ev.Namespace, run: Run, part: CachedPart
+    ) -> trtllm.Data:
+        state, size = self._state, self._state.tokens_per_block
+        symbols = bytes(run.symbols[part.begin * size * TOKEN_BYTES : part.end * size * TOKEN_BYTES])
+        return trtllm.stored(stored, state.symbols.spell(symbols), namespace, size, state.hashing.key_bytes)
 
     def _names_in(self, keys: bytes) -> list[int]:
         names: list[int] = unpack_names(names_of_keys(keys, self._state.hashing.key_bytes)).tolist()
@@ -111,11 +124,15 @@ class LatestEvents:
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         state, size = self._state, self._state.tokens_per_block
-        sequence = state.sequences[event.handle]
-        names = self._names_in(event.keys)
+        sequence, key_bytes = state.sequences[event.handle], state.hashing.key_bytes
+        last = event.first_block + len(event.slots) // SLOT_BYTES
+        # The event gives only those keys that no other window's event has given before.
+        keys = bytes(sequence.keys[event.first_block * key_bytes : last * key_bytes])
+        event = msgspec.structs.replace(event, keys=keys)
+        names = self._names_in(keys)
         first = event.first_block * size
         tokens = sequence.packed(first, first + (len(names) - 1) * size + event.last_tokens)
-        rich, key_bytes = state.symbols.spell(tokens), state.hashing.key_bytes
+        rich = state.symbols.spell(tokens)
         self._step.append((event.group, trtllm.stored(event, rich, sequence.namespace, size, key_bytes)))
         self._resident[event.group].update(names)
 

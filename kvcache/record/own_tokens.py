@@ -44,7 +44,7 @@ class OwnTokens:
 
     def admit(self, event: SequenceAdded) -> int:
         """Note an admitted request; returns how many of its reused tokens it had computed itself before."""
-        first = event.reused_full + event.reused_partial
+        first = event.reused
         request = _Request(event.request_id, event.namespace, event.num_tokens, first)
         self._running[event.handle] = request
         before = self._removed.pop(event.request_id, None)

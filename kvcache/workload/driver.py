@@ -11,6 +11,9 @@ that passes always fits, and decoding never runs out of blocks.
 With pools, every computed token's rows are filled with a pattern, and reused blocks are compared with it (see
 `kvcache.workload.pattern`) when their request is admitted and again when it ends. A stub for a forward pass,
 it catches what a model would only answer with worse text.
+
+When copies fail, everything is computed again. A request that has let go of blocks by then cannot be: it is ended, and
+stands first in line with what it has generated as a part of its prompt.
 """
 
 from __future__ import annotations
@@ -23,14 +26,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from events.errors import LogWriteFailed
+from events.types import PRIMARY
 from kvcache.errors import UsageError, invariant
 from kvcache.manager import KVCacheManager
-from kvcache.results import Admission
+from kvcache.results import Admission, BlockTable
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
-from kvcache.workload.summary import RunResult, StepTimes
+from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
 from kvcache.workload.waiting import Limits, Waiting, WaitingLine
 
@@ -61,7 +65,8 @@ class DriveOptions:
 class _Running:
     """An admitted request."""
 
-    request_id: int
+    waiting: Waiting
+    """What it was in line."""
     num_prompt_tokens: int
     outputs: list[int]
     computed: int
@@ -69,6 +74,10 @@ class _Running:
     sampled: int = 0
     digests: Uint64s | None = None
     """One per token of prompt and output; only with pools."""
+
+    @property
+    def request_id(self) -> int:
+        return int(self.waiting.request.request_id)
 
     @property
     def num_tokens(self) -> int:
@@ -123,7 +132,8 @@ class Engine:
         self._clock = clock = clock or StepClock()
         self._pattern = PoolPattern(pools) if pools is not None else None
         self._times = StepTimes(copies)
-        self._result = RunResult(self._times)
+        windows = {group.window: WindowBlocks() for group in manager.layout.groups}
+        self._result = RunResult(self._times, windows)
         config = manager.config
         limits = Limits(config.max_sequence_length, manager.num_free_blocks, config.tokens_per_block)
         self._line = WaitingLine(trace, limits, clock, options.seed, self._result.refuse)
@@ -150,10 +160,12 @@ class Engine:
 
     def _step(self) -> None:
         self._check_reused(self._admit())
+        self._note_held()
         chunks = self._plan()
         self._compute(chunks)
         self._store(chunks)
         self._sample(chunks)
+        self._note_held()
         self._remove([running for running in self._running.values() if running.finished])
         self._flush()
         self._times.end_step()
@@ -163,6 +175,20 @@ class Engine:
         self._remove(list(self._running.values()))
         self._transfer()
         self._flush()
+        self._note_cached()
+
+    def _note_held(self) -> None:
+        """Count the primary blocks that sequences hold in each window."""
+        free = self._manager.num_free_blocks_per_window()
+        for group in self._manager.layout.groups:
+            blocks = self._result.windows[group.window]
+            blocks.most_held = max(blocks.most_held, group.num_blocks[PRIMARY] - free[group.window])
+
+    def _note_cached(self) -> None:
+        """Count the blocks that are left in each window, which nobody holds any more."""
+        for layout, group in zip(self._manager.layout.groups, self._manager.state.groups, strict=True):
+            primary, secondary = (level.unreferenced for level in group.levels)
+            self._result.windows[layout.window].cached = (primary, secondary)
 
     def _flush(self) -> None:
         """End a step. What a failing log raises says nothing against the step: it is done."""
@@ -216,13 +242,12 @@ class Engine:
             )
 
     def _start(self, waiting: Waiting, admission: Admission) -> _Running:
-        index = int(admission.request_id)
-        running = _Running(index, admission.num_tokens, waiting.outputs.tolist(), admission.reused_tokens)
+        running = _Running(waiting, admission.num_tokens, waiting.outputs.tolist(), admission.reused_tokens)
         if self._pattern is not None:
             request = waiting.request
             namespace = (request.lora_id, request.lora_name, request.cache_salt)
             running.digests = prefix_digests(np.concatenate([request.tokens, waiting.outputs]), namespace)
-        self._running[index] = running
+        self._running[running.request_id] = running
         return running
 
     def _transfer(self) -> None:
@@ -234,11 +259,28 @@ class Engine:
             manager.transfers.wait()
         with self._times.timed():
             cut = manager.poll().cut
-        for request_id, computed in cut:
-            running = self._running.get(int(request_id))
-            if running is not None and computed < running.computed:
-                self._result.recomputed_tokens += running.computed - computed
-                running.computed = computed
+        self._begin_again(
+            [self._running[int(request_id)] for request_id, _ in cut if request_id in self._running]
+        )
+
+    def _begin_again(self, cut: list[_Running]) -> None:
+        """Note what copies that failed have undone; who cannot compute it again goes back to the line."""
+        for running in cut:
+            self._result.recomputed_tokens += running.computed
+            running.computed = 0
+        undone = [running for running in cut if self._has_let_go(running)]
+        self._remove(undone)
+        self._line.put_back([running.waiting.after(running.sampled) for running in undone])
+
+    def _has_let_go(self, running: _Running) -> bool:
+        """Whether some window has let go of blocks, without which nothing can be computed from the start."""
+        return any(int(table[0]) < 0 for table in self._tables(running))
+
+    def _tables(self, running: _Running) -> list[BlockTable]:
+        """The block table of each window."""
+        manager = self._manager
+        with self._times.timed():
+            return [manager.block_table(running.request_id, own.window) for own in manager.layout.groups]
 
     # -- the forward pass
 
@@ -280,10 +322,7 @@ class Engine:
 
     def _span(self, running: _Running, begin: int, end: int) -> Span:
         assert running.digests is not None
-        manager = self._manager
-        with self._times.timed():
-            tables = [manager.block_table(running.request_id, own.window) for own in manager.layout.groups]
-        return Span(tuple(map(np.asarray, tables)), running.digests, begin, end)
+        return Span(tuple(map(np.asarray, self._tables(running))), running.digests, begin, end)
 
     # -- reporting it
 

@@ -63,7 +63,7 @@ class Span:
     """Consecutive tokens of one sequence."""
 
     tables: tuple[Int32s, ...]
-    """Primary slots of the sequence's blocks, one table per group."""
+    """Primary slots of the sequence's blocks, one table per group; below 0 where its window has let go of a block."""
     digests: Uint64s
     """One per token of the whole sequence (see `prefix_digests`)."""
     begin: int
@@ -85,6 +85,8 @@ class PoolPattern:
         self._groups = tuple(
             tuple(_PatternedPool(pool.layout, pool.primary) for pool in group) for group in pools.groups
         )
+        self._windows = tuple(group.window for group in pools.layout.groups)
+        self._block = pools.layout.tokens_per_block
 
     def write(self, spans: Sequence[Span]) -> None:
         """Fill the rows of all tokens of the spans."""
@@ -98,22 +100,33 @@ class PoolPattern:
                 pool.write(slots, offsets, digests)
 
     def check(self, request_id: str | int, span: Span) -> int:
-        """Compare the rows of a span; return how many blocks that were, over all groups.
+        """Compare the rows of a span, in each window without the blocks that it has let go of.
 
-        Raises PatternMismatch for the first block that differs.
+        Returns how many blocks that were, over all groups. Raises PatternMismatch for the first block that differs,
+        and InvariantViolated if the token behind the span would see a block that is gone.
         """
         blocks = 0
-        digests = span.digests[span.begin : span.end]
-        for table, pools in zip(span.tables, self._groups, strict=True):
-            for pool in pools:
-                slots, offsets = pool.places(table, span.begin, span.end)
-                wrong = pool.first_difference(slots, offsets, digests)
+        for group, table in enumerate(span.tables):
+            begin = self._first_kept(group, span)
+            for pool in self._groups[group]:
+                slots, offsets = pool.places(table, begin, span.end)
+                wrong = pool.first_difference(slots, offsets, span.digests[begin : span.end])
                 if wrong is not None:
                     token, layer = wrong
-                    block = (span.begin + token) // pool.block
-                    raise PatternMismatch(request_id, block, int(slots[token]), layer)
-            blocks += -(-span.end // pool.block) - span.begin // pool.block
+                    raise PatternMismatch(
+                        request_id, (begin + token) // self._block, int(slots[token]), layer
+                    )
+            blocks += -(-span.end // self._block) - begin // self._block
         return blocks
+
+    def _first_kept(self, group: int, span: Span) -> int:
+        """The first token of a span whose block a window still has."""
+        table = span.tables[group]
+        gone = int(np.argmax(table >= 0))
+        begin = max(span.begin, gone * self._block)
+        seen = max(span.begin, span.end - self._windows[group] + 1)
+        invariant(begin <= seen, "a window has let go of a block that it sees")
+        return begin
 
 
 class _PatternedPool:
@@ -167,15 +180,16 @@ class _PatternedPool:
             yield slice(start, min(start + self._chunk, count))
 
     def _expected(self, digests: Uint64s) -> npt.NDArray[Any]:
-        """Return the rows of tokens with these digests; shape [n, layers, 2, heads, words]."""
+        """Return the rows of tokens with these digests; shape [n, layers, kv_factor, heads, words]."""
         words = digests.reshape(-1, 1, 1, 1, 1) ^ self._salts
         words *= _MULTIPLIER
         return words.astype(self._word)
 
 
 def _salts(layout: PoolLayout, words: int) -> Uint64s:
-    """Return a number per (layer, K or V, head, word), all different; shape [layers, 2, heads, words]."""
-    coordinates = itertools.product(layout.layers, range(2), range(layout.num_kv_heads), range(words))
+    """Return a number per (layer, K or V, head, word), all different; shape [layers, kv_factor, heads, words]."""
+    kept = range(layout.kv_factor)
+    coordinates = itertools.product(layout.layers, kept, range(layout.num_kv_heads), range(words))
     packed = [layer << 40 | kv << 32 | head << 16 | word for layer, kv, head, word in coordinates]
-    shape = (len(layout.layers), 2, layout.num_kv_heads, words)
+    shape = (len(layout.layers), layout.kv_factor, layout.num_kv_heads, words)
     return mix64(np.array(packed, dtype=np.uint64)).reshape(shape)

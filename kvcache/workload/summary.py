@@ -68,11 +68,23 @@ class Refusal:
 
 
 @dataclass(slots=True)
+class WindowBlocks:
+    """What became of the blocks of one attention window."""
+
+    most_held: int = 0
+    """Primary blocks that running sequences held at once, at most."""
+    cached: tuple[int, int] = (0, 0)
+    """Blocks that were cached at the end, per level."""
+
+
+@dataclass(slots=True)
 class RunResult:
     """Counts of a run, beside what its manager counts. Equal inputs give equal ones."""
 
     times: StepTimes
     """Time inside the manager's calls, without that of the copies, if these are measured."""
+    windows: dict[int, WindowBlocks] = field(default_factory=dict)
+    """By window in tokens, ascending."""
     requests: int = 0
     """Requests that ran to their end."""
     refused: int = 0

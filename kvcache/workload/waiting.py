@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kvcache.inputs.requests import Request
 from kvcache.workload.clock import StepClock
@@ -46,6 +48,14 @@ class Waiting:
     outputs: Int32s
     blocks_to_completion: int
     """Blocks it holds at its end if nothing is shared."""
+
+    def after(self, sampled: int) -> Waiting:
+        """The same request when so many outputs were generated: they belong to its prompt."""
+        if not sampled:
+            return self
+        tokens = np.concatenate([np.asarray(self.request.tokens), self.outputs[:sampled]])
+        request = replace(self.request, tokens=tokens)
+        return Waiting(request, self.outputs[sampled:], self.blocks_to_completion)
 
 
 class WaitingLine:
@@ -92,6 +102,10 @@ class WaitingLine:
         """Take the first `count` requests out of the line."""
         for _ in range(count):
             self._ready.popleft()
+
+    def put_back(self, waiting: list[Waiting]) -> None:
+        """Put requests that have to begin again in front of the line."""
+        self._ready.extendleft(reversed(waiting))
 
     def _receive(self, index: int, request: TraceRequest) -> None:
         num_tokens = request.input_length + request.output_length

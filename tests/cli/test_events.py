@@ -20,6 +20,7 @@ from events.types import (
     AllocateReason,
     AnyEvent,
     BlocksAllocated,
+    BlocksDetached,
     BlocksFilled,
     BlocksMoved,
     BlocksStored,
@@ -244,7 +245,7 @@ class TestConditions:
         handles, names = pack_i64([7, 8]), bytes(range(16))
         keys = bytes(range(100, 164))
         filled = BlocksFilled(handles, GroupIndex(0), pack_u32([1, 2]), names, keys, pack_i32([3, 4]), 35)
-        added = SequenceAdded(Handle(8), "mine", Namespace(), 0, b"", (0,), (0,), 0)
+        added = SequenceAdded(Handle(8), "mine", Namespace(), 0, b"", 0, (0,), (0,), 0)
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
         log = lying(tmp_path / "log", created, added, filled)
         for name in (keys[32:40], keys[:4], names[8:]):
@@ -260,7 +261,7 @@ class TestConditions:
             pack_i64([7, 8, 9]), GroupIndex(0), pack_u32([1, 2, 3]), names, keys, pack_i32([3, 4, 5]), 35
         )
         added = [
-            SequenceAdded(Handle(handle), name, Namespace(), 0, b"", (0,), (0,), 0)
+            SequenceAdded(Handle(handle), name, Namespace(), 0, b"", 0, (0,), (0,), 0)
             for handle, name in ((7, "other"), (8, "mine"), (9, "mine"))
         ]
         created = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c")
@@ -299,7 +300,7 @@ class TestConditions:
         events: list[AnyEvent] = [
             CacheCreated("{}", 4, (), "v2_sha256_64", 32, "c"),
             *[
-                SequenceAdded(Handle(handle), name, Namespace(), 0, b"", (0,), (0,), 0)
+                SequenceAdded(Handle(handle), name, Namespace(), 0, b"", 0, (0,), (0,), 0)
                 for handle, name in ((7, "other"), (8, "mine"), (9, "other"))
             ],
             BlocksAllocated(handles, counts, GroupIndex(0), slots, AllocateReason.PROMPT),
@@ -310,13 +311,16 @@ class TestConditions:
             moved,
             TransferLanded(pack_i64([4, 5, 6])),
             TransferFailed(pack_i64([6, 5, 7]), "why"),
-            AdmissionRefused("mine", 1, 0),
+            AdmissionRefused("mine", (1,), (0,)),
+            BlocksDetached(handles, counts, GroupIndex(0), slots, pack_i32([11, 12, 17])),
+            BlocksDetached(handles, b"", GroupIndex(0), four, b""),
+            BlocksDetached(handles[:8], b"", GroupIndex(0), four[:4], b""),
         ]
         log = lying(tmp_path / "log", *events)
         lines = kvcache("events", log, "--request", "mine", "--json").out.splitlines()
         shown = [json.loads(line) for line in lines]
-        assert [line["index"] for line in shown] == [2, *range(4, 13)]
-        columns = ("handles", "counts", "slots", "tokens", "transfers")
+        assert [line["index"] for line in shown] == [2, *range(4, 15)]
+        columns = ("handles", "counts", "slots", "freed", "tokens", "transfers")
         assert [[line[name] for name in columns if name in line] for line in shown] == [
             [None],
             [[8, 8], [1, 2], [12, 16, 17]],
@@ -328,6 +332,8 @@ class TestConditions:
             [[5]],
             [[5]],
             [],
+            [[8, 8], [1, 2], [12, 16, 17], [12, 17]],
+            [[8, 8], None, [2, 4], []],
         ]
         done = kvcache(
             "events", log, "--request", "mine", "--type", "BlocksAllocated", "--type", "TransferLanded"
@@ -344,7 +350,7 @@ class TestConditions:
         """Of an exported state only the request's own sequence and copies are shown; the latter's landing is found."""
         tokens = pack_i32([1, 2, 3])
         sequences = tuple(
-            SequenceExported(Handle(handle), name, Namespace(), 3, tokens, 3, 0, (0,), (b"",))
+            SequenceExported(Handle(handle), name, Namespace(), 3, tokens, 3, 0, (0,), (b"",), b"")
             for handle, name in ((7, "other"), (8, "mine"))
         )
         transfers = tuple(

@@ -35,6 +35,7 @@ def batch(seq: int, tokens: Sequence[int] = (11, 12, 13)) -> EventBatch:
                 Namespace(),
                 len(tokens),
                 pack_i32(tokens),
+                0,
                 (0,) * (seq % 3),
                 (0,),
                 0,

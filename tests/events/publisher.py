@@ -21,8 +21,10 @@ def batch(*events: Any, ts: float = 1.5, rank: int | None = 0) -> bytes:
     return pack_wire([ts, list(events), rank])
 
 
-def stored(*hashes: int, parent: int | None = None, medium: str = "GPU", group: int = 0) -> dict[str, Any]:
-    """A store of blocks of two tokens each."""
+def stored(
+    *hashes: int, parent: int | None = None, medium: str = "GPU", group: int = 0, **more: Any
+) -> dict[str, Any]:
+    """A store of blocks of two tokens each, and `more` fields of it."""
     return {
         "type": "BlockStored",
         "block_hashes": list(hashes),
@@ -33,6 +35,7 @@ def stored(*hashes: int, parent: int | None = None, medium: str = "GPU", group: 
         "medium": medium,
         "lora_name": None,
         "group_idx": group,
+        **more,
     }
 
 

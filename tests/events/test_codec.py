@@ -148,7 +148,11 @@ def test_levels_have_names_in_json() -> None:
     moved = BlocksMoved(GroupIndex(0), b"", PRIMARY, b"", SECONDARY, b"", MoveReason.OFFLOAD, 1)
     spelled = to_dict(moved, KEY_BYTES)
     assert (spelled["from_level"], spelled["to_level"]) == ("primary", "secondary")
-    assert to_dict(CacheCleared((5, 6), 1), KEY_BYTES)["removed"] == {"primary": 5, "secondary": 6}
+    cleared = CacheCleared(((5, 6), (7, 8)), (1, 2))
+    assert to_dict(cleared, KEY_BYTES)["removed"] == [
+        {"primary": 5, "secondary": 6},
+        {"primary": 7, "secondary": 8},
+    ]
     assert (
         to_dict(BlocksRemoved(GroupIndex(0), LevelIndex(7), b"", b"", RemoveReason.CAPACITY), KEY_BYTES)[
             "level"
@@ -212,8 +216,10 @@ class TestWithoutTokens:
 
     def test_tokens_are_gone_and_counts_stay(self) -> None:
         """What is left says how many tokens there were, and nothing of what they were."""
-        added = without_tokens(SequenceAdded(Handle(1), "r", Namespace(), 2, pack_i32([7, 8]), (0,), (0,), 0))
-        assert added == SequenceAdded(Handle(1), "r", Namespace(), 2, b"", (0,), (0,), 0)
+        added = without_tokens(
+            SequenceAdded(Handle(1), "r", Namespace(), 2, pack_i32([7, 8]), 0, (0,), (0,), 0)
+        )
+        assert added == SequenceAdded(Handle(1), "r", Namespace(), 2, b"", 0, (0,), (0,), 0)
         appended = without_tokens(TokensAppended(pack_i64([1, 2]), b"", pack_i32([7, 8])))
         assert appended == TokensAppended(pack_i64([1, 2]), pack_u32([1, 1]), b"")
         several = without_tokens(TokensAppended(pack_i64([1, 2]), pack_u32([2, 0]), pack_i32([7, 8])))
@@ -223,7 +229,7 @@ class TestWithoutTokens:
         """Neither cached runs nor running sequences keep theirs."""
         exported = without_tokens(GOLDEN["StateExported"])
         assert isinstance(exported, StateExported)
-        assert [group.symbols for group in exported.groups] == [b""]
+        assert [group.symbols for group in exported.groups] == [b"", b""]
         assert [sequence.tokens for sequence in exported.sequences] == [b""]
         assert exported.sequences[0].num_tokens == 6
         assert exported.symbols == ()

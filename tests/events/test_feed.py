@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 import pytest
@@ -26,10 +26,14 @@ from tests.columns import pack_i64, pack_u32
 
 
 class StrictIndex:
-    """What a router builds from the changes; refuses orphans, repeats and unknown removals."""
+    """What a router builds from the changes; refuses orphans, repeats and unknown removals.
 
-    def __init__(self) -> None:
+    In groups that slide a block may be told without the one before.
+    """
+
+    def __init__(self, sliding: Sequence[int] = ()) -> None:
         self.resident: dict[tuple[int, int], dict[bytes, bytes]] = {}
+        self.sliding = sliding
 
     def apply(self, change: Change) -> None:
         """Follow one change."""
@@ -45,16 +49,17 @@ class StrictIndex:
         assert len(change.tokens) == 4 * change.tokens_per_block * len(names)
         assert not has_symbols(change.tokens)
         assert len(change.extras) in (0, len(names))
-        parent = change.parent
+        parent, orphans_are_told = change.parent, change.group in self.sliding
+        group = [known for (index, _), known in self.resident.items() if index == change.group]
         for name in names:
-            assert not parent or any(parent in known for known in self.resident.values()), "orphan"
+            assert not parent or orphans_are_told or any(parent in known for known in group), "orphan"
             assert name not in level, "told twice"
             level[name] = parent
             parent = name
 
-    def names(self, level: int) -> set[bytes]:
-        """Names in a level of group 0."""
-        return set(self.resident.get((0, level), {}))
+    def names(self, level: int, group: int = 0) -> set[bytes]:
+        """Names in a level of a group."""
+        return set(self.resident.get((group, level), {}))
 
 
 def residency(manager: KVCacheManager, level: int) -> set[bytes]:
@@ -151,10 +156,12 @@ class Engine:
             self.manager.remove_sequence(self.running.pop(self.rng.randrange(len(self.running))))
 
 
-def batches(manager: KVCacheManager, rng: random.Random, steps: int) -> Iterator[EventBatch]:
+def batches(
+    manager: KVCacheManager, rng: random.Random, steps: int, kind: type[Engine] = Engine
+) -> Iterator[EventBatch]:
     """The stream of a random run, from its first batch on."""
     yield EventBatch(0, 0, (manager.state.created,))  # type: ignore[arg-type]
-    engine = Engine(manager, rng)
+    engine = kind(manager, rng)
     for _ in range(steps):
         engine.step()
         if rng.random() < 0.6:
@@ -263,11 +270,11 @@ def test_late_copies_are_told_when_they_have_landed(seed: int) -> None:
     assert waiting_seen or not settings.secondary_blocks
 
 
-def landed_prefixes(manager: KVCacheManager) -> list[set[bytes]]:
+def landed_prefixes(manager: KVCacheManager, index: int = 0) -> list[set[bytes]]:
     """Per level, the names of the full blocks that have landed with all before them: routers must know these."""
     size = manager.state.hashing.key_bytes
     found: list[set[bytes]] = [set(), set()]
-    group = manager.state.groups[0]
+    group: Any = manager.state.groups[index]
     for run in group.tree.runs.values():
         if not any(each.transfer for each in group.path(run)):
             full = range(len(run.slots) - bool(run.partial))

@@ -20,6 +20,7 @@ from events import (
     AllocateReason,
     AnyEvent,
     BlocksAllocated,
+    BlocksDetached,
     BlocksFilled,
     BlocksStored,
     CacheCreated,
@@ -271,7 +272,7 @@ def test_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 CREATED = CacheCreated("{}", 4, (), "v2_sha256_64", 32, "")
-EXPORTED = SequenceExported(Handle(1), 1, Namespace(), 1, b"", 1, 1, (), ())
+EXPORTED = SequenceExported(Handle(1), 1, Namespace(), 1, b"", 1, 1, (), (), b"")
 GROUP = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
 
 
@@ -293,8 +294,13 @@ GROUP = GroupExported((), b"", b"", b"", b"", (b"", b""), b"")
         (SequenceRemoved(Handle(1), (0,), (bytes(4), bytes(5)), 1, 1), "freed"),
         (StateExported((), (replace(EXPORTED, tokens=bytes(5)),), (), 1, 1, 0, 0), "sequences"),
         (StateExported((), (replace(EXPORTED, slots=(bytes(5),)),), (), 1, 1, 0, 0), "sequences"),
+        (StateExported((), (replace(EXPORTED, keys=bytes(40)),), (), 1, 1, 0, 0), "sequences"),
         (StateExported((replace(GROUP, blank_slots=(b"", bytes(7))),), (), (), 1, 1, 0, 0), "groups"),
         (StateExported((replace(GROUP, runs=bytes(7)),), (), (), 1, 1, 0, 0), "groups"),
+        (StateExported((replace(GROUP, blocks=bytes(12)),), (), (), 1, 1, 0, 0), "groups"),
+        (BlocksDetached(bytes(8), bytes(3), GroupIndex(0), b"", b""), "counts"),
+        (BlocksDetached(bytes(8), bytes(4), GroupIndex(0), bytes(7), b""), "slots"),
+        (BlocksDetached(bytes(8), b"", GroupIndex(0), bytes(4), bytes(2)), "freed"),
     ],
 )
 def test_half_entries_are_damage(tmp_path: Path, event: AnyEvent, column: str) -> None:

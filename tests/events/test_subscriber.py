@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -332,6 +333,15 @@ class TestIndex:
         index = folded(batch(stored(1, medium="CPU"), stored(2, parent=1), stored(3, parent=9)))
         assert index.orphans == 1
         assert folded(batch(stored(1, group=1), stored(2, parent=1))).orphans == 1
+
+    def test_what_a_sliding_window_has_left_behind_is_not_missed(self) -> None:
+        """Where the window slides, a block may be there without the one before; in another group it may not."""
+        slides: dict[str, Any] = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 4}
+        full: dict[str, Any] = {"kv_cache_spec_kind": "full_attention"}
+        index = folded(batch(stored(1, parent=9, **slides), stored(1, parent=9, group=1, **full)))
+        assert index.orphans == 1
+        assert (index.resident(0), index.resident(1)) == ({1}, {1})
+        assert index.blocks[0, GPU][1] == Block(9, (1, 2))
 
     def test_repeated_stores(self) -> None:
         """A block stored twice where it is is counted; after a removal it is not."""

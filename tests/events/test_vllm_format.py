@@ -67,11 +67,12 @@ def stored(
     return Stored(group, level, names(*hashes), above, pack_i32(tokens), size, namespace)
 
 
-def group(window: int, kind: str = "self") -> GroupCreated:
+def group(window: int, kind: str = "full") -> GroupCreated:
     return GroupCreated(window, kind, (0,), (), (1, 1))
 
 
-WINDOWS = (group(512), group(4096), group(4096, "cross"))
+WINDOWS = (group(512, "sliding"), group(4096), group(8192, "sliding"))
+"""A window slides that is said to, however long others are: none may be full."""
 
 CHANGES: dict[str, tuple[list[Change], int, Sequence[GroupCreated]]] = {
     "root": ([stored([H1], [7, 300, 70000, 5])], 0, WINDOWS[1:2]),

@@ -26,17 +26,11 @@ from hypothesis.stateful import (
 
 from events.log import LogReader
 from events.tokens import symbols as symbols_module
-from events.tokens.symbols import UNKNOWN
 from events.types import (
-    PRIMARY,
-    SECONDARY,
     AdmissionRefused,
-    BlocksMoved,
-    BlocksRemoved,
     BlocksUpdated,
     Checkpoint,
     Event,
-    MoveReason,
 )
 from kvcache.config import KVCacheConfig
 from kvcache.decide import block_manager
@@ -47,10 +41,11 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
-from kvcache.results import Replacement
-from tests import strategies
+from kvcache.results import StoreResult
+from tests import agreement, strategies
 from tests.model import Model, Refused
-from tests.strategies import Namespace, Symbol, cached_blocks, name_of, request, split_names
+from tests.strategies import Namespace, Symbol, name_of, request, split_names
+from tests.window_model import Path
 
 RequestId = str | int
 AHEAD_SHARE = 3
@@ -67,8 +62,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.directory = tempfile.mkdtemp(prefix="kvcache-model-")
         self.earlier: list[list[Symbol]] = []
         self.history: list[Event] = []
-        self.seen = self.twin_seen = 0
-        """Events of `history` and of the twin's that were looked at."""
+        self.seen = 0
+        """Events of `history` that were looked at."""
         self.fingerprints: dict[int, bytes] = {}
         self.twin: KVCacheManager | None = None
         self.twin_history: list[Event] = []
@@ -77,6 +72,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     @initialize(settings=strategies.configs())
     def create(self, settings: KVCacheConfig) -> None:
+        self.begin(settings)
+
+    def begin(self, settings: KVCacheConfig) -> None:
         note(f"{settings!r}")
         self.config = settings
         self.manager = KVCacheManager(settings, log=strategies.log_directory(self.directory))
@@ -88,13 +86,16 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.manager.bus.subscribe(self.history.append)
         self.size = settings.tokens_per_block
         self.windows = [group.window for group in self.manager.layout.groups]
-        """Groups of equal size in which equal things happen: the model is each of them."""
-        assert settings.primary_blocks is not None
-        assert settings.secondary_blocks is not None
-        self.limit = min(settings.max_sequence_length, settings.primary_blocks * self.size)
+        assert isinstance(settings.primary_blocks, int)
+        assert isinstance(settings.secondary_blocks, int)
+        self.longest_prompt = min(settings.max_sequence_length, settings.primary_blocks * self.size)
+        self.limit = self.manager.max_tokens
+        groups = self.manager.layout.groups
         self.model = Model(
             self.size,
             (settings.primary_blocks, settings.secondary_blocks),
+            [group.window if group.kind == "sliding" else settings.max_sequence_length for group in groups],
+            settings.max_sequence_length,
             reuse=settings.enable_block_reuse,
             partial=settings.enable_partial_reuse,
             offload_from=settings.secondary_offload_min_priority,
@@ -110,34 +111,29 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         batch = data.draw(strategies.batches(free, self.earlier), label="batch")
         requests = [request(*each) for each in batch]
-        if any(len(tokens) > self.limit for _, _, tokens in batch):
+        if any(len(tokens) > self.longest_prompt for _, _, tokens in batch):
             with pytest.raises(PromptTooLong):
                 self.both("add_sequences", requests)
             return
         self.earlier = (self.earlier + [tokens for _, _, tokens in batch])[-8:]
-        sources = [self.source_of(namespace, tokens) for _, namespace, tokens in batch]
+        copied = [self.sources_of(namespace, tokens) for _, namespace, tokens in batch]
+        sources = [[path for path in paths if path is not None] for paths in zip(*copied, strict=True)]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
-            expected = self.model.add(batch, [source for source in sources if source is not None])
+            expected = self.model.add(batch, sources)
         except Refused as refused:
             index, needed, available = refused.args
             with pytest.raises(OutOfBlocks) as raised:
                 self.both("add_sequences", requests)
-            assert (raised.value.index, raised.value.needed, raised.value.available) == (
-                index,
-                (needed,) * len(self.windows),
-                (available,) * len(self.windows),
-            )
+            refusal = raised.value
+            assert (refusal.index, refusal.needed, refusal.available) == (index, needed, available)
             return
-        admitted = self.both("add_sequences", requests)
-        assert [(a.reused_primary, a.reused_secondary, a.reused_partial) for a in admitted] == expected
-        assert [[len(table) for table in a.block_tables] for a in admitted] == [
-            [-(-len(tokens) // self.size)] * len(self.windows) for _, _, tokens in batch
-        ]
+        for said, known in zip(self.both("add_sequences", requests), expected, strict=True):
+            agreement.admissions_agree(said, known, self.model)
 
-    def source_of(self, namespace: Namespace, tokens: Sequence[Symbol]) -> tuple[Any, ...] | None:
-        """Which block the manager would copy from; compares its whole match on the way."""
-        path, copied, candidates = self.model.match(namespace, tokens)
+    def sources_of(self, namespace: Namespace, tokens: Sequence[Symbol]) -> list[Path | None]:
+        """Which block the manager would copy from in each window; compares its whole match on the way."""
+        expected = self.model.match(namespace, tokens)
         asked = request(0, namespace, tokens)
         options: dict[str, Any] = {
             "lora_id": asked.lora_id,
@@ -147,21 +143,14 @@ class ManagerBesideModel(RuleBasedStateMachine):
             "extra_ids": asked.extra_ids,
         }
         found = self.manager.match(asked.tokens, **options)
-        held = [path[:end] for end in range(2, len(path) + 1)]
-        assert self.manager.count_reusable(asked.tokens, **options) == len(held)
-        for window in self.windows:
-            blocks = [block for block in found.blocks if block.window == window]
-            assert [block.name for block in blocks] == [name_of(each).hex() for each in held]
-            assert [block.level for block in blocks] == [self.model.cached[each].level for each in held]
+        assert self.manager.count_reusable(asked.tokens, **options) == len(expected.path) - 1
+        agreement.matches_agree(found, expected, dict(zip(self.windows, self.model.windows, strict=True)))
         if not found.partials:
-            assert not candidates
-            return None
-        assert [(each.window, each.num_tokens) for each in found.partials] == [
-            (window, copied) for window in self.windows
+            return [None] * len(self.windows)
+        return [
+            {name_of(each).hex(): each for each in paths}[partial.name]
+            for paths, partial in zip(expected.sources, found.partials, strict=True)
         ]
-        named = {name_of(each).hex(): each for each in candidates}
-        assert found.partial is not None
-        return named[found.partial.name]
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data())
@@ -170,15 +159,13 @@ class ManagerBesideModel(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(0, len(self.model.running[request_id].tokens)))
         swapped = self.model.compute(request_id, num_tokens)
         result = self.both("store_context_blocks", request_id, num_tokens)
-        assert result.stored_blocks == self.model.running[request_id].stored
-        self.check_swaps(request_id, result.replaced, swapped)
+        self.check_stored(request_id, result, swapped)
 
-    def check_swaps(self, request_id: Hashable, swaps: list[Replacement], expected: list[int]) -> None:
-        for window in self.windows:
-            places = [each for each in swaps if each.window == window]
-            assert [each.block for each in places] == expected
-            table = self.manager.block_table(request_id, window)  # type: ignore[arg-type]
-            assert all(table[each.block] == each.new_slot != each.old_slot for each in places)
+    def check_stored(self, request_id: Hashable, result: StoreResult, swapped: list[list[int]]) -> None:
+        # How many each window has is compared with the model in states_agree.
+        assert result.stored_blocks == min(self.manager._blocks.sequence(request_id).stored)  # type: ignore[arg-type]
+        tables = {window: self.manager.block_table(request_id, window) for window in self.windows}  # type: ignore[arg-type]
+        agreement.swaps_agree(result.replaced, dict(zip(self.windows, swapped, strict=True)), tables)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -215,10 +202,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
             self.refused_from(refused.args[0], arguments)
             return
         changed = self.both("add_tokens", *arguments)
-        assert set(changed) == set(expected)
-        for request_id, result in changed.items():
-            assert result.stored_blocks == self.model.running[request_id].stored
-            self.check_swaps(request_id, result.replaced, expected[request_id])
+        assert {request_id for request_id, result in changed.items() if result.replaced} == set(expected)
+        for request_id, swapped in expected.items():
+            self.check_stored(request_id, changed[request_id], swapped)
 
     def refused_from(self, index: int, arguments: tuple[Any, ...]) -> None:
         with pytest.raises(OutOfBlocks) as raised:
@@ -239,11 +225,13 @@ class ManagerBesideModel(RuleBasedStateMachine):
         changed = self.model.set_priority(
             request_id, priority, start, strategies.LIMIT if stop is None else stop
         )
-        assert self.both("set_priority", request_id, priority, start=start, stop=stop) == len(changed)
+        assert self.both("set_priority", request_id, priority, start=start, stop=stop) == max(
+            map(len, changed)
+        )
         updates = [event for event in self.history[seen:] if isinstance(event, BlocksUpdated)]
-        for group in range(len(self.windows)):
+        for group, paths in enumerate(changed):
             names = [name for e in updates if e.group == group for name in split_names(e.names)]
-            assert names == [name_of(path) for path in changed]
+            assert names == [name_of(path) for path in paths]
         assert all(event.old_priority != event.priority == priority for event in updates)
 
     @precondition(lambda self: self.model.running)
@@ -259,6 +247,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         batch = self.both("flush")
         if batch is not None:
             self.fingerprints[batch.seq] = self.manager.fingerprint()
+        agreement.gauges_agree(self.manager.stats(), self.model)
 
     @rule(really=st.integers(0, 3))
     def clear(self, really: int) -> None:
@@ -303,57 +292,34 @@ class ManagerBesideModel(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check()
-        blocks = {
-            name_of(path): (block.level, block.refs, block.stamp, len(path[-1]), block.priority)
-            for path, block in self.model.cached.items()
-        }
-        for index, group in enumerate(self.manager.state.groups):
-            assert cached_blocks(self.manager.state, index) == blocks
-            assert [len(level.blank) for level in group.levels] == [
-                self.model.blank(PRIMARY),
-                self.model.blank(SECONDARY),
-            ]
-        assert self.manager.num_free_blocks == self.model.available()
+        for index, window in enumerate(self.model.windows):
+            agreement.blocks_agree(self.manager.state, index, window)
+        free = [window.available() for window in self.model.windows]
+        assert self.manager.num_free_blocks == min(free)
+        assert self.manager.num_free_blocks_per_window() == dict(zip(self.windows, free, strict=True))
         assert self.manager.num_sequences == len(self.model.running)
         symbols: set[tuple[int, Symbol]] = set()
         for request_id, expected in self.model.running.items():
             sequence = self.manager._blocks.sequence(request_id)  # type: ignore[arg-type]
             symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
-            assert sequence.stored == (expected.stored,) * len(self.windows)
-        # Equal symbols stand for equal things and the other way round; plain tokens for themselves.
-        assert (
-            len(symbols) == len({number for number, _ in symbols}) == len({meaning for _, meaning in symbols})
-        )
-        assert all(
-            number == meaning if isinstance(meaning, int) else UNKNOWN < number < 0
-            for number, meaning in symbols
-        )
+            for window, tokens, stored in zip(self.model.windows, self.windows, sequence.stored, strict=True):
+                agreement.tables_agree(window, request_id, self.manager.block_table(request_id, tokens))  # type: ignore[arg-type]
+                assert max(stored, window.detached(request_id)) == window.stored(request_id)
+        agreement.symbols_agree(symbols)
         self.events_agree()
         self.folds_agree()
 
     def events_agree(self) -> None:
         """What left primary or the cache since the last look, and in which order."""
         events, self.seen = self.history[self.seen :], len(self.history)
-        for group in range(len(self.windows)):
-            self.removals_agree([event for event in events if getattr(event, "group", None) == group])
-        self.model.offloaded.clear()
-        self.model.removed.clear()
-
-    def removals_agree(self, events: list[Event]) -> None:
-        moved = [e for e in events if isinstance(e, BlocksMoved) and e.why == MoveReason.OFFLOAD]
-        offloaded = [name for event in moved for name in split_names(event.names)]
-        assert offloaded == [name_of(path) for path in self.model.offloaded]
-        removed = [name for e in events if isinstance(e, BlocksRemoved) for name in split_names(e.names)]
-        for paths in self.model.removed:
-            names, removed = removed[: len(paths)], removed[len(paths) :]
-            by_name = {name_of(path): path for path in paths}
-            assert sorted(names) == sorted(by_name)
-            order = [by_name[name] for name in names]
-            assert not any(
-                later[: len(path)] == path for at, path in enumerate(order) for later in order[at + 1 :]
-            )
-        assert not removed
+        for index, window in enumerate(self.model.windows):
+            own = [event for event in events if getattr(event, "group", None) == index]
+            agreement.removals_agree(own, window)
+            agreement.detachments_agree(self.manager.state, own, window)
+            window.offloaded.clear()
+            window.removed.clear()
+            window.let_go.clear()
 
     def folds_agree(self) -> None:
         live = self.manager.fingerprint()
@@ -390,6 +356,14 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert replay(directory, at).fingerprint == self.fingerprints[at]
 
 
+class WindowsBesideModel(ManagerBesideModel):
+    """The same, always with windows."""
+
+    @initialize(settings=strategies.configs(strategies.windows()))
+    def create(self, settings: KVCacheConfig) -> None:
+        self.begin(settings)
+
+
 def explore(
     examples: int, steps: int, machine: type[ManagerBesideModel] = ManagerBesideModel, **options: Any
 ) -> None:
@@ -416,3 +390,10 @@ def test_manager_does_what_the_model_does() -> None:
 def test_manager_does_what_the_model_does_for_long() -> None:
     """The same for minutes."""
     explore(5000, 60)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_windows_do_what_the_model_does_for_long() -> None:
+    """Windows for 50,000 commands."""
+    explore(1250, 40, WindowsBesideModel)

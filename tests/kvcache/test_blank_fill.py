@@ -18,12 +18,19 @@ from tests import strategies
 from tests.fake_engine import FakeEngine, expected
 
 
+def primary_of(engine: FakeEngine) -> torch.Tensor:
+    """The only pool: [blocks, layers, K and V, tokens, heads, dim]."""
+    return engine.pools.groups[0][0].primary
+
+
 def found_by(engine: FakeEngine, request_id: str, prompt: list[int]) -> tuple[int, list[float]]:
     """How many tokens of a prompt are reused, and their K as the engine reads it."""
     (admitted,) = engine.admit(Request(request_id, prompt))
     engine.start_transfers()
     slots = engine.manager.block_table(request_id).tolist()
-    return admitted.reused_tokens, engine.memory[0][slots, 0].ravel()[: admitted.reused_tokens].tolist()
+    return admitted.reused_tokens, primary_of(engine)[slots, 0, 0].flatten()[
+        : admitted.reused_tokens
+    ].tolist()
 
 
 @pytest.mark.parametrize("fill", [False, True])
@@ -67,7 +74,7 @@ def test_offloaded_bytes_are_saved_before_they_are_overwritten() -> None:
     engine.end("a")
     engine.admit(Request("b", [1, 1, 1]))
     engine.start_transfers()
-    assert np.isnan(engine.memory[0]).all()
+    assert primary_of(engine).isnan().all()
     engine.forward("b")
     engine.settle()
     assert [block.level for block in engine.manager.match([0, 1, 2]).blocks] == [1]
@@ -85,10 +92,11 @@ def test_block_that_becomes_its_own_copy_keeps_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
-@pytest.mark.parametrize("num_kv_heads", [2, (1, 2)])
-def test_every_type_has_something_to_show(dtype: str, num_kv_heads: Any) -> None:
+@pytest.mark.parametrize(("num_kv_heads", "kv_factor"), [(2, 2), ((1, 2), 2), (1, 1)])
+def test_every_type_has_something_to_show(dtype: str, num_kv_heads: Any, kv_factor: int) -> None:
     """Allocated blocks hold NaN, of integers the largest, in all pools; the others hold what they held."""
-    config = strategies.config(dtype=dtype, num_layers=2, num_kv_heads=num_kv_heads, debug_fill_blank=True)
+    heads = {"num_kv_heads": num_kv_heads, "kv_factor": kv_factor}
+    config = strategies.config(dtype=dtype, num_layers=2, debug_fill_blank=True, **heads)
     pools = Pools(Layout.of(config), "cpu")
     with KVCacheManager(config, pools=pools) as manager:
         manager.add_sequence("a", [1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -55,12 +56,34 @@ ACTIONS = (
 )
 
 
+WINDOWS = ((strategies.LIMIT,),) * 3 + (
+    (1,),
+    (4,),
+    (3, strategies.LIMIT),
+    (2, 7),
+    (1, 6, strategies.LIMIT),
+    (3, 5, 8),
+)
+"""The longest sequence sees all of its tokens in the largest one only."""
+
+
+def one_head_count(num_windows: int) -> dict[str, Any]:
+    """A layer for each window."""
+    return {"num_layers": num_windows}
+
+
+def two_head_counts(num_windows: int) -> dict[str, Any]:
+    """Two layers for each window, with KV heads of their own, hence two pools."""
+    return {"num_layers": 2 * num_windows, "num_kv_heads": (1,) * num_windows + (2,) * num_windows}
+
+
 class Driver:
     """Random commands for an engine; `trusted`: no copy fails, so everything must be right at any time."""
 
     def __init__(self, seed: int, wrap: Wrap, *, trusted: bool, fill_blank: bool = False) -> None:
         self.random = r = random.Random(seed)
         self.trusted = trusted
+        windows = r.choice(WINDOWS)
         self.engine = FakeEngine(
             wrap=wrap,
             tokens_per_block=r.choice([1, 2, 2, 4]),
@@ -68,7 +91,10 @@ class Driver:
             secondary_blocks=r.choice([1, 2, 4, 8]),
             enable_partial_reuse=r.random() < 0.8,
             kv_layout=r.choice(["NHD", "HND"]),
+            kv_factor=1 + seed // 2 % 2,
             debug_fill_blank=fill_blank,
+            max_attention_window=windows,
+            **r.choice([one_head_count, two_head_counts])(len(windows)),
         )
         self.next_id = 0
         length = r.choice([6, 8, 10, 13])
@@ -190,6 +216,16 @@ def test_driver_reaches_every_kind_of_copy() -> None:
         failed += len(driver.engine.failed)
     assert seen == {*MoveReason, 0, 1}
     assert failed
+
+
+def test_driver_reaches_sequences_that_cannot_begin_again() -> None:
+    """Copies also fail while sequences have let go of blocks, and all goes on without these."""
+    given_up = 0
+    for seed in range(50):
+        driver = Driver(seed, late_and_failing(seed), trusted=False)
+        driver.run(60)
+        given_up += len(driver.engine.given_up)
+    assert given_up
 
 
 # -- single cases

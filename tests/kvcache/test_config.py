@@ -106,7 +106,10 @@ class TestProblems:
             ),
             (
                 {"primary_blocks": 2**31},
-                "primary_blocks: given 2147483648; accepted: an integer from 1 to 2147483647, or none",
+                (
+                    "primary_blocks: given 2147483648; "
+                    "accepted: an integer from 1 to 2147483647, one such integer per window, or none"
+                ),
             ),
             (
                 {"secondary_offload_min_priority": 101},
@@ -119,6 +122,15 @@ class TestProblems:
             (
                 {"max_attention_window": []},
                 "max_attention_window: given []; accepted: windows in tokens, one per layer or fewer, or none",
+            ),
+            ({"kv_factor": 3}, "kv_factor: given 3; accepted: 2 or 1"),
+            (
+                {"window_shares": "fair"},
+                "window_shares: given 'fair'; accepted: equal, window, or one number above 0 per window",
+            ),
+            (
+                {"free_gpu_memory_fraction": 1},
+                "free_gpu_memory_fraction: given 1; accepted: a number above 0 and below 1, or none",
             ),
             ({"log": {"fsync": "no"}}, "log.fsync: given 'no'; accepted: group or never"),
             (
@@ -135,7 +147,10 @@ class TestProblems:
             ({"max_tokens": 31}, "max_tokens: given 31; accepted: at least one block of 32 tokens"),
             (
                 {"primary_blocks": None},
-                "primary_blocks, max_tokens: missing; accepted: one of the two, or both",
+                (
+                    "primary_blocks, max_tokens, primary_bytes, free_gpu_memory_fraction: missing; "
+                    "accepted: one of them, or more"
+                ),
             ),
         ],
     )
@@ -225,6 +240,14 @@ class TestLoad:
         env = {"KVCACHE_MAX_ATTENTION_WINDOW": text, "KVCACHE_NUM_KV_HEADS": "1,2"}
         loaded = KVCacheConfig.load(toml, env=env)
         assert (loaded.max_attention_window, loaded.num_kv_heads) == ((32, 64), (1, 2))
+
+    def test_shares_in_the_environment(self, toml: Path) -> None:
+        """Shares are numbers with commas, or the name of a rule; block counts are numbers, one or per window."""
+        env = {"KVCACHE_MAX_ATTENTION_WINDOW": "32,64", "KVCACHE_PRIMARY_BLOCKS": "3, 4"}
+        loaded = KVCacheConfig.load(toml, env=env | {"KVCACHE_WINDOW_SHARES": "[1, 0.5]"})
+        assert (loaded.primary_blocks, loaded.window_shares) == ((3, 4), (1.0, 0.5))
+        assert KVCacheConfig.load(toml, env={"KVCACHE_WINDOW_SHARES": "window"}).window_shares == "window"
+        assert KVCacheConfig.load(toml, env={"KVCACHE_WINDOW_SHARES": "2"}).window_shares == (2.0,)
 
     def test_one_number_in_the_environment(self, toml: Path) -> None:
         """One number is the window, or the heads, of all layers."""

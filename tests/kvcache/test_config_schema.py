@@ -17,11 +17,12 @@ from tests.conftest import RunPython
 SCHEMA = KVCacheConfig.model_json_schema()
 SAYS_ONLY = {"$defs", "default", "description", "title"}
 """Keywords that refuse nothing."""
-TYPES: dict[str, type] = {
+TYPES: dict[str, type | tuple[type, ...]] = {
     "array": list,
     "integer": int,
     "boolean": bool,
     "null": type(None),
+    "number": (int, float),
     "object": dict,
     "string": str,
 }
@@ -60,6 +61,8 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
         object,
         lambda _, values, value: any((value, type(value)) == (each, type(each)) for each in values),
     ),
+    "exclusiveMaximum": ((int, float), lambda _, bound, value: value < bound),
+    "exclusiveMinimum": ((int, float), lambda _, bound, value: value > bound),
     "items": (list, lambda _, inner, value: all(accepts(inner, item) for item in value)),
     "maximum": ((int, float), lambda _, bound, value: value <= bound),
     "maxItems": (list, lambda _, bound, value: len(value) <= bound),
@@ -85,14 +88,20 @@ def is_configuration(settings: dict[str, Any]) -> bool:
 
 
 def settings(**changed: Any) -> dict[str, Any]:
-    """A configuration as a file holds it, with blocks so small that no two of its settings are at odds."""
-    return {"max_sequence_length": 64, "primary_blocks": 8, "tokens_per_block": 1, **changed}
+    """A configuration as a file holds it, with windows and blocks such that no two of its settings are at odds."""
+    return {
+        "max_sequence_length": 64,
+        "primary_blocks": 8,
+        "tokens_per_block": 1,
+        "max_attention_window": 64 if "num_layers" in changed else [1, 64],
+        **changed,
+    }
 
 
 VALUES: list[Any] = [
     None, True, False, *range(-1, 5), 48, 64, 99, 100, 101, 4095, 4096, 65536, 65537, 2**30, 2**30 + 1, 2**31 - 1,
-    2**31, 2**62, 2**62 + 1, 2**70, -(2**70), 1.5, -0.5, "", "x", "none", "block", "NHD", "nhd", "int8", "xxh3_64",
-    "group", [], [0, 1], [1, 2], [1, -1], ["x", 1], [None, 1], [True, 1], [[1], [2]], {}, {"x": 1},
+    2**31, 2**62, 2**62 + 1, 2**70, -(2**70), 1.5, 0.5, -0.5, "", "x", "none", "block", "NHD", "nhd", "int8", "xxh3_64",
+    "equal", "group", [], [0, 1], [1, 2], [1, -1], ["x", 1], [None, 1], [True, 1], [[1], [2]], {}, {"x": 1},
 ]  # fmt: skip
 FIELDS = [
     *((name, None) for name in KVCacheConfig.model_fields),
@@ -115,6 +124,15 @@ def test_refuses_what_the_settings_refuse(outer: str, inner: str | None) -> None
         {"tokens_per_block": 48},
         {"primary_blocks": None},
         {"primary_blocks": None, "max_tokens": None},
+        {"primary_blocks": []},
+        {"primary_blocks": [0, 1]},
+        {"primary_blocks": None, "primary_bytes": 0},
+        {"primary_blocks": None, "free_gpu_memory_fraction": 1},
+        {"free_gpu_memory_fraction": 0},
+        {"window_shares": "none"},
+        {"window_shares": []},
+        {"window_shares": [1, 0]},
+        {"kv_factor": 3},
         {"max_sequence_length": None},
         {"num_kv_heads": []},
         {"max_attention_window": []},
@@ -146,6 +164,12 @@ def test_what_is_needed(missing: str) -> None:
         *({"tokens_per_block": 1 << exponent} for exponent in range(31)),
         {"primary_blocks": None, "max_tokens": 64},
         {"max_tokens": 64},
+        {"primary_blocks": None, "primary_bytes": 2**62},
+        {"primary_blocks": None, "free_gpu_memory_fraction": 0.9},
+        {"primary_blocks": [4, 8], "secondary_blocks": [0, 1]},
+        {"window_shares": "window"},
+        {"window_shares": [0.25, 3]},
+        {"kv_factor": 1},
         {"num_kv_heads": [4, 8]},
         {"max_attention_window": 32},
         {"max_attention_window": [32]},

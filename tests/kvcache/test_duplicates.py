@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from events.types import BlocksMoved, BlocksReused, ContextComputed, Event, MoveReason
+from kvcache.fold.group_state import GroupState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.results import Replacement
@@ -23,7 +24,8 @@ def test_second_store_swaps_to_the_first_ones_blocks() -> None:
     assert manager.store_context_blocks("a", 4).replaced == []
     first = manager.block_table("a").tolist()
     result = manager.store_context_blocks("b", 4)
-    expected = [Replacement(block, old[block], first[block], strategies.LIMIT) for block in (0, 1)]
+    (group,) = manager.layout.groups
+    expected = [Replacement(block, old[block], first[block], group.window) for block in (0, 1)]
     assert result.replaced == expected
     assert result.stored_blocks == 2
     assert manager.block_table("b").tolist() == [*first[:2], old[2]]
@@ -105,6 +107,7 @@ def duplicates_of(prompt: list[int], *, split: bool) -> tuple[list[Event], bytes
     assert [block.level for block in manager.match(prompt).blocks] == [0, 0, 1, 1]
     manager.flush()
     group = manager.state.groups[0]
+    assert isinstance(group, GroupState)
     for run in list(group.tree.runs.values()) if split else ():
         while len(run.slots) > 1:
             group.split(run, 1)

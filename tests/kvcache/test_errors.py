@@ -49,7 +49,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     WrongThread("engine", "web"): {"owner": "engine", "caller": "web"},
     ManagerBusy(): {},
     TransfersPending(): {},
-    ComputationLost("r1", 32): {"request_id": "r1", "computed": 32},
+    ComputationLost("r1", 32): {"request_id": "r1", "computed": 32, "stuck": False},
     ManagerClosed(): {},
     Unsupported("appending to a log without tokens", "start a new log"): {
         "what": "appending to a log without tokens",

@@ -21,7 +21,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import DETACHED, FakeEngine
 
 PROMPT = [0, 1, 0, 1, 1]
 
@@ -84,7 +84,7 @@ def test_failed_offload_clears_the_cache() -> None:
     (failed, cleared) = [e for e in events if isinstance(e, TransferFailed | CacheCleared)]
     assert isinstance(failed, TransferFailed)
     assert isinstance(cleared, CacheCleared)
-    assert cleared.unnamed == 1
+    assert cleared.unnamed == (1,)
     engine.verify()
 
 
@@ -243,6 +243,59 @@ def test_decoding_goes_on_after_a_cut() -> None:
     assert engine.manager._blocks.sequence("a").tokens.tolist() == [*PROMPT, 0, 1, 0]
     assert engine.manager._blocks.sequence("b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
     engine.settle()
+    engine.verify()
+    engine.verify_running()
+
+
+def loses_all(polled: bool) -> FakeEngine:
+    """An engine whose copies have failed while "long" had let go of blocks, and "short" had not."""
+    engine, switch = engine_with(num_layers=2, max_attention_window=(4, 24), primary_blocks=10)
+    fill(engine, [2] * 8)
+    engine.admit(Request("long", [0, 1, 0, 1, 1, 0, 1]), Request("short", PROMPT))
+    engine.forward("long")
+    engine.forward("short")
+    switch.on = True
+    engine.admit(Request("other", [1, 0, 1, 0, 1]))  # offloads
+    engine.start_transfers()
+    if polled:
+        assert dict(engine.manager.poll().cut) == {"long": 0, "short": 0, "other": 0}
+    switch.on = False
+    return engine
+
+
+def test_who_has_let_go_of_blocks_cannot_begin_again() -> None:
+    """Its first blocks are gone, so nothing can be said to be computed; it is removed and added again."""
+    engine = loses_all(polled=True)
+    manager = engine.manager
+    assert [engine.table("long", group).tolist().count(DETACHED) for group in range(2)] == [1, 0]
+    before = manager.fingerprint()
+    for call in (
+        lambda: manager.store_context_blocks("long", 7),
+        lambda: manager.add_tokens(["short", "long"], [1, 1]),
+        lambda: manager.add_tokens(["long"], [1, 1], [2]),
+    ):
+        with pytest.raises(ComputationLost):
+            call()
+    assert manager.fingerprint() == before
+    engine.end("long")
+    engine.forward("short")
+    (admitted,) = engine.admit(Request("long", [0, 1, 0, 1, 1, 0, 1]))
+    assert admitted.reused_tokens >= 4  # what "short" has computed
+    engine.forward("long")
+    engine.decode(["short", "long"], [0, 1])
+    engine.settle()
+    engine.verify()
+    engine.verify_running()
+
+
+def test_the_engine_gives_up_who_cannot_begin_again() -> None:
+    """Only the sequence without its first blocks is removed."""
+    engine = loses_all(polled=False)
+    engine.poll()
+    assert engine.given_up == ["long"]
+    assert engine.running == ["short", "other"]
+    for request_id in engine.running:
+        engine.forward(request_id)
     engine.verify()
     engine.verify_running()
 

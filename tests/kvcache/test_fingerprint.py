@@ -10,6 +10,7 @@ import pytest
 
 from events.types import Checkpoint
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -70,6 +71,7 @@ def test_fingerprint_does_not_depend_on_where_runs_begin() -> None:
     state = cache().state
     before, runs = fingerprint(state), len(state.groups[0].tree.runs)
     group = state.groups[0]
+    assert isinstance(group, GroupState)
     for run in [run for run in group.tree.runs.values() if len(run.slots) > 1]:
         group.split(run, 1)
     assert len(group.tree.runs) > runs

@@ -432,6 +432,14 @@ SITUATIONS: dict[str, tuple[Callable[[], KVCacheManager], Callable[[KVCacheManag
     "store what another has": (side_by_side, lambda m: m.store_context_blocks("b", 3)),
     "store what lies in secondary": (recomputing, lambda m: m.store_context_blocks("b", 3)),
     "decode": (decoding, lambda m: m.add_tokens(["a"], [7])),
+    "decode beyond a window": (
+        lambda: small(max_attention_window=3),
+        lambda m: (
+            m.add_sequence("w", [1, 2, 3, 4]),
+            m.store_context_blocks("w", 4),
+            m.add_tokens(["w"], [5]),
+        ),
+    ),
     "append": (decoding, lambda m: m.add_tokens(["a"], [7, 8, 9], [3])),
     "prioritise": (decoding, lambda m: m.set_priority("a", 50)),
     "remove": (decoding, lambda m: m.remove_sequence("a")),

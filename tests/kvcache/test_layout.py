@@ -17,14 +17,14 @@ from kvcache.layout import ITEM_BYTES, Layout
 def layout(**settings: Any) -> Layout:
     """The layout of a small cache, but for the settings given."""
     return Layout.of(
-        KVCacheConfig(**{"max_sequence_length": 64, "tokens_per_block": 4, "primary_blocks": 8, **settings})
+        KVCacheConfig(**{"max_sequence_length": 64, "tokens_per_block": 4, "primary_blocks": 16, **settings})
     )
 
 
 def test_one_window_is_one_group() -> None:
     """Without windows all layers form one group whose window is the longest sequence."""
     (group,) = layout(num_layers=3).groups
-    assert (group.index, group.window, group.kind, group.layers) == (0, 64, "self", (0, 1, 2))
+    assert (group.index, group.window, group.kind, group.layers) == (0, 64, "full", (0, 1, 2))
     assert [pool.layers for pool in group.pools] == [(0, 1, 2)]
 
 
@@ -50,10 +50,15 @@ def test_pools_split_by_heads_inside_a_group() -> None:
     assert found == [[(2, (2,))], [(1, (1, 3)), (16, (0,))]]
 
 
-@pytest.mark.parametrize(("kv_layout", "shape"), [("NHD", (3, 2, 4, 5, 7)), ("HND", (3, 2, 5, 4, 7))])
-def test_block_shape(kv_layout: str, shape: tuple[int, ...]) -> None:
-    """A block is layers, K and V, then tokens before heads or heads before tokens, then the head's dimension."""
-    (group,) = layout(num_layers=3, num_kv_heads=5, head_dim=7, kv_layout=kv_layout).groups
+@pytest.mark.parametrize("kv_factor", [2, 1])
+@pytest.mark.parametrize(("kv_layout", "inner"), [("NHD", (4, 5, 7)), ("HND", (5, 4, 7))])
+def test_block_shape(kv_layout: str, inner: tuple[int, ...], kv_factor: int) -> None:
+    """A block is layers, K and V or K only, tokens before heads or heads before tokens, and the head's dimension."""
+    shape = (3, kv_factor, *inner)
+    (group,) = layout(
+        num_layers=3, num_kv_heads=5, head_dim=7, kv_layout=kv_layout, kv_factor=kv_factor
+    ).groups
+    assert group.bytes_per_block == 3 * kv_factor * 4 * 5 * 7 * 2
     assert group.pools[0].block_shape == shape
 
 
@@ -84,21 +89,22 @@ def test_bytes_per_block_are_those_of_a_tensor(dtype: str) -> None:
 def test_smaller_limit_wins(settings: dict[str, Any], blocks: tuple[int, int]) -> None:
     """Where two settings limit a level, the smaller one counts; tokens and bytes are rounded down to blocks."""
     # A block has 2 layers × 2 × 4 tokens × 2 heads × 16 dims × 2 bytes = 1024 bytes.
-    (group,) = layout(head_dim=16, **settings).groups
+    (group,) = layout(**{"head_dim": 16, "primary_blocks": 8, **settings}).groups
     assert group.num_blocks == blocks
 
 
 def test_host_memory_is_shared_by_all_groups() -> None:
-    """The host's bytes hold the same number of blocks of every group, and no byte more."""
+    """Groups with equally large blocks get the same number of them for the host's bytes, and no byte more."""
     two = layout(head_dim=16, max_attention_window=(16, 64), host_cache_size=5 * 1024)
-    assert [group.num_blocks for group in two.groups] == [(8, 5), (8, 5)]
+    assert [group.num_blocks for group in two.groups] == [(16, 5), (16, 5)]
     assert sum(group.bytes_per_block for group in two.groups) * 5 == 5 * 1024
 
 
 def test_host_memory_below_one_block_is_refused() -> None:
     """Host memory that holds nothing is a mistake, and the error says how much is needed."""
     with pytest.raises(
-        ConfigError, match="host_cache_size: given 1023; accepted: 0, or at least the 1024 bytes"
+        ConfigError,
+        match="host_cache_size: given 1023; accepted: 0, or at least 1024 bytes, since one block of window 64 has 1024",
     ):
         layout(head_dim=16, host_cache_size=1023)
 
@@ -135,7 +141,11 @@ def test_many_groups_take_no_longer_than_many_layers() -> None:
     """A window and a number of heads per layer is as much work as there are layers, not its square."""
     each = tuple(range(1, 65_537))
     groups = layout(
-        num_layers=65_536, num_kv_heads=each, max_attention_window=each, max_sequence_length=65_536
+        num_layers=65_536,
+        num_kv_heads=each,
+        max_attention_window=each,
+        max_sequence_length=65_536,
+        primary_blocks=16_384,
     ).groups
     assert [(group.layers, group.pools[0].layers) for group in groups[-1:]] == [((65_535,), (65_535,))]
 
@@ -144,14 +154,14 @@ def test_group_created_describes_the_group() -> None:
     """The event in the log says window, layers, pools with their bytes, and blocks per level."""
     groups = layout(num_kv_heads=(2, 1), secondary_blocks=3).groups
     pools = (PoolCreated(1, (1,), 2 * 4 * 8 * 2), PoolCreated(2, (0,), 2 * 4 * 2 * 8 * 2))
-    assert groups[0].group_created() == GroupCreated(64, "self", (0, 1), pools, (8, 3))
+    assert groups[0].group_created() == GroupCreated(64, "full", (0, 1), pools, (16, 3))
 
 
 def test_content_id_is_the_documented_digest() -> None:
     """The id is SHA-256 over the meaning of a block as canonical JSON, so that other programs can compute it."""
     meaning = (
-        '{"dtype":"bfloat16","groups":[{"kind":"self","pools":[[2,[0,1]]],"window":64}],'
-        '"head_dim":8,"kv_layout":"NHD","model":"m","tokens_per_block":4}'
+        '{"dtype":"bfloat16","groups":[{"kind":"full","pools":[[2,[0,1]]],"window":64}],'
+        '"head_dim":8,"kv_factor":2,"kv_layout":"NHD","model":"m","tokens_per_block":4}'
     )
     assert layout(model="m").content_id == sha256(meaning.encode()).hexdigest()
 
@@ -164,6 +174,7 @@ def test_content_id_is_the_documented_digest() -> None:
         {"head_dim": 16},
         {"dtype": "float16"},
         {"kv_layout": "HND"},
+        {"kv_factor": 1},
         {"num_layers": 3},
         {"num_kv_heads": (2, 4)},
         {"max_attention_window": (16, 64)},

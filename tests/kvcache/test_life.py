@@ -10,6 +10,7 @@ from cuda_ops.simulated import LateCopier
 from events.types import PRIMARY, SECONDARY, CacheCreated, Event, SequenceRemoved
 from kvcache.errors import InvariantViolated
 from kvcache.fold.check import check, check_slots
+from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState, slot_states
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
@@ -72,6 +73,7 @@ def contradict(state: CacheState, what: str) -> None:
     """Change one of the places that say something about slots, so that it disagrees with the others."""
     group = state.groups[0]
     primary, secondary = group.levels
+    assert isinstance(group, GroupState)
     offloaded = group.run_at(SECONDARY, 0)
     match what:
         case "free and cached":

@@ -128,7 +128,7 @@ def test_numbers_that_no_epoch_gives_are_refused(
             folded(created, replace(exported, **{field: number}))
     if number > 0:
         with pytest.raises(Unreplayable, match="no epoch has such a handle"):
-            folded(created, SequenceAdded(Handle(number), "r", Namespace(), 1, slots(1), (0,), (0,), 0))
+            folded(created, SequenceAdded(Handle(number), "r", Namespace(), 1, slots(1), 0, (0,), (0,), 0))
 
 
 def run_with(name: str, value: int) -> Callable[[StateExported], StateExported]:
@@ -209,7 +209,7 @@ def test_impossible_states_are_refused(created: CacheCreated, exported: StateExp
 
 
 def added(num_tokens: int, tokens: bytes) -> SequenceAdded:
-    return SequenceAdded(Handle(1), "r", Namespace(), num_tokens, tokens, (0,), (0,), 0)
+    return SequenceAdded(Handle(1), "r", Namespace(), num_tokens, tokens, 0, (0,), (0,), 0)
 
 
 @pytest.mark.parametrize(

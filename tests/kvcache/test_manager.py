@@ -194,7 +194,7 @@ def test_refusals_are_noted_once_until_admitted() -> None:
         with pytest.raises(OutOfBlocks):
             manager.add_sequences(blocked)
     notes = [event for event in manager.bus.pending if isinstance(event, AdmissionRefused)]
-    assert notes == [AdmissionRefused("c", 4, 3)]
+    assert notes == [AdmissionRefused("c", (4,), (3,))]
     manager.remove_sequence("a")
     manager.add_sequences(blocked)
     manager.remove_sequence("c")
@@ -354,16 +354,16 @@ def test_failure_is_repeated_without_tokens() -> None:
 
 def test_tables_of_several_windows() -> None:
     """Each window has tables and slots of its own; where there are several, a caller says which is meant."""
-    settings = {"num_layers": 2, "max_attention_window": [4, 24], "primary_blocks": 6}
+    settings = {"num_layers": 2, "max_attention_window": [4, 12], "primary_blocks": 6}
     manager = KVCacheManager(strategies.config(**settings))
     admission = manager.add_sequence("a", [1] * 5)
     assert [table.tolist() for table in admission.block_tables] == [[0, 1, 2], [0, 1, 2]]
-    assert manager.block_table("a", 4).tolist() == manager.block_tables(["a"], 24)[0].tolist() == [0, 1, 2]
-    assert manager.num_free_blocks_per_window() == {4: 3, 24: 3}
+    assert manager.block_table("a", 4).tolist() == manager.block_tables(["a"], 12)[0].tolist() == [0, 1, 2]
+    assert manager.num_free_blocks_per_window() == {4: 3, 12: 3}
     assert manager.num_free_blocks == 3
     assert manager.stats().blocks_total == (12, 0)
     for ask in (manager.block_table, lambda _: manager.block_tables(["a"])):
-        with pytest.raises(UsageError, match=r"one of \[4, 24\]"):
+        with pytest.raises(UsageError, match=r"one of \[4, 12\]"):
             ask("a")
     with pytest.raises(UsageError, match="no window of 5 tokens"):
         manager.block_table("a", 5)
@@ -381,7 +381,7 @@ def test_block_tables_are_padded_copies() -> None:
     assert tables.tolist() == [[*manager.block_table("a")], [*manager.block_table("b"), -1]]
     before = manager.fingerprint()
     tables[:] = 99
-    manager.block_table("a", 24)[:] = 99
+    manager.block_table("a", manager.layout.groups[0].window)[:] = 99
     assert manager.fingerprint() == before
     assert manager.block_tables([]).shape == (0, 0)
 

@@ -82,7 +82,7 @@ def test_after_a_failed_copy_all_is_own() -> None:
     """A failed copy makes each sequence compute all of its tokens, also those that it had reused."""
     bus = EventBus()
     counter = StatsCounter(bus)
-    added = SequenceAdded(Handle(1), "a", Namespace(), 5, bytes(20), (4,), (0,), 0)
+    added = SequenceAdded(Handle(1), "a", Namespace(), 5, bytes(20), 4, (4,), (0,), 0)
     for event in (
         added,
         TransferFailed(bytes(8), "lost"),

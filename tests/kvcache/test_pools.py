@@ -89,6 +89,23 @@ def test_a_layer_is_a_view_into_its_pool() -> None:
         pools.layer(4)
 
 
+@pytest.mark.parametrize(("kv_layout", "inner"), [("NHD", (4, 1, 8)), ("HND", (1, 4, 8))])
+def test_kv_factor_1_keeps_k_only(kv_layout: str, inner: tuple[int, ...]) -> None:
+    """With K alone a layer's view and a block's bytes are half, and the first tokens of a block are copied as ever."""
+    both, one = (layout(num_kv_heads=1, kv_layout=kv_layout, kv_factor=factor) for factor in (2, 1))
+    pools = Pools(one, "cpu")
+    assert tuple(pools.layer(3).shape) == (6, 1, *inner)
+    assert (pools.bytes_primary * 2, one.groups[1].bytes_per_block * 2) == (
+        PoolSizes(both, "cpu").primary,
+        both.groups[1].bytes_per_block,
+    )
+    pools.layer(3)[2] = 1.0
+    slots = np.array([2], np.int32), np.array([4], np.int32)
+    assert pools.copier().submit([Copy(0, 0, *slots, group=1, num_tokens=3)]).done()
+    copied = pools.layer(3)[4, 0].transpose(0, 1) if kv_layout == "HND" else pools.layer(3)[4, 0]
+    assert copied.float().sum(dim=(1, 2)).tolist() == [8, 8, 8, 0]
+
+
 def test_the_pools_copier_moves_blocks_between_the_levels() -> None:
     """The copier that the pools make reaches the tensors of every pool of the group."""
     pools = Pools(layout(dtype="float32"), "cpu")

@@ -11,6 +11,7 @@ import pytest
 from events.feed.fold import Feed
 from events.ids import GroupIndex
 from events.types import PRIMARY, BlocksMoved, BlocksRemoved, BlocksUpdated, EventBatch
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
@@ -190,7 +191,9 @@ def test_a_released_block_takes_its_new_place() -> None:
         state.apply(BlocksUpdated(GroupIndex(0), PRIMARY, part.tobytes(), b"", old, new))
         manager.check()
     assert len(state.groups[0].tree.runs) == 3
-    victim = manager._blocks.windows[0].order.next(PRIMARY)
+    order = manager._blocks.windows[0].order
+    assert isinstance(order, EvictionOrder)
+    victim = order.next(PRIMARY)
     assert victim is not None
     assert victim.priority == 5
 

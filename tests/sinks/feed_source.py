@@ -34,7 +34,7 @@ from tests.columns import pack_i32
 BLOCK = 4
 """Tokens per block."""
 SLOTS = 1 << 16
-GROUP = GroupCreated(1 << 20, "self", (0,), (PoolCreated(1, (0,), 64),), (SLOTS, 0))
+GROUP = GroupCreated(1 << 20, "full", (0,), (PoolCreated(1, (0,), 64),), (SLOTS, 0))
 
 
 def name(handle: int, block: int) -> bytes:
@@ -75,7 +75,15 @@ class Source:
         prompt = tokens(handle, blocks, self.block)
         return self.batch(
             SequenceAdded(
-                Handle(handle), handle, namespace or Namespace(), blocks * self.block, prompt, (0,), (0,), 0
+                handle=Handle(handle),
+                request_id=handle,
+                namespace=namespace or Namespace(),
+                num_tokens=blocks * self.block,
+                tokens=prompt,
+                reused=0,
+                reused_primary=(0,),
+                reused_secondary=(0,),
+                reused_partial=0,
             ),
             BlocksStored(
                 Handle(handle),

@@ -12,8 +12,10 @@ from events.types import (
     AllocateReason,
     AnyEvent,
     BlocksAllocated,
+    BlocksDetached,
     BlocksFilled,
     BlocksRemoved,
+    BlocksReused,
     BlocksStored,
     ContextComputed,
     EventBatch,
@@ -31,7 +33,10 @@ from tests.columns import pack_i32, pack_i64, pack_u32
 from tests.sinks.helpers import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
 LINES = [
-    "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)",
+    (
+        "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)"
+        " group1(window=1024 layers=1 blocks=32+0)"
+    ),
     "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by kvcache 1",
     "StateExported     blocks=2 sequences=1 transfers=1",
     "Gap               missing=3..9 reason=overflow",
@@ -46,14 +51,15 @@ LINES = [
     "BlocksRemoved     group=0 secondary blocks=2 1f2e3d4c..9a8b7c6d why=capacity for #7",
     "TokensAppended    sequences=2 tokens=3",
     "ContextComputed   #7 tokens=40",
+    "BlocksDetached    sequences=2 group=0 blocks=2 freed=1",
     "SequenceRemoved   #7 tokens=815 computed=814 stored=3 freed=2",
     "TransferLanded    transfers=12..14,16",
     "TransferFailed    transfer=12 reason='lost device'",
-    "CacheCleared      removed=3+4 unnamed=2",
-    "Checkpoint        c0ffee00 sequences=2 cached=3+4",
+    "CacheCleared      removed=3+4/5+0 unnamed=2/1",
+    "Checkpoint        c0ffee00 sequences=2 cached=3+4/5+0",
     "SymbolsInterned   pages=2 items=1 cdcdcdcd",
     "SymbolsForgotten  pages=2",
-    "AdmissionRefused  request=chat-2 needed=10 available=9",
+    "AdmissionRefused  request=chat-2 needed=3/10 available=7/9",
 ]
 
 
@@ -86,11 +92,13 @@ def test_a_step_of_one_sequence_shows_its_handle() -> None:
         BlocksAllocated(pack_i64([7, 8]), b"", GroupIndex(0), TWO, AllocateReason.DECODE), Known(KEY_BYTES)
     )
     assert line.split() == ["BlocksAllocated", "sequences=2", "group=0", "blocks=2", "why=decode"]
+    line = render_event(BlocksDetached(pack_i64([7]), b"", GroupIndex(1), TWO[:4], b""), Known(KEY_BYTES))
+    assert line.split() == ["BlocksDetached", "#7", "group=1", "blocks=1", "freed=0"]
 
 
 def test_a_sequence_is_named_by_its_request() -> None:
     """What is done by or for a sequence says whose it is, from its beginning to its last line, and not beyond."""
-    added = SequenceAdded(Handle(7), "chat 1", Namespace(), 9, b"", (0,), (0,), 0)
+    added = SequenceAdded(Handle(7), "chat 1", Namespace(), 9, b"", 0, (0,), (0,), 0)
     removed = BlocksRemoved(GroupIndex(0), SECONDARY, TWO, NAMES, RemoveReason.CAPACITY, Handle(7))
     ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
     story = (removed, added, removed, TokensAppended(pack_i64([7]), b"", pack_i32([1])), ended, removed)
@@ -108,8 +116,8 @@ def test_a_sequence_is_named_by_its_request() -> None:
 def test_requests_are_known_from_the_state() -> None:
     """Whoever begins behind a gap learns from the whole state which requests run, and that the others do not."""
     known = Known(KEY_BYTES)
-    known.see(SequenceAdded(Handle(6), "lost", Namespace(), 9, b"", (0,), (0,), 0))
-    running = SequenceExported(Handle(7), 1234, Namespace(), 3, b"", 3, 0, (0,), (b"",))
+    known.see(SequenceAdded(Handle(6), "lost", Namespace(), 9, b"", 0, (0,), (0,), 0))
+    running = SequenceExported(Handle(7), 1234, Namespace(), 3, b"", 3, 0, (0,), (b"",), b"")
     known.see(StateExported((), (running,), (), 8, 1, 0, 0))
     assert render_event(ContextComputed(Handle(7), 3), known).split() == [
         "ContextComputed",
@@ -124,7 +132,7 @@ def test_what_is_known_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinks.known.MAX_REQUESTS", 2)
     known = Known()
     for handle in (1, 2, 3):
-        known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", (0,), (0,), 0))
+        known.see(SequenceAdded(Handle(handle), f"r{handle}", Namespace(), 9, b"", 0, (0,), (0,), 0))
     assert [known.request(handle) for handle in (1, 2, 3)] == [None, "r2", "r3"]
 
 
@@ -151,6 +159,22 @@ def test_blocks_without_names_are_counted() -> None:
     )
 
 
+def test_names_of_blocks_before_are_not_shown() -> None:
+    """A line has the names of its own blocks; what an event gives of those before is for those who need it."""
+    reused = BlocksReused(Handle(1), GroupIndex(0), LevelIndex(0), BlockIndex(1), TWO[:4], NAMES)
+    line = render_event(reused, Known(KEY_BYTES))
+    assert line.split(maxsplit=1)[1] == "#1 group=0 primary blocks=1 first=1 9a8b7c6d"
+    before = NAMES[:8]
+    alone = BlocksStored(Handle(1), GroupIndex(0), BlockIndex(1), before, KEYS, TWO[:4], LevelIndex(0), 35, 4)
+    assert "blocks=1 first=1 9a8b7c6d after 1f2e3d4c" in render_event(alone, Known(KEY_BYTES))
+
+
+def test_what_is_reused_is_told_as_all_windows_have_it() -> None:
+    """Of tokens that one window has in primary and another one must bring back, the line says the latter."""
+    event = SequenceAdded(Handle(7), "r", Namespace(), 100, b"", 67, (64, 16), (0, 8), 3)
+    assert render_event(event, Known(KEY_BYTES)).endswith("tokens=100 reused=56+8+3")
+
+
 def test_a_single_name_is_shown_once() -> None:
     """No range is shown where there is one block."""
     line = render_event(
@@ -167,8 +191,8 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
     """Request ids and names are quoted and escaped unless plain, and cut short."""
     space = Namespace(None, hostile, None)
     for event in (
-        AdmissionRefused(hostile, 1, 0),
-        SequenceAdded(Handle(1), hostile, space, 1, b"", (0,), (0,), 0),
+        AdmissionRefused(hostile, (1,), (0,)),
+        SequenceAdded(Handle(1), hostile, space, 1, b"", 0, (0,), (0,), 0),
     ):
         line = render_event(event, Known(KEY_BYTES))
         assert line.isprintable()
@@ -179,7 +203,7 @@ def test_texts_from_outside_cannot_forge_a_line(hostile: str) -> None:
 
 def test_extra_ids_are_mentioned() -> None:
     """That a request uses extra ids is shown as part of its namespace."""
-    event = SequenceAdded(Handle(1), "r", Namespace(uses_extra_ids=True), 1, b"", (0,), (0,), 0)
+    event = SequenceAdded(Handle(1), "r", Namespace(uses_extra_ids=True), 1, b"", 0, (0,), (0,), 0)
     assert render_event(event, Known(KEY_BYTES)).endswith("reused=0+0+0 extra_ids=yes")
 
 

@@ -19,36 +19,36 @@ from kvcache.pools import Pools
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.summary import RunResult
-from tests.workload.test_driver import CHATS, TIERED
+from tests.workload.test_driver import CHATS, TIERED, WINDOWS
 
 CONFIG = KVCacheConfig(**TIERED)
-BLOCK = Layout.of(CONFIG).groups[0].bytes_per_block
 MS = 1_000_000
 
 
 def played(
-    log: Path, wrapped: Any = lambda copier: copier, *, timed: bool = True
+    log: Path, wrapped: Any = lambda copier: copier, *, timed: bool = True, config: KVCacheConfig = CONFIG
 ) -> tuple[RunResult, TimedCopier]:
     """A run over a copier that is watched."""
-    pools = Pools(Layout.of(CONFIG), "cpu")
+    pools = Pools(Layout.of(config), "cpu")
     copier = TimedCopier(wrapped(pools.copier()), pools.layout)
-    with KVCacheManager(CONFIG, pools=pools, copier=copier, log=log) as manager:
+    with KVCacheManager(config, pools=pools, copier=copier, log=log) as manager:
         options = DriveOptions(concurrency=2)
         engine = Engine(manager, CHATS, options, pools=pools, copies=copier if timed else None)
         return engine.run(), copier
 
 
-def recorded(log: Path) -> dict[tuple[int, int], int]:
+def recorded(log: Path, config: KVCacheConfig) -> dict[tuple[int, int], int]:
     """Bytes that the events of a log say were copied, by source and target level."""
+    sizes = [group.bytes_per_block for group in Layout.of(config).groups]
     found: dict[tuple[int, int], int] = dict.fromkeys(
         [(PRIMARY, SECONDARY), (SECONDARY, PRIMARY), (PRIMARY, PRIMARY)], 0
     )
     for batch in LogReader(log):
         for event in batch.events:
             if isinstance(event, BlocksMoved) and event.transfer:
-                found[event.from_level, event.to_level] += len(event.from_slots) // 4 * BLOCK
+                found[event.from_level, event.to_level] += len(event.from_slots) // 4 * sizes[event.group]
             elif isinstance(event, BlocksCopied) and not moves_nothing(event):
-                part = event.num_tokens * BLOCK // CONFIG.tokens_per_block
+                part = event.num_tokens * sizes[event.group] // config.tokens_per_block
                 found[event.source_level, PRIMARY] += part
     return found
 
@@ -57,11 +57,12 @@ def moves_nothing(event: BlocksCopied) -> bool:
     return (event.source_level, event.source) == (PRIMARY, event.target)
 
 
-def test_bytes_are_those_of_the_events(tmp_path: Path) -> None:
-    """Each direction has moved what the events say, parts of blocks included."""
-    result, totals = played(tmp_path / "log")
+@pytest.mark.parametrize("config", [CONFIG, KVCacheConfig(**WINDOWS)], ids=["one window", "two windows"])
+def test_bytes_are_those_of_the_events(tmp_path: Path, config: KVCacheConfig) -> None:
+    """Each direction has moved what the events say, parts of blocks included, whichever the window."""
+    result, totals = played(tmp_path / "log", config=config)
     ways = (totals.bytes_offloaded, totals.bytes_onboarded, totals.bytes_within_primary)
-    assert ways == tuple(recorded(tmp_path / "log").values())
+    assert ways == tuple(recorded(tmp_path / "log", config).values())
     assert min(ways) > 0
     assert totals.bytes == sum(ways)
     assert totals.bytes_per_second == totals.bytes / totals.seconds

@@ -30,6 +30,13 @@ from tests.conftest import ROOT
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
 SMALL: dict[str, Any] = {"max_sequence_length": 4096, "tokens_per_block": 32, "primary_blocks": 100}
 TIERED: dict[str, Any] = {**SMALL, "primary_blocks": 60, "secondary_blocks": 60}
+WINDOWS: dict[str, Any] = {
+    **TIERED,
+    "num_layers": 4,
+    "num_kv_heads": (1, 2, 2, 4),
+    "max_attention_window": (100, 4096),
+}
+"""Two windows, each with two pools."""
 TWO_AT_ONCE = DriveOptions(concurrency=2)
 
 
@@ -107,6 +114,9 @@ class TestWholeRuns:
             TIERED,
             {**TIERED, "kv_layout": "HND", "tokens_per_block": 64},
             {**TIERED, "debug_fill_blank": True},
+            WINDOWS,
+            {**WINDOWS, "max_attention_window": (40, 300), "debug_fill_blank": True},
+            {**TIERED, "kv_factor": 1, "debug_fill_blank": True},
         ],
     )
     def test_every_request_is_served_and_every_reused_byte_is_right(self, config: dict[str, Any]) -> None:
@@ -119,7 +129,11 @@ class TestWholeRuns:
         assert result.output_tokens == sum(each.output_length for each in CHATS)
         parts = (stats.reused_tokens_primary, stats.reused_tokens_secondary, stats.reused_tokens_partial)
         assert sum(parts) == stats.reused_tokens == round(stats.hit_rate * stats.prompt_tokens) > 0
-        assert result.checked_blocks >= (parts[0] + parts[1]) // config["tokens_per_block"]
+        if (
+            "max_attention_window" not in config
+        ):  # else what a window does not see is neither there nor compared
+            assert result.checked_blocks >= (parts[0] + parts[1]) // config["tokens_per_block"]
+        assert result.checked_blocks > 0
         assert result.checked_final_blocks > result.checked_blocks
         assert result.recomputed_tokens == 0
 
@@ -402,6 +416,16 @@ class Lost:
         return FinishedTicket()
 
 
+def prompt_lengths(recorder: Recorder) -> dict[int, list[int]]:
+    """By request, the tokens of its prompt whenever it was admitted."""
+    found: dict[int, list[int]] = {}
+    for name, args in recorder.calls:
+        if name == "add_sequences":
+            for request_id, tokens in ast.literal_eval(args)[0]:
+                found.setdefault(request_id, []).append(len(tokens) // 4)
+    return found
+
+
 class Every(Container[int]):
     """Every n-th number."""
 
@@ -430,6 +454,17 @@ class TestBytes:
         with pytest.raises(PatternMismatch, match=r"request \d+: block \d+ \(primary slot \d+\)"):
             stage.play(CHATS, TWO_AT_ONCE)
 
+    @pytest.mark.parametrize("group", [0, 1])
+    def test_lost_copies_are_found_in_every_window(self, group: int) -> None:
+        """It is enough that one window lacks the start of a block."""
+
+        def lost(copy: Copy) -> bool:
+            return copy.num_tokens is not None and copy.group == group
+
+        stage = Stage(WINDOWS, copier=lambda inner: Lost(inner, lost))
+        with pytest.raises(PatternMismatch, match=f"in layer {group}"):
+            stage.play(CHATS, TWO_AT_ONCE)
+
     def test_block_given_to_two_requests_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A running request whose block another one overwrote is found at its end."""
         stage = Stage(SMALL)
@@ -445,13 +480,41 @@ class TestBytes:
         with pytest.raises(PatternMismatch, match="request 0: block 0 "):
             stage.play([request([1], 40, 5), request([2], 40, 9)])
 
+    @pytest.mark.parametrize("config", [TIERED, WINDOWS], ids=["one window", "two windows"])
     @pytest.mark.parametrize("every", [1, 2, 3])
-    def test_failed_copies_are_computed_again(self, every: int) -> None:
+    def test_failed_copies_are_computed_again(self, every: int, config: dict[str, Any]) -> None:
         """When copies fail, what they should have brought is computed after all, and nothing wrong is reused."""
-        stage = Stage(TIERED, copier=lambda inner: FailingCopier(inner, Every(every)))
+        stage = Stage(config, copier=lambda inner: FailingCopier(inner, Every(every)))
         result = stage.play(CHATS, TWO_AT_ONCE)
         assert result.requests == len(CHATS)
+        assert result.output_tokens == sum(each.output_length for each in CHATS)
         assert result.recomputed_tokens > 0
+
+    def test_who_cannot_be_computed_again_is_added_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A request that has let go of blocks goes back to the line with its outputs, and loses none of them."""
+        monkeypatch.setattr(Engine, "_has_let_go", lambda *_: True)
+        stage = Stage(TIERED, copier=lambda inner: FailingCopier(inner, Every(3)))
+        result = stage.play(CHATS, TWO_AT_ONCE)
+        assert result.requests == len(CHATS)
+        assert result.output_tokens == sum(each.output_length for each in CHATS)
+        lengths = prompt_lengths(stage.recorder)
+        again = {request_id: length for request_id, length in lengths.items() if len(length) > 1}
+        assert any(length[-1] > length[0] for length in again.values())  # in the middle of its outputs
+        for request_id, (first, *later) in again.items():
+            assert first == CHATS[request_id].input_length <= min(later)
+
+    def test_blocks_of_each_window_are_counted(self) -> None:
+        """The result says how many blocks were held at most, and what is cached at the end."""
+        stage = Stage(WINDOWS)
+        windows = stage.play(CHATS, TWO_AT_ONCE).windows
+        longest_held = WINDOWS["primary_blocks"] * 32
+        assert list(windows) == [100, longest_held]  # the wider one is cut to what its blocks hold
+        stats, primary = stage.manager.stats(), WINDOWS["primary_blocks"]
+        for level in range(2):
+            assert sum(each.cached[level] for each in windows.values()) == stats.blocks_unreferenced[level]
+        assert 0 < windows[100].most_held < windows[longest_held].most_held <= primary
+        longest = max(each.input_length + each.output_length for each in CHATS)
+        assert windows[longest_held].most_held >= longest // 32
 
     def test_pattern_is_in_the_pools(self) -> None:
         """After a run the primary pool is full of pattern: the bytes that were compared are really there."""

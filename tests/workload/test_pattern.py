@@ -43,6 +43,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 SHAPES = [
     {},
     {"kv_layout": "HND"},
+    {"kv_factor": 1, "num_kv_heads": 1, "head_dim": 12},
     {"dtype": "float8_e4m3fn", "head_dim": 6},
     {"dtype": "int8", "head_dim": 5, "kv_layout": "HND"},
     {"dtype": "float32", "head_dim": 3},
@@ -102,12 +103,48 @@ def test_one_changed_bit_is_found(shape: dict[str, Any], data: st.DataObject) ->
     rows = raw(pool.primary)[slot, layer]
     if pool.layout.kv_layout == "HND":
         rows = rows.transpose(1, 2)
-    row = rows[data.draw(st.integers(0, 1)), offset, data.draw(st.integers(0, pool.layout.num_kv_heads - 1))]
+    row = rows[
+        data.draw(st.integers(0, pool.layout.kv_factor - 1)),
+        offset,
+        data.draw(st.integers(0, pool.layout.num_kv_heads - 1)),
+    ]
     row[data.draw(st.integers(0, len(row) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with pytest.raises(PatternMismatch) as caught:
         checker.check("r", spans(held))
     found = (caught.value.block_index, caught.value.slot, caught.value.layer)
     assert found == (position // BLOCK, slot, pool.layout.layers[layer])
+
+
+class TestWindows:
+    """Sequences whose small window (16 tokens) has let go of their first blocks."""
+
+    TOKENS = np.arange(27, dtype=np.int32)
+    TABLE = (6, 1, 4, 0, 2, 3, 5)
+
+    def checked(self, gone: int, spoilt: int | None = None, end: int = 27) -> int:
+        """The number of blocks that are compared when so many are gone, and one slot of the small window is zeroed."""
+        held = pools(num_layers=2, max_attention_window=(16, 64))
+        checker = PoolPattern(held)
+        checker.write([spans(held, tokens=self.TOKENS, table=self.TABLE)])
+        if spoilt is not None:
+            held.groups[0][0].primary[spoilt] = 0
+        whole = spans(held, tokens=self.TOKENS, table=self.TABLE, end=end)
+        table = np.array([*[-2] * gone, *self.TABLE[gone:]], np.int32)
+        return checker.check("r", Span((table, whole.tables[1]), whole.digests, 0, end))
+
+    def test_blocks_that_are_gone_are_left_out(self) -> None:
+        """Only what the small window still has is compared there, and all of the large one."""
+        assert self.checked(0) == 7 + 7
+        assert self.checked(2) == 5 + 7
+        assert self.checked(2, spoilt=1) == 5 + 7
+        with pytest.raises(PatternMismatch, match=r"block 2 \(primary slot 4\) holds wrong bytes in layer 0"):
+            self.checked(2, spoilt=4)
+
+    def test_a_block_that_is_seen_must_be_there(self) -> None:
+        """Token 26 sees tokens 11 to 26, token 27 one fewer: then block 2 may be gone."""
+        with pytest.raises(InvariantViolated, match="let go of a block that it sees"):
+            self.checked(3, end=26)
+        assert self.checked(3) == 4 + 7
 
 
 class TestForeignBlocks:

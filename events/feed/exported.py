@@ -1,0 +1,74 @@
+"""What an exported state says of the full blocks of one window, as rows of consecutive blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.types import GroupExported, Namespace
+
+_HOLE = -1
+
+
+class Row(NamedTuple):
+    """Consecutive full blocks in one level, brought there by one copy, or by none (0) that is still on its way."""
+
+    level: int
+    transfer: int
+    slots: array[int]
+    names: bytes
+    parent: bytes
+    """Name of the block before; empty at the start of a prompt."""
+    tokens: bytes
+    namespace: Namespace
+
+
+def exported_rows(
+    exported: GroupExported, tokens_per_block: int, key_bytes: int, *, slides: bool
+) -> Iterator[Row]:
+    """All rows, parents before children."""
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist()
+    columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6).tolist() if slides else []
+    slots = array("i", exported.slots)
+    tokens_at = block = 0
+    last_names: list[bytes] = []
+    namespaces: list[Namespace] = []
+    for parent, count, last_tokens, level, _, _, _, _, transfer in numbers:
+        names = names_of_keys(exported.keys[block * key_bytes : (block + count) * key_bytes], key_bytes)
+        namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
+        above = last_names[parent] if parent >= 0 else b""
+        last_names.append(names[-NAME_BYTES:])
+        full = count - (last_tokens < tokens_per_block)
+        tokens = exported.symbols[tokens_at : tokens_at + full * tokens_per_block * TOKEN_BYTES]
+        row = Row(level, transfer, slots[block : block + full], names, above, tokens, namespaces[-1])
+        yield from _without_holes(row, columns[block : block + full]) if slides else [_named(row, full)]
+        tokens_at += ((count - 1) * tokens_per_block + last_tokens) * TOKEN_BYTES
+        block += count
+
+
+def _named(row: Row, full: int) -> Row:
+    return row._replace(names=row.names[: full * NAME_BYTES])
+
+
+def _without_holes(run: Row, columns: list[list[int]]) -> Iterator[Row]:
+    """The parts of a run whose blocks are cached, in one level and brought by one copy."""
+    size = len(run.tokens) // len(columns) if columns else 0
+    states = [(slot != _HOLE, of[0], of[5]) for slot, of in zip(run.slots, columns, strict=True)]
+    for (cached, level, transfer), part in groupby(range(len(states)), states.__getitem__):
+        blocks = list(part)
+        begin, end = blocks[0], blocks[-1] + 1
+        if cached:
+            yield Row(
+                level,
+                transfer,
+                run.slots[begin:end],
+                run.names[begin * NAME_BYTES : end * NAME_BYTES],
+                run.names[(begin - 1) * NAME_BYTES : begin * NAME_BYTES] if begin else run.parent,
+                run.tokens[begin * size : end * size],
+                run.namespace,
+            )

@@ -1,0 +1,35 @@
+"""Why slots are taken, and why blocks are moved and removed: part of the events."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class AllocateReason(StrEnum):
+    """Why slots are not blank any more."""
+
+    PROMPT = "prompt"
+    DECODE = "decode"
+    COPY = "copy"
+
+
+class MoveReason(StrEnum):
+    """Why blocks changed their level."""
+
+    OFFLOAD = "offload"
+    """Evicted from primary, kept in secondary."""
+    ONBOARD = "onboard"
+    """Reused by a sequence, so copied back to primary."""
+    RECOMPUTED = "recomputed"
+    """A sequence computed a block that lay in secondary: its own primary slot takes over, nothing is copied."""
+
+
+class RemoveReason(StrEnum):
+    """Why cached content is gone."""
+
+    CAPACITY = "capacity"
+    SUPERSEDED = "superseded"
+    """A stored block begins with the same tokens as this shorter one."""
+    UNREACHABLE = "unreachable"
+    """An ancestor was removed."""
+    CLEARED = "cleared"

@@ -1,0 +1,91 @@
+"""What a request takes of what one window has cached, and what the requests of a batch take together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from events.ids import LevelIndex, Slot
+from events.types import PRIMARY, SECONDARY
+from kvcache.fold.matching import PartialMatch
+from kvcache.fold.sliding_group import SlidingGroup
+
+
+class BlockNames(NamedTuple):
+    """Consecutive cached blocks at one level, shallowest first."""
+
+    level: LevelIndex
+    first: int
+    """Blocks before them in the prompt."""
+    slots: array[int]
+    names: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A block whose first `num_tokens` tokens are to be copied."""
+
+    level: LevelIndex
+    slot: Slot
+    num_tokens: int
+
+    @classmethod
+    def of(cls, found: PartialMatch) -> CopySource:
+        """Where the partial match lies now."""
+        return cls(found.block.level, Slot(found.block.slots[0]), found.num_tokens)
+
+
+class Claims:
+    """What the requests of a batch hold together in one window: each cached block counts once, whoever claims it."""
+
+    __slots__ = ("_taken", "available", "needed")
+
+    def __init__(self, available: int) -> None:
+        self._taken: dict[int, int] = {}
+        self.needed = 0
+        """Primary slots that must be found: for new blocks, and for secondary ones to be onboarded."""
+        self.available = available
+        """Primary slots that can be had, less those of claimed blocks."""
+
+    def add(self, found: Any, claimed: Items[BlockNames], new_blocks: int) -> None:
+        """Count one more request."""
+        self.needed += new_blocks
+        for run, take in found.runs:
+            more = take - self._taken.get(run.id, 0)
+            if more <= 0:
+                continue
+            self._taken[run.id] = take
+            if run.level == SECONDARY:
+                self.needed += more
+            elif not run.refs:
+                self.available -= more
+
+
+class SlidingClaims(Claims):
+    """Counts block by block: requests of a batch may claim different parts of one prefix."""
+
+    __slots__ = ("_group", "_rows")
+
+    def __init__(self, group: SlidingGroup) -> None:
+        super().__init__(group.levels[PRIMARY].available)
+        self._group = group
+        self._rows: list[array[int]] = []
+        """The places of claimed blocks."""
+
+    def add(self, found: Any, claimed: Items[BlockNames], new_blocks: int) -> None:
+        """Count one more request."""
+        self.needed += new_blocks
+        for blocks in claimed:
+            places = self._group.places(blocks.level, blocks.slots)
+            at = np.frombuffer(places, np.int32)
+            for row in self._rows:
+                at = at[~np.isin(at, np.frombuffer(row, np.int32))]
+            if blocks.level == SECONDARY:
+                self.needed += len(at)
+            else:
+                self.available -= int((self._group.column("refs")[at] == 0).sum())
+            self._rows.append(places)

@@ -1,0 +1,186 @@
+"""Which blocks of a sliding window are evicted next: any that no sequence holds.
+
+Lower priority first, then what was released longest ago, then the shallowest. Blocks that a sequence lets go of
+together are one row, so that a release costs one entry of a heap and not one for each block. A row is never changed:
+what of it was held again, evicted or moved since is passed over when its turn comes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+import numpy as np
+
+from events.types import PRIMARY
+from kvcache.errors import invariant
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.watcher import Watcher
+
+Key = tuple[int, int, int]
+"""Priority, release stamp, depth."""
+_Row = tuple[int, int, int, int, "array[int]", "array[int]"]
+"""The key of its first block, a number that differs from all others, the places, shallowest first, and their depths.
+
+By its depth a block is told from another one of the same release that has come to the same place since.
+"""
+
+
+class ReleaseOrder(Watcher):
+    """A heap of rows per level."""
+
+    def __init__(self, group: SlidingGroup) -> None:
+        self._group = group
+        self._numbers = count()
+        self._heaps: list[list[_Row]] = [[], []]
+        self._queued = [0, 0]
+        for level in (0, 1):
+            self._rebuild(level)
+
+    def key(self, place: int) -> Key:
+        """Lower goes first."""
+        group = self._group
+        return group.priorities[place], group.released_at[place], group.depths[place]
+
+    # -- what happens
+
+    def released(self, level: int, places: array[int]) -> None:
+        """Make these blocks candidates."""
+        if len(places) == 1:
+            key = self.key(places[0])
+            heappush(self._heaps[level], (*key, next(self._numbers), places, array("i", (key[2],))))
+            self._queued[level] += 1
+        else:
+            self._push(level, places)
+        if self._queued[level] > 4 * self._group.levels[level].size + 1024:
+            self._rebuild(level)
+
+    def cleared(self) -> None:
+        """Forget all candidates."""
+        self._heaps, self._queued = [[], []], [0, 0]
+
+    def _push(self, level: int, places: array[int]) -> None:
+        """Queue blocks in rows of one priority and release, by depth."""
+        for row in self._rows(places):
+            depths = array("i", self._group.column("depths")[np.frombuffer(row, np.int32)].tobytes())
+            heappush(self._heaps[level], (*self.key(row[0]), next(self._numbers), row, depths))
+            self._queued[level] += len(row)
+
+    def _rows(self, places: array[int]) -> Iterator[array[int]]:
+        """Blocks of one priority and release, by depth, as far as they are in this order."""
+        if len(places) < 2:
+            yield from [places] * len(places)
+            return
+        at = np.frombuffer(places, np.int32)
+        columns = [self._group.column(name)[at] for name in ("priorities", "released_at")]
+        ends = np.diff(self._group.column("depths")[at]) <= 0
+        for column in columns:
+            ends |= column[1:] != column[:-1]
+        begin = 0
+        for end in [*(np.flatnonzero(ends) + 1).tolist(), len(places)]:
+            yield places[begin:end]
+            begin = end
+
+    def _rebuild(self, level: int) -> None:
+        """Queue all candidates anew."""
+        group = self._group
+        primary, size = group.levels[PRIMARY].size, len(group.refs)
+        at = np.arange(*((0, primary) if level == PRIMARY else (primary, size)))
+        at = at[(group.column("run_ids")[at] >= 0) & (group.column("refs")[at] == 0)]
+        columns = [group.column(name)[at] for name in ("depths", "released_at", "priorities")]
+        self._heaps[level], self._queued[level] = [], 0
+        self._push(level, array("i", at[np.lexsort(columns)].astype(np.int32).tobytes()))
+        heapify(self._heaps[level])
+
+    # -- what goes next
+
+    def next(self, level: int, wanted: int, spares: Collection[int] = ()) -> array[int]:
+        """The places of the blocks that go next: at most so many, all of one priority and release.
+
+        Blocks in `spares` are passed over.
+        """
+        heap, passed = self._heaps[level], []
+        found = array("i")
+        while not found and self._clean(level):
+            there = heap[0][4]
+            if spares:
+                there = array("i", [place for place in there if place not in spares])
+            found = self._until_next(level, there[:wanted])
+            if not found:
+                passed.append(heappop(heap))
+        for row in passed:
+            heappush(heap, row)
+        return found
+
+    def take(self, level: int, wanted: int) -> array[int]:
+        """The same across rows, for whoever evicts them all: at most so many, in their order."""
+        heap, found = self._heaps[level], array("i")
+        while len(found) < wanted and heap:
+            if len(heap[0][4]) == 1:
+                row = heappop(heap)
+                self._queued[level] -= 1
+                found += self._left(row)
+                continue
+            if not self._clean(level):
+                break
+            part = self._until_next(level, heap[0][4][: wanted - len(found)])
+            found += part
+            row = heappop(heap)
+            self._queue(level, row, row[4][len(part) :])
+        return found
+
+    def _clean(self, level: int) -> bool:
+        """Drop what cannot be evicted any more from the lowest rows, until the first block of the lowest one can."""
+        heap = self._heaps[level]
+        while heap:
+            row = heap[0]
+            left = self._left(row)
+            if len(left) == len(row[4]):
+                return True
+            self._queue(level, heappop(heap), left)
+        return False
+
+    def _queue(self, level: int, row: _Row, left: array[int]) -> None:
+        """Queue what is left of a row that was taken out."""
+        self._queued[level] -= len(row[4]) - len(left)
+        if left:
+            depths = array("i", self._group.column("depths")[np.frombuffer(left, np.int32)].tobytes())
+            heappush(self._heaps[level], (row[0], row[1], depths[0], next(self._numbers), left, depths))
+
+    def _left(self, row: _Row) -> array[int]:
+        """Those blocks of a row that can still be evicted as part of it."""
+        priority, stamp, depth, _, places, depths = row
+        group = self._group
+        if len(places) == 1:
+            (place,) = places
+            same = self.key(place) == (priority, stamp, depth)
+            return places if same and not group.refs[place] and group.run_ids[place] >= 0 else array("i")
+        at = np.frombuffer(places, np.int32)
+        there = (group.column("released_at")[at] == stamp) & (group.column("priorities")[at] == priority)
+        there &= (group.column("refs")[at] == 0) & (group.column("run_ids")[at] >= 0)
+        there &= group.column("depths")[at] == np.frombuffer(depths, np.int32)
+        return places if there.all() else array("i", at[there].tobytes())
+
+    def _until_next(self, level: int, places: array[int]) -> array[int]:
+        """Those that go before any of another row that was released together with them."""
+        following = min(self._heaps[level][1:3], default=None)
+        if following is None or not places or following[:2] != self.key(places[0])[:2]:
+            return places
+        return array("i", [place for place in places if self.key(place) <= following[:3]])
+
+    def check(self) -> None:
+        """Compare the next of each level with all candidates."""
+        group = self._group
+        for level, begin in ((0, 0), (1, group.levels[PRIMARY].size)):
+            all_places = range(begin, begin + group.levels[level].size)
+            idle = [place for place in all_places if group.run_ids[place] >= 0 and not group.refs[place]]
+            queued = {place for row in self._heaps[level] for place in self._left(row)}
+            invariant(queued == set(idle), "a block cannot be evicted: unheard of")
+            if idle:
+                lowest = self.key(self.next(level, 1)[0])
+                invariant(
+                    lowest == min(map(self.key, idle)),
+                    "another block would be evicted than the lowest in order",
+                )

@@ -1,0 +1,237 @@
+"""Decisions for a sliding window: what to match across holes, fill, hold and let go of."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+from events import types as ev
+from events.ids import LevelIndex
+from events.types import Namespace, RemoveReason
+from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
+from kvcache.decide.decoding import packed_handles
+from kvcache.decide.eviction_order import EvictionOrder
+from kvcache.decide.sliding_eviction import SlidingEvictor
+from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.fold.places import HOLE
+from kvcache.fold.prefix_tree import Node, Run, common_bytes
+from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.sliding_matching import SlidingMatch
+from kvcache.results import Replacement
+
+
+class SlidingWindowManager(WindowBlockManager):
+    """Decides for the blocks of one sliding window."""
+
+    def _follow(self, offload_min_priority: int, order: type[EvictionOrder]) -> None:
+        group = self._state.groups[self.index]
+        assert isinstance(group, SlidingGroup)
+        self.sliding = group
+        """The state decided about."""
+        self._sliding_evictor = SlidingEvictor(self._state, group, self._emit, offload_min_priority)
+        self.order = self._sliding_evictor.order
+        self.free_up = self._sliding_evictor.free_up
+
+    # -- reading and admission
+
+    def match(self, namespace: Namespace, symbols: bytes, stop: int) -> SlidingMatch:
+        """The known prefix of ``symbols[:stop]`` (bytes), of which the window may have parts only."""
+        stop = stop if self._reuse else 0
+        return SlidingMatch(self.sliding, namespace, symbols, stop, partial=self._partial_reuse)
+
+    def claims(self) -> Claims:
+        """Of a batch of which nothing is counted yet."""
+        return SlidingClaims(self.sliding)
+
+    def _names_before(self, sequence: Sequence, blocks: BlockNames) -> bytes:
+        known = len(sequence.keys) // self.key_bytes if self.key_bytes else blocks.first
+        if known >= blocks.first:
+            return b""
+        run, _ = self.sliding.find(self.sliding.places(blocks.level, blocks.slots[:1])[0])
+        return self._names(self.sliding.keys_between(run, known, blocks.first))
+
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens, one by one."""
+        held = len(sequence.tables[self.index]) - sequence.detached[self.index]
+        # A new block is taken before the one is let go of that the window has left behind.
+        most = self.blocks_for(self.window) + 1
+        return max(0, min(super().blocks_to_grow(sequence, num_tokens), most - held))
+
+    # -- letting go
+
+    def detach(self, sequences: Items[Sequence]) -> None:
+        """Let go of what the window of these sequences has left behind."""
+        index, size, window = self.index, self.tokens_per_block, self.window
+        behind: list[Sequence] = []
+        counts, slots, freed = array("I"), array("i"), array("i")
+        left = self.sliding.shared.copy() if self.sliding.shared else {}
+        for sequence in sequences:
+            first = sequence.detached[index]
+            # The next token to be computed sees what lies in the window before it.
+            count = (sequence.num_next - window) // size - first
+            if count <= 0:
+                continue
+            own = sequence.tables[index][first : first + count]
+            cached = min(max(sequence.path_ends[index].end - first, 0), count)
+            behind.append(sequence)
+            counts.append(count)
+            slots += own
+            if cached < count:
+                freed += self._unshared(own[cached:], left)
+        if behind:
+            self._emit(
+                ev.BlocksDetached(
+                    handles=packed_handles(behind),
+                    counts=b"" if max(counts) == 1 else counts.tobytes(),
+                    group=index,
+                    slots=slots.tobytes(),
+                    freed=freed.tobytes(),
+                )
+            )
+
+    def _unshared(self, slots: array[int], holders: dict[int, int]) -> array[int]:
+        """Those of a sequence's slots that nobody else holds, when it lets go of them; of the others it is noted."""
+        freed = array("i")
+        for slot in slots:
+            if holders.get(slot, 1) == 1:
+                freed.append(slot)
+            else:
+                holders[slot] -= 1
+        return freed
+
+    # -- storing
+
+    def store(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
+        """Make the sequence's computed full blocks reusable (and, at its end, the partial one behind them)."""
+        replaced: list[Replacement] = []
+        if not self._reuse:
+            return replaced
+        size, computed, end = self.tokens_per_block, sequence.computed, sequence.path_ends[self.index]
+        full = computed // size
+        stop = computed if partial and self._partial_reuse else full * size
+        first = max(end.end, sequence.detached[self.index])
+        if self.sliding.shared:
+            own = self._own_blocks(sequence.tables[self.index], first)
+            full, stop = min(full, own), min(stop, own * size)
+        if first < full:
+            self._store_full(sequence, first, full, replaced)
+        if full * size < stop:
+            self._store_partial(sequence, full, stop)
+        return replaced
+
+    def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
+        """Store full blocks; where one is cached already, hold that one."""
+        known = self._known(sequence, first, full)
+        row, at = array("i"), first
+        while at < full:
+            row = known[at - first :]
+            place = row[0] if row else HOLE
+            if place == HOLE:
+                missing = next((n for n, other in enumerate(row) if other != HOLE), full - at)
+                self._emit_stored(sequence, at, (at + missing) * self.tokens_per_block)
+                at += missing
+                continue
+            level = self.sliding.slot_of(place)[0]
+            alike = 0
+            while alike < len(row) and row[alike] != HOLE and self.sliding.slot_of(row[alike])[0] == level:
+                alike += 1
+            slots = array("i", [self.sliding.slot_of(other)[1] for other in row[:alike]])
+            names = self.names_at(row[:alike])
+            self._take_stored(sequence, BlockNames(LevelIndex(level), at, slots, names), replaced)
+            at += alike
+
+    def _known(self, sequence: Sequence, first: int, full: int) -> array[int]:
+        """The places of the sequence's blocks from `first` on, as far as their content is known.
+
+        Shorter blocks that these make useless are removed.
+        """
+        size, block_bytes = self.tokens_per_block, self.sliding.tree.block_bytes
+        content = self.sliding.content(sequence, first, full, size)
+        node, at, depth = self.sliding.position(sequence, first)
+        known, useless = array("i"), array("i")
+        while depth == first and len(known) < full - first:
+            done = len(known) * block_bytes
+            length = len(node.slots) if isinstance(node, Run) else 0
+            if at == length:
+                useless.extend(self._covered_by(node, at, content[done : done + block_bytes]))
+                child = node.children.get(content[done : done + block_bytes])
+                if child is None:
+                    break
+                node, at = child, 0
+            assert isinstance(node, Run)
+            same = common_bytes(node, content, done, len(content), at * block_bytes) // block_bytes
+            known += node.slots[at : at + same]
+            at += same
+            if at < len(node.slots) and len(known) < full - first:
+                useless.extend(self._covered_by(node, at, content[len(known) * block_bytes :][:block_bytes]))
+                break
+        if useless:
+            self._sliding_evictor.remove(useless, RemoveReason.SUPERSEDED, sequence.handle)
+        return known
+
+    def _store_partial(self, sequence: Sequence, full: int, stop: int) -> None:
+        """Store the block behind the full ones, unless a cached one that begins with its tokens serves as well."""
+        if max(sequence.path_ends[self.index].end, sequence.detached[self.index]) != full:
+            return
+        head = sequence.packed(full * self.tokens_per_block, stop)
+        node, at, depth = self.sliding.position(sequence, full)
+        if depth == full:
+            if any(self._begins(run, index, head) for run, index in _following(node, at)):
+                return
+            useless = self._covered_by(node, at, head)
+            if useless:
+                self._sliding_evictor.remove(useless, RemoveReason.SUPERSEDED, sequence.handle)
+        self._emit_stored(sequence, full, stop)
+
+    def _begins(self, run: Run, index: int, head: bytes) -> bool:
+        """Whether a cached block begins with these tokens."""
+        begin = index * self.sliding.tree.block_bytes
+        return run.slots[index] != HOLE and run.symbols[begin : begin + len(head)] == head
+
+    def _covered_by(self, node: Node, at: int, head: bytes) -> array[int]:
+        """The place of the shorter block at this position that a block of this content makes useless."""
+        if not self._partial_reuse:
+            return array("i")
+        size = self.sliding.tree.block_bytes
+        return array(
+            "i",
+            [
+                run.slots[index]
+                for run, index in _following(node, at)
+                if run.partial and index == len(run.slots) - 1 and run.slots[index] != HOLE
+                if len(run.symbols) - index * size < len(head)
+                and head.startswith(run.symbols[index * size :])
+            ],
+        )
+
+    def _fills(self, sequence: Sequence) -> bool:
+        """Whether the next block of a sequence only makes a run longer behind which nothing hangs."""
+        block, table = sequence.path_ends[self.index].end, sequence.tables[self.index]
+        before = table[block - 1] if block else DETACHED
+        run = self.sliding.tree.runs.get(self.sliding.run_ids[before]) if before >= 0 else None
+        if run is None or run.end != block or run.children or run.partial or run.id in self._filled:
+            return False
+        self._filled.add(run.id)
+        return True
+
+    def names_at(self, places: array[int]) -> bytes:
+        """The names of cached blocks."""
+        return self._names(self.sliding.keys_of(places))
+
+    def freed_by(self, sequence: Sequence) -> bytes:
+        """The slots that become blank when the sequence goes, deepest first."""
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
+        own = sequence.tables[self.index][cached:]
+        own.reverse()
+        return self._unshared(own, self.sliding.shared.copy()).tobytes()
+
+
+def _following(node: Node, at: int) -> Iterator[tuple[Run, int]]:
+    """The blocks that hang behind a position: the next one of its run, or the first of each child."""
+    if isinstance(node, Run) and at < len(node.slots):
+        yield node, at
+        return
+    for child in node.children.values():
+        yield child, 0

@@ -1,0 +1,171 @@
+"""The blocks of a sliding window by place: a primary slot or, behind all of these, a secondary one.
+
+A block that is not cached while something behind it is leaves a `HOLE` in its run: its content says what hangs behind.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from events.ids import LevelIndex
+from events.types import PRIMARY, SECONDARY
+from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.group import CachedPart, Group
+from kvcache.fold.prefix_tree import Run
+
+HOLE = -1
+"""In a run, the place of a block that is not cached."""
+NOBODY = -1
+"""In `run_ids`."""
+FEW = 8
+"""Up to so many blocks a loop is faster than numpy."""
+_COLUMNS = ("run_ids", "depths", "refs", "priorities", "expiries", "released_at", "transfers")
+
+
+class Places(Group):
+    """What is known of each place: columns, and the runs whose blocks lie there."""
+
+    __slots__ = (*_COLUMNS, "views")
+
+    def __init__(self, *created: Any, tokens_recorded: bool) -> None:
+        super().__init__(*created, tokens_recorded=tokens_recorded)
+        size = sum(level.size for level in self.levels)
+        self.run_ids = array("q", [NOBODY]) * size
+        """By place: the run that has the block; -1 where none is cached."""
+        self.depths = array("i", [0]) * size
+        """By place: how many blocks are before this one in its prompt."""
+        self.refs = array("i", [0]) * size
+        self.priorities = array("i", [0]) * size
+        self.expiries = array("q", [0]) * size
+        self.released_at = array("q", [0]) * size
+        """By place: when the last sequence let go of it, as a counter; 0 while it is held."""
+        self.transfers = array("q", [0]) * size
+        """By place: the copy that brings it here, 0 when it has landed."""
+        # The same memory, for many places at a time.
+        self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """A column by place, as numpy's view."""
+        return self.views[name]
+
+    def places(self, level: int, slots: array[int]) -> array[int]:
+        """Slots of a level as places."""
+        return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
+
+    def slot_of(self, place: int) -> tuple[int, int]:
+        """The level and the slot of a place."""
+        primary = self.levels[PRIMARY].size
+        return (PRIMARY, place) if place < primary else (SECONDARY, place - primary)
+
+    def is_cached(self, level: int, slot: int) -> bool:
+        """Whether a block is cached in the slot."""
+        return self.run_ids[slot + level * self.levels[PRIMARY].size] != NOBODY
+
+    def find(self, place: int) -> tuple[Run, int]:
+        """The run of a cached block, and its index in it."""
+        run = self.tree.runs.get(self.run_ids[place])
+        if run is None:
+            raise InvariantViolated("a slot that an event names is not cached")
+        return run, self.depths[place] - run.start
+
+    def segments(self, places: array[int]) -> list[tuple[Run, int, int]]:
+        """Cached blocks as consecutive ones of runs: (run, from its block, up to its block)."""
+        if len(places) == 1:
+            run, index = self.find(places[0])
+            return [(run, index, index + 1)]
+        at = np.frombuffer(places, np.int32)
+        ids, depths = self.views["run_ids"][at], self.views["depths"][at]
+        cuts = (ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)
+        segments, begin = list[tuple[Run, int, int]](), 0
+        for end in [*(np.flatnonzero(cuts) + 1).tolist(), len(places)]:
+            run, index = self.find(places[begin])
+            segments.append((run, index, index + end - begin))
+            begin = end
+        return segments
+
+    def keys_of(self, places: array[int]) -> bytes:
+        """The keys of cached blocks."""
+        size = self.tree.key_bytes
+        if not size or not places:
+            return b""
+        return b"".join([run.keys[begin * size : end * size] for run, begin, end in self.segments(places)])
+
+    def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
+        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
+        places = np.flatnonzero(self.views["run_ids"] != NOBODY)
+        held, in_flight = self.views["refs"][places] > 0, self.views["transfers"][places] > 0
+        primary = self.levels[PRIMARY].size
+        for kind in range(8):
+            level, is_held, flies = kind & 1, bool(kind & 2), bool(kind & 4)
+            chosen = ((places >= primary) == level) & (held == is_held) & (in_flight == flies)
+            slots = places[chosen] - level * primary
+            yield level, array("i", slots.astype(np.int32).tobytes()), is_held, flies
+
+    def parts(self, run: Run) -> Iterator[CachedPart]:
+        """What of a run is cached, by level and priority."""
+        states = [
+            (place != HOLE, self.slot_of(place)[0], self.priorities[place] if place != HOLE else 0)
+            for place in run.slots
+        ]
+        for (cached, level, priority), part in groupby(range(len(states)), states.__getitem__):
+            blocks = list(part)
+            if cached:
+                yield CachedPart(blocks[0], blocks[-1] + 1, LevelIndex(level), priority)
+
+    def resident_keys(self, level: int) -> Iterator[bytes]:
+        """The keys of full blocks whose bytes are in this level."""
+        size, key_bytes = self.levels[PRIMARY].size, self.tree.key_bytes
+        for run in self.tree.runs.values():
+            full = len(run.slots) - bool(run.partial)
+            for index, place in enumerate(run.slots[:full]):
+                if place != HOLE and (place >= size) == level and not self.transfers[place]:
+                    yield bytes(run.keys[index * key_bytes : (index + 1) * key_bytes])
+
+    def clear_places(self, places: array[int]) -> None:
+        """Nothing is there any more."""
+        if len(places) <= FEW:
+            for place in places:
+                self.run_ids[place] = NOBODY
+                self.depths[place] = self.refs[place] = self.priorities[place] = 0
+                self.expiries[place] = self.released_at[place] = self.transfers[place] = 0
+            return
+        at = np.frombuffer(places, np.int32)
+        for name, view in self.views.items():
+            view[at] = NOBODY if name == "run_ids" else 0
+
+    def exported(self, places: array[int]) -> tuple[array[int], bytes]:
+        """Slots instead of places, and six numbers per block: level, priority, expiry, stamp, references, copy."""
+        at = np.frombuffer(places, np.int32)
+        primary = self.levels[PRIMARY].size
+        slots = np.where(at >= primary, at - primary, at).astype(np.int32)
+        rows = np.zeros((len(at), 6), np.int64)
+        rows[:, 0] = at >= primary
+        there = at != HOLE
+        for column, name in enumerate(("priorities", "expiries", "released_at", "refs", "transfers"), 1):
+            rows[there, column] = self.views[name][at[there]]
+        return array("i", slots.tobytes()), rows.tobytes()
+
+    def place(self, run: Run, numbers: Iterable[tuple[int, ...]]) -> None:
+        """Enter what an exported state says of the blocks of a run, as `exported` gives it."""
+        for index, (level, *columns) in enumerate(numbers):
+            if run.slots[index] == HOLE:
+                continue
+            invariant(level in (PRIMARY, SECONDARY), "there is no such level")
+            run.slots[index] += level * self.levels[PRIMARY].size
+            place = run.slots[index]
+            invariant(0 <= place < len(self.refs), "an exported block is in no slot")
+            self.run_ids[place], self.depths[place] = run.id, run.start + index
+            self.priorities[place], self.expiries[place] = columns[0], columns[1]
+            self.released_at[place], self.refs[place], self.transfers[place] = columns[2:]
+            self.levels[level].unreferenced += not self.refs[place]
+
+
+def _view(column: array[Any]) -> npt.NDArray[Any]:
+    kind = np.int64 if column.typecode == "q" else np.int32
+    return np.frombuffer(column, kind) if len(column) else np.empty(0, kind)

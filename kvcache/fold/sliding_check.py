@@ -1,0 +1,68 @@
+"""What holds of a sliding window beside the laws of every window (`kvcache.fold.check`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from events.types import PRIMARY
+from kvcache.errors import invariant
+from kvcache.fold.matching import match
+from kvcache.fold.places import HOLE
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+
+
+def check_places(group: SlidingGroup, run: Run) -> None:
+    """Verify that a run and the columns agree about its blocks."""
+    invariant(bool(run.children) or run.slots[-1] != HOLE, "content is kept behind which nothing is cached")
+    for depth, place in enumerate(run.slots, run.start):
+        if place == HOLE:
+            continue
+        owned = group.run_ids[place] == run.id and group.depths[place] == depth
+        invariant(owned, "a slot's owner is noted wrongly")
+        released = group.released_at[place] == 0
+        invariant(released or not group.refs[place], "a held block has a release stamp")
+
+
+def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None:
+    """Verify that references are those of the sequences, and that each holds blocks of its own content."""
+    references: Counter[int] = Counter()
+    for sequence in sequences:
+        first, end = sequence.detached[group.index], sequence.path_ends[group.index].end
+        table = sequence.tables[group.index]
+        references.update(table[first:end])
+        _check_content(group, sequence, first, end)
+    cached = np.flatnonzero(group.column("run_ids") >= 0).tolist()
+    invariant(references.keys() <= set(cached), "a sequence holds a block that is not cached")
+    for place in cached:
+        held = references[place] if place < group.levels[PRIMARY].size else 0
+        invariant(group.refs[place] == held, "references differ from the sequences that hold a block")
+    named = sum(place != HOLE for run in group.tree.runs.values() for place in run.slots)
+    invariant(len(cached) == named, "a block is in two places or in none")
+
+
+def _check_content(group: SlidingGroup, sequence: Sequence, first: int, end: int) -> None:
+    """The tree has the sequence's content before the blocks that it holds, and these blocks behind it."""
+    if first >= end:
+        return
+    found = match(
+        group.tree,
+        group.tree.roots[sequence.namespace],
+        content := group.content(sequence, 0, end, group.tokens_per_block),
+        len(content),
+        partial=False,
+    )
+    row = [place for run, take in found.runs for place in run.slots[:take]]
+    held = sequence.tables[group.index][first:end].tolist()
+    invariant(row[first:end] == held, "a block table and the tree disagree")
+
+
+def arriving(group: SlidingGroup) -> Iterator[tuple[int, int, list[int]]]:
+    """The blocks whose copy has not landed, each as copy, level and slot."""
+    for place in np.flatnonzero(group.column("transfers")).tolist():
+        level, slot = group.slot_of(place)
+        yield group.transfers[place], level, [slot]

@@ -1,0 +1,258 @@
+"""The state of a sliding window, which lets go of blocks one by one, and reuses them across holes.
+
+Sequences hold what their window sees. So the blocks of one prefix differ in references, priority and release, and any
+unreferenced one may be evicted: runs keep only contents and places (`kvcache.fold.sliding_tree`), all else is in
+columns by place (`kvcache.fold.places`).
+
+Only `kvcache.fold.state` calls the methods that change something, and only while it applies an event.
+"""
+
+from __future__ import annotations
+
+from array import array
+from itertools import repeat
+
+import numpy as np
+
+from events.types import PRIMARY, SECONDARY, Namespace
+from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.places import FEW, HOLE, NOBODY
+from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.sequence import DETACHED, Sequence
+from kvcache.fold.sliding_tree import SlidingTree
+
+
+class SlidingGroup(SlidingTree):
+    """A window in which a sequence holds the blocks that its next token sees."""
+
+    __slots__ = ()
+
+    def start(self, namespace: Namespace, key: bytes) -> Node:
+        """Where the path of a new sequence begins: only the count of its blocks is kept, not a place in the tree."""
+        self.root(namespace, key)
+        return Node(0)
+
+    def first_seen(self, num_tokens: int) -> int:
+        """The first block that is needed to compute what follows so many tokens."""
+        return max(0, num_tokens - self.window + 1) // self.tokens_per_block
+
+    # -- sequences come, go on and go
+
+    def begin(self, sequence: Sequence, reused: int) -> None:
+        """An admitted sequence needs nothing of what its window has left behind, and has the rest of what it reuses."""
+        full = reused // self.tokens_per_block
+        first = min(self.first_seen(reused), full)
+        sequence.tables[self.index].extend(repeat(DETACHED, first))
+        sequence.detached[self.index] = first
+        sequence.path_ends[self.index].end = full
+
+    def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
+        """A sequence takes a reference on cached blocks of its prompt."""
+        run = self._hold(sequence, level, first, slots)
+        self.learn_keys(sequence, run, first + len(slots))
+
+    def _hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> Run:
+        places = self.places(level, slots)
+        end, last = sequence.path_ends[self.index], first + len(slots)
+        run = self._check_row(places, first)
+        root: Node = run
+        while isinstance(root, Run):
+            root = root.parent
+        invariant(root is self.tree.roots[sequence.namespace], "reused blocks are of another namespace")
+        self._reference(places)
+        end.end = max(end.end, last)
+        return run
+
+    def _check_row(self, places: array[int], first: int) -> Run:
+        """The run of the last of these consecutive blocks."""
+        done, above = 0, None
+        while done < len(places):
+            run, at = self.find(places[done])
+            take = min(len(run.slots) - at, len(places) - done)
+            row = run.slots[at : at + take] == places[done : done + take]
+            follows = run.start + at == first + done and (above is None or (run.parent is above and not at))
+            invariant(row and follows, "reused blocks do not continue each other")
+            done, above = done + take, run
+        assert above is not None
+        return above
+
+    def _reference(self, places: array[int]) -> None:
+        if len(places) > FEW:
+            at, counts = np.frombuffer(places, np.int32), self.views["refs"]
+            idle = at[counts[at] == 0]
+            self.views["released_at"][idle] = 0
+            below = int((idle >= self.levels[PRIMARY].size).sum())
+            self.levels[PRIMARY].unreferenced -= len(idle) - below
+            self.levels[SECONDARY].unreferenced -= below
+            counts[at] += 1
+            return
+        refs, released_at = self.refs, self.released_at
+        for place in places:
+            if not refs[place]:
+                released_at[place] = 0
+                self.levels[self.slot_of(place)[0]].unreferenced -= 1
+            refs[place] += 1
+
+    def detach(self, sequence: Sequence, first: int, count: int, stamp: int) -> array[int]:
+        """A sequence lets go of blocks that its window has left behind; returns the slots that become blank."""
+        if count == 1 and first < sequence.path_ends[self.index].end:
+            self._release_one(sequence.tables[self.index][first], stamp)
+            return array("i")
+        slots = sequence.tables[self.index][first : first + count]
+        cached = min(max(sequence.path_ends[self.index].end - first, 0), count)
+        self._release(slots[:cached], stamp)
+        return self.return_uncached(slots[cached:]) if cached < count else array("i")
+
+    def end(self, sequence: Sequence, stamp: int) -> array[int]:
+        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
+        table, first = sequence.tables[self.index], sequence.detached[self.index]
+        cached = max(sequence.path_ends[self.index].end, first)
+        own = table[cached:]
+        own.reverse()
+        freed = self.return_uncached(own)
+        self._release(table[first:cached], stamp)
+        return freed
+
+    def _release_one(self, slot: int, stamp: int) -> None:
+        """The usual case of `_release`: decoding leaves one block behind."""
+        self.refs[slot] -= 1
+        if not self.refs[slot]:
+            self.released_at[slot] = stamp
+            self.levels[PRIMARY].unreferenced += 1
+            self.watcher.released(PRIMARY, array("i", (slot,)))
+
+    def _release(self, slots: array[int], stamp: int) -> None:
+        """One sequence fewer holds these primary blocks, shallowest first."""
+        if len(slots) <= FEW:
+            refs, released_at, free = self.refs, self.released_at, array("i")
+            for slot in slots:
+                refs[slot] -= 1
+                if not refs[slot]:
+                    released_at[slot] = stamp
+                    free.append(slot)
+        else:
+            at, counts = np.frombuffer(slots, np.int32), self.views["refs"]
+            counts[at] -= 1
+            idle = at[counts[at] == 0]
+            self.views["released_at"][idle] = stamp
+            free = array("i", idle.tobytes())
+        if free:
+            self.levels[PRIMARY].unreferenced += len(free)
+            self.watcher.released(PRIMARY, free)
+
+    # -- storing
+
+    def store(
+        self, sequence: Sequence, first: int, slots: array[int], priority: int, last_tokens: int
+    ) -> None:
+        """Cache a sequence's own blocks: new ones, or such as are missing so far."""
+        last, key_bytes = first + len(slots), self.tree.key_bytes
+        node, at, depth = self.position(sequence, first)
+        # What the window has left behind and nobody has cached since is noted as content only.
+        places = array("i", [HOLE]) * (first - depth) + slots
+        content = self.content(sequence, depth, last, last_tokens)
+        keys = sequence.keys[depth * key_bytes : last * key_bytes]
+        self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
+        at_slots = np.frombuffer(slots, np.int32)
+        self.views["refs"][at_slots], self.views["priorities"][at_slots] = 1, priority
+        sequence.path_ends[self.index].end = last
+
+    def fill(
+        self, sequence: Sequence, block: int, slot: int, symbols: bytes, key: bytes, priority: int
+    ) -> None:
+        """Cache the next block of a sequence, behind the last block of a leaf."""
+        end, before = sequence.path_ends[self.index], sequence.tables[self.index][block - 1]
+        run = self.tree.runs.get(self.run_ids[before]) if before >= 0 else None
+        if end.end != block or run is None or run.end != block or run.children or run.partial:
+            raise InvariantViolated("a filled block does not continue what its sequence has cached")
+        self.run_ids[slot] = run.extend(symbols, slot, key)
+        self.depths[slot], self.refs[slot], self.priorities[slot] = block, 1, priority
+        end.end = block + 1
+
+    # -- moving and removing
+
+    def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
+        """Change the priority of cached blocks that sequences hold."""
+        for place in self.places(level, slots):
+            held = self.run_ids[place] != NOBODY and self.refs[place] > 0
+            invariant(
+                held and self.priorities[place] == old_priority, "an updated block had another priority"
+            )
+            self.priorities[place] = priority
+
+    def remove(self, level: int, slots: array[int]) -> None:
+        """Forget cached blocks that no sequence holds."""
+        places = self.places(level, slots)
+        self._check_unreferenced(places)
+        self.take_out(places)
+        self.levels[level].blank += slots
+        self.levels[level].unreferenced -= len(slots)
+
+    def _check_unreferenced(self, places: array[int]) -> None:
+        if len(places) <= FEW:
+            idle = all(self.run_ids[place] != NOBODY and not self.refs[place] for place in places)
+            once = len(set(places)) == len(places)
+        else:
+            at = np.frombuffer(places, np.int32)
+            idle = bool(((self.views["run_ids"][at] != NOBODY) & (self.views["refs"][at] == 0)).all())
+            once = len(np.unique(at)) == len(at)
+        invariant(idle and once, "a block is held, or not cached")
+
+    def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move unreferenced primary blocks to secondary."""
+        self._check_unreferenced(slots)
+        to = self.places(SECONDARY, to_slots)
+        self._relocate(slots, to, transfer)
+        primary, secondary = self.levels
+        primary.return_slots(slots)
+        primary.unreferenced -= len(slots)
+        secondary.unreferenced += len(slots)
+        self.watcher.released(SECONDARY, to)
+
+    def onboard(self, sequence: Sequence, slots: array[int], to_slots: array[int], transfer: int) -> None:
+        """Move secondary blocks that a sequence holds to primary."""
+        places = self.places(SECONDARY, slots)
+        invariant(all(self.refs[place] for place in places), "an onboarded block is not held")
+        self._relocate(places, to_slots, transfer)
+        self.levels[SECONDARY].return_slots(slots)
+
+    def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
+        """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
+        self._hold(sequence, SECONDARY, first, slots)
+        self._relocate(self.places(SECONDARY, slots), own, 0)
+        self.levels[SECONDARY].return_slots(slots)
+
+    def _relocate(self, places: array[int], to: array[int], transfer: int) -> None:
+        """Give cached blocks new places; the old ones belong to nobody until they are given back."""
+        done = 0
+        for run, begin, end in self.segments(places):
+            run.slots[begin:end] = to[done : done + end - begin]
+            done += end - begin
+        at, target = np.frombuffer(places, np.int32), np.frombuffer(to, np.int32)
+        for view in self.views.values():
+            view[target] = view[at]
+        self.views["transfers"][target] = transfer
+        self.clear_places(places)
+
+    def land(self, level: int, slots: array[int], transfer: int) -> None:
+        """The copy of these blocks is complete, as far as they are still there."""
+        for place in self.places(level, slots):
+            if self.transfers[place] == transfer:
+                self.transfers[place] = 0
+
+    def clear(self) -> tuple[tuple[int, int], int]:
+        """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
+        counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
+        unnamed = 0
+        for place in np.flatnonzero(self.views["run_ids"] != NOBODY).tolist():
+            refs, (level, slot) = self.refs[place], self.slot_of(place)
+            if not refs:
+                self.levels[level].blank.append(slot)
+                continue
+            unnamed += 1
+            if refs > 1:
+                self.shared[slot] = refs
+        for name, view in self.views.items():
+            view.fill(NOBODY if name == "run_ids" else 0)
+        self.forget_all()
+        return counts, unnamed

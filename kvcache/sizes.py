@@ -1,0 +1,133 @@
+"""How many blocks each attention window gets, and how many a sequence takes: arithmetic only.
+
+Block counts and tokens hold for each window. Bytes are divided over the windows, in exact fractions, so that the same
+settings give the same counts everywhere; what is left of a part behind its last whole block stays unused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvcache.config import MAX_BLOCKS, KVCacheConfig
+from kvcache.errors import ConfigError
+
+INSTEAD = "primary_blocks, max_tokens or primary_bytes"
+"""What gives the size of primary where free memory cannot be measured."""
+
+
+def shares_of(weights: Sequence[float | Fraction]) -> tuple[Fraction, ...]:
+    """The weights as parts of one. A decimal number counts as it is written: 0.1 is a tenth."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    whole = sum(exact)
+    return tuple(weight / whole for weight in exact)
+
+
+def weights_by_window(windows: Sequence[int], bytes_per_token: Sequence[int]) -> tuple[int, ...]:
+    """What the windows weigh where each is to hold tokens in proportion to its length."""
+    return tuple(window * size for window, size in zip(windows, bytes_per_token, strict=True))
+
+
+def split(total: int, shares: Sequence[Fraction]) -> tuple[int, ...]:
+    """Divide blocks or bytes by shares, each part rounded down."""
+    return tuple(math.floor(total * share) for share in shares)
+
+
+def block_counts(
+    config: KVCacheConfig,
+    windows: Sequence[int],
+    bytes_per_block: Sequence[int],
+    free_bytes: int | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Blocks in primary and in secondary of each window; where several settings limit a level, the smallest wins.
+
+    `bytes_per_block` is of all layers of each window. `free_bytes` is what `free_gpu_memory_fraction` is a fraction
+    of; None: not measured. Raises ConfigError if that is needed, if bytes are too few for one block of a window, or
+    if blocks are too many to be numbered.
+    """
+    level = _Level(config, tuple(windows), tuple(bytes_per_block))
+    primary: dict[str, tuple[int, ...]] = {}
+    if config.primary_blocks is not None:
+        primary["primary_blocks"] = level.each(config.primary_blocks)
+    if config.max_tokens is not None:
+        primary["max_tokens"] = level.each(config.max_tokens // config.tokens_per_block)
+    if config.primary_bytes is not None:
+        primary["primary_bytes"] = level.fitting("primary_bytes", config.primary_bytes)
+    if config.free_gpu_memory_fraction is not None:
+        primary["free_gpu_memory_fraction"] = level.fraction(config.free_gpu_memory_fraction, free_bytes)
+    secondary: dict[str, tuple[int, ...]] = {}
+    if config.secondary_blocks is not None:
+        secondary["secondary_blocks"] = level.each(config.secondary_blocks)
+    if config.host_cache_size is not None:
+        given = config.host_cache_size
+        secondary["host_cache_size"] = level.fitting("host_cache_size", given) if given else level.each(0)
+    return tuple(zip(_smallest(primary), _smallest(secondary or {"": level.each(0)}), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """What the limits of a level are worked out from."""
+
+    config: KVCacheConfig
+    windows: tuple[int, ...]
+    bytes_per_block: tuple[int, ...]
+
+    def each(self, count: int | tuple[int, ...]) -> tuple[int, ...]:
+        """A number of blocks, or one per window."""
+        return count if isinstance(count, tuple) else (count,) * len(self.windows)
+
+    def fraction(self, given: float, free: int | None) -> tuple[int, ...]:
+        """The blocks that a fraction of the free memory holds."""
+        field = "free_gpu_memory_fraction"
+        if free is None:
+            where = "what kvcache.pools.sized(config) returns, which measures the GPU's free memory"
+            raise ConfigError([f"{field}: given {given}; accepted: {where}, or {INSTEAD} instead"])
+        budget = math.floor(free * Fraction(str(given)))
+        return self.fitting(field, budget, f"{given}, which is {budget} of {free} free bytes")
+
+    def fitting(self, field: str, budget: int, given: str = "") -> tuple[int, ...]:
+        """The blocks that the windows' shares of so many bytes hold, at least one of each."""
+        shares = self._shares()
+        parts = zip(split(budget, shares), self.bytes_per_block, strict=True)
+        counts = tuple(part // size for part, size in parts)
+        if 0 in counts:
+            needed, at = max(
+                (math.ceil(size / share), index)
+                for index, (size, share) in enumerate(zip(self.bytes_per_block, shares, strict=True))
+            )
+            one = f"one block of window {self.windows[at]} has {self.bytes_per_block[at]}"
+            least = f"{'0, or ' * (field == 'host_cache_size')}at least {needed} bytes"
+            raise ConfigError([f"{field}: given {given or budget}; accepted: {least}, since {one}"])
+        return counts
+
+    def _shares(self) -> tuple[Fraction, ...]:
+        rule = self.config.window_shares
+        if isinstance(rule, tuple):
+            return shares_of(rule)
+        if rule == "equal":
+            return shares_of([1] * len(self.windows))
+        # A block has as many tokens in all windows, so its bytes weigh as those of a token do.
+        return shares_of(weights_by_window(self.windows, self.bytes_per_block))
+
+
+def _smallest(limits: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """For each window the smallest of several limits. Raises ConfigError if even that cannot be numbered."""
+    for counts in zip(*limits.values(), strict=True):
+        count, field = min(zip(counts, limits, strict=True))
+        if count > MAX_BLOCKS:
+            raise ConfigError([f"{field}: given room for {count} blocks; accepted: at most {MAX_BLOCKS}"])
+    return tuple(map(min, zip(*limits.values(), strict=True)))
+
+
+def blocks_at_most(num_tokens: int, window: int, tokens_per_block: int, sink_tokens: int = 0) -> int:
+    """Blocks of one window that a sequence holds at most at a time while it grows to so many tokens, one by one.
+
+    A window that slides begins and ends inside of blocks, so it takes one block more than its length does. Sink
+    tokens, the first ones that stay visible, fill blocks of their own. (A prompt has all its blocks at once until it
+    is stored.)
+    """
+    padding = -sink_tokens % tokens_per_block
+    blocks = -(-(min(num_tokens, window) + padding) // tokens_per_block)
+    return blocks + (num_tokens > window)

@@ -1,0 +1,259 @@
+"""What one attention window of a cache does, written down as plainly as possible: one block at a time, no slots.
+
+A cached block is known by its path: the namespace, then the tokens of each block up to and including its own. A
+primary block that takes up a slot has an arbitrary id; blank slots are what is left. A token may be anything that can
+be compared, so that one of an image can be what it stands for.
+
+A window that slides differs from a full one in two ways: its sequences let go of blocks that it has left, and each of
+its cached blocks stands alone, whatever is cached before and behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from events.types import PRIMARY, SECONDARY
+
+PRIORITY = 35
+Path = tuple[Any, ...]
+Entry = None | int | Path
+"""Of a block table: let go of (None), the id of a block that is not cached, or the path of one that is."""
+
+
+def common_tokens(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def path_of(namespace: Hashable, tokens: Sequence[Hashable], blocks: int, size: int) -> Path:
+    return namespace, *(tuple(tokens[at * size : at * size + size]) for at in range(blocks))
+
+
+@dataclass
+class Block:
+    """A cached block. `id` is meaningless in secondary."""
+
+    id: int
+    level: int = PRIMARY
+    refs: int = 0
+    stamp: int = 0
+    priority: int = PRIORITY
+
+
+@dataclass
+class Running:
+    """What a sequence is, whichever the window."""
+
+    namespace: Hashable
+    tokens: list[Any]
+    computed: int = 0
+
+
+@dataclass
+class Window:
+    """The blocks of one window. `removed` and `offloaded` list what left primary or the cache, in order."""
+
+    size: int
+    blocks: tuple[int, int]
+    tokens: int
+    """How many tokens it attends to, the one that does so included."""
+    sliding: bool
+    reuse: bool
+    partial: bool
+    offload_from: int
+    ahead: int
+    """Decoding that evicts at all makes so many blocks blank before it takes its own, if they can be had."""
+    cached: dict[Path, Block] = field(default_factory=dict)
+    tables: dict[Hashable, list[Entry]] = field(default_factory=dict)
+    ids: int = 0
+    removed: list[set[Path]] = field(default_factory=list)
+    """Each set may go in any order that has children before parents."""
+    offloaded: list[Path] = field(default_factory=list)
+    let_go: list[tuple[Hashable, int]] = field(default_factory=list)
+    """Sequences and how many blocks they let go of before their end, in order."""
+
+    # -- reading
+
+    def blank(self, level: int) -> int:
+        used = {block.id for block in self.cached.values() if block.level == level}
+        if level == PRIMARY:
+            used.update(entry for table in self.tables.values() for entry in table if isinstance(entry, int))
+        return self.blocks[level] - len(used)
+
+    def idle(self, level: int) -> int:
+        return sum(block.level == level and not block.refs for block in self.cached.values())
+
+    def available(self) -> int:
+        return self.blank(PRIMARY) + self.idle(PRIMARY)
+
+    def children(self, path: Path) -> list[Path]:
+        return [child for child in self.cached if child[:-1] == path]
+
+    def detached(self, request_id: Hashable) -> int:
+        """How many blocks a sequence has let go of, or never needed."""
+        return self.tables[request_id].count(None)
+
+    def stored(self, request_id: Hashable) -> int:
+        """Leading blocks that a sequence need not store (any more)."""
+        return sum(1 for _ in takewhile(lambda entry: not isinstance(entry, int), self.tables[request_id]))
+
+    def claims(self, path: Path, tokens: int) -> list[Path]:
+        """The blocks of a path that who reuses so many tokens reads."""
+        first = max(0, tokens - self.tokens + 1) // self.size
+        return [path[: block + 2] for block in range(first, len(path) - 1)]
+
+    def serves(self, path: Path) -> bool:
+        """Whether a prefix of just these full blocks can be reused."""
+        return all(each in self.cached for each in self.claims(path, (len(path) - 1) * self.size))
+
+    # -- eviction
+
+    def victim(self, level: int, exempt: Collection[Path] = ()) -> Path | None:
+        candidates = [
+            path
+            for path, block in self.cached.items()
+            if block.level == level and not block.refs and path not in exempt
+            if self.sliding or all(self.cached[child].level != level for child in self.children(path))
+        ]
+        return min(candidates, key=self.order, default=None)
+
+    def order(self, path: Path) -> tuple[int, int, int]:
+        depth = len(path) if self.sliding else -len(path)
+        return self.cached[path].priority, self.cached[path].stamp, depth
+
+    def evict(self, needed: int, exempt: Collection[Path] = ()) -> None:
+        while self.blank(PRIMARY) < needed:
+            path = self.victim(PRIMARY)
+            assert path is not None
+            if self.offload_from <= self.cached[path].priority and self.make_room(path, exempt):
+                self.cached[path].level, self.cached[path].id = SECONDARY, self.new_id()
+                self.offloaded.append(path)
+            else:
+                if not self.sliding:
+                    behind = [each for each in self.cached if each != path and each[: len(path)] == path]
+                    self.remove(behind)
+                self.remove([path])
+
+    def make_room(self, path: Path, exempt: Collection[Path]) -> bool:
+        if self.blocks[SECONDARY] and not self.blank(SECONDARY):
+            lower = self.victim(SECONDARY, exempt)
+            if lower is not None and self.order(lower) < self.order(path):
+                self.remove([lower])
+        return self.blank(SECONDARY) > 0
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        gone = set(paths)
+        for path in gone:
+            del self.cached[path]
+        if gone:
+            self.removed.append(gone)
+
+    # -- what becomes of a sequence
+
+    def new_id(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    def hold(self, path: Path) -> Path:
+        block = self.cached[path]
+        block.refs, block.stamp = block.refs + 1, 0
+        return path
+
+    def claim(self, request_id: Hashable, path: Path, tokens: int) -> None:
+        """Begin a table with what is reused."""
+        held: list[Entry] = [self.hold(each) for each in self.claims(path, tokens)]
+        self.tables[request_id] = [None] * (len(path) - 1 - len(held)) + held
+
+    def onboard(self) -> None:
+        for block in self.cached.values():
+            if block.refs and block.level == SECONDARY:
+                block.level, block.id = PRIMARY, self.new_id()
+
+    def grow(self, request_id: Hashable, blocks: int) -> None:
+        self.tables[request_id] += [self.new_id() for _ in range(blocks)]
+
+    def release(self, entry: Entry, stamp: int) -> None:
+        if isinstance(entry, tuple):
+            block = self.cached[entry]
+            block.refs -= 1
+            block.stamp = 0 if block.refs else stamp
+
+    def to_detach(self, request_id: Hashable, sequence: Running) -> int:
+        """Blocks that no token to come attends to."""
+        left = min(len(sequence.tokens), sequence.computed + 1) - self.detached(request_id) * self.size
+        return max(0, (left - self.tokens) // self.size)
+
+    def detach(self, request_id: Hashable, count: int, stamp: int) -> None:
+        first = self.detached(request_id)
+        for at in range(first, first + count):
+            self.release(self.tables[request_id][at], stamp)
+            self.tables[request_id][at] = None
+        self.let_go.append((request_id, count))
+
+    def end(self, request_id: Hashable, stamp: int) -> None:
+        for entry in self.tables.pop(request_id):
+            self.release(entry, stamp)
+
+    def clear(self) -> None:
+        """What sequences hold is theirs, or shared by them; nothing is cached."""
+        for table in self.tables.values():
+            table[:] = [self.cached[each].id if isinstance(each, tuple) else each for each in table]
+        self.cached.clear()
+
+    def set_priority(self, request_id: Hashable, priority: int, start: int, stop: int) -> list[Path]:
+        """Returns the blocks that had another priority, shallowest first."""
+        changed = []
+        for at, entry in enumerate(self.tables[request_id]):
+            overlaps = max(start, at * self.size) < min(stop, (at + 1) * self.size)
+            if isinstance(entry, tuple) and overlaps and self.cached[entry].priority != priority:
+                self.cached[entry].priority = priority
+                changed.append(entry)
+        return changed
+
+    # -- storing
+
+    def may_store(self, request_id: Hashable) -> bool:
+        """Whether the next block is the sequence's alone."""
+        holders = Counter(entry for table in self.tables.values() for entry in table)
+        at = self.stored(request_id)
+        table = self.tables[request_id]
+        return self.reuse and at < len(table) and holders[table[at]] == 1
+
+    def store(self, request_id: Hashable, sequence: Running) -> list[int]:
+        """Store what is computed, full blocks only. Returns the indices of the blocks swapped for another's."""
+        table, swapped = self.tables[request_id], []
+        while self.stored(request_id) < sequence.computed // self.size and self.may_store(request_id):
+            at = self.stored(request_id)
+            path, own = path_of(sequence.namespace, sequence.tokens, at + 1, self.size), table[at]
+            assert isinstance(own, int)
+            if path not in self.cached:
+                self.supersede(path)
+                self.cached[path] = Block(own)
+            elif self.cached[path].level == SECONDARY:
+                self.cached[path].level, self.cached[path].id = PRIMARY, own
+            else:
+                swapped.append(at)
+            table[at] = self.hold(path)
+        return swapped
+
+    def store_partial(self, request_id: Hashable, sequence: Running) -> None:
+        """The computed part of the last block, of use only to copy from."""
+        at = self.stored(request_id)
+        rest = tuple(sequence.tokens[at * self.size : sequence.computed])
+        parent = path_of(sequence.namespace, sequence.tokens, at, self.size)
+        if not self.partial or not 0 < len(rest) < self.size or not self.may_store(request_id):
+            return
+        if all(child[-1][: len(rest)] != rest for child in self.children(parent)):
+            own, path = self.tables[request_id][at], (*parent, rest)
+            assert isinstance(own, int)
+            self.supersede(path)
+            self.cached[path] = Block(own)
+            self.tables[request_id][at] = self.hold(path)
+
+    def supersede(self, path: Path) -> None:
+        """A block makes shorter ones with the same beginning useless."""
+        shorter = [child for child in self.children(path[:-1]) if len(child[-1]) < len(path[-1])]
+        self.remove(child for child in shorter if path[-1][: len(child[-1])] == child[-1])
