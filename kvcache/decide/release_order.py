@@ -96,40 +96,42 @@ class ReleaseOrder(Watcher):
 
     # -- what goes next
 
-    def next(self, level: int, wanted: int, spares: Collection[int] = ()) -> array[int]:
-        """The places of the blocks that go next: at most so many, all of one priority and release.
+    def lowest(self, level: int, spares: Collection[int] = ()) -> Key | None:
+        """The key of the block that goes next, but for the places in `spares`."""
+        (place,) = self.take(level, 1, spares=spares) or (None,)
+        if place is None:
+            return None
+        self.released(level, array("i", (place,)))
+        return self.key(place)
 
-        Blocks in `spares` are passed over.
+    def take(
+        self, level: int, wanted: int, below: Key | None = None, spares: Collection[int] = ()
+    ) -> array[int]:
+        """The places of the blocks that go next, in their order, for whoever evicts them all.
+
+        At most so many, with keys lower than `below`; places in `spares` are passed over.
         """
-        heap, passed = self._heaps[level], []
-        found = array("i")
-        while not found and self._clean(level):
-            there = heap[0][4]
+        heap, found, passed = self._heaps[level], array("i"), []
+        while len(found) < wanted and self._clean(level) and (below is None or heap[0][:3] < below):
+            row = heappop(heap)
+            part = self._until(heap[0][:3] if heap else None, row[4][: wanted - len(found)])
+            part = self._until(below, part)
             if spares:
-                there = array("i", [place for place in there if place not in spares])
-            found = self._until_next(level, there[:wanted])
-            if not found:
-                passed.append(heappop(heap))
-        for row in passed:
-            heappush(heap, row)
+                part = array("i", [place for place in part if place not in spares])
+            found += part
+            if spares and len(part) < len(row[4]):
+                passed.append((row, array("i", [place for place in row[4] if place not in part])))
+            else:
+                self._queue(level, row, row[4][len(part) :])
+        for row, rest in passed:
+            self._queue(level, row, rest)
         return found
 
-    def take(self, level: int, wanted: int) -> array[int]:
-        """The same across rows, for whoever evicts them all: at most so many, in their order."""
-        heap, found = self._heaps[level], array("i")
-        while len(found) < wanted and heap:
-            if len(heap[0][4]) == 1:
-                row = heappop(heap)
-                self._queued[level] -= 1
-                found += self._left(row)
-                continue
-            if not self._clean(level):
-                break
-            part = self._until_next(level, heap[0][4][: wanted - len(found)])
-            found += part
-            row = heappop(heap)
-            self._queue(level, row, row[4][len(part) :])
-        return found
+    def _until(self, key: Key | None, places: array[int]) -> array[int]:
+        """Those of a row that go before a block with this key, which may have been released together with them."""
+        if key is None or not places or self.key(places[-1]) < key:
+            return places
+        return array("i", [place for place in places if self.key(place) < key])
 
     def _clean(self, level: int) -> bool:
         """Drop what cannot be evicted any more from the lowest rows, until the first block of the lowest one can."""
@@ -163,13 +165,6 @@ class ReleaseOrder(Watcher):
         there &= group.column("depths")[at] == np.frombuffer(depths, np.int32)
         return places if there.all() else array("i", at[there].tobytes())
 
-    def _until_next(self, level: int, places: array[int]) -> array[int]:
-        """Those that go before any of another row that was released together with them."""
-        following = min(self._heaps[level][1:3], default=None)
-        if following is None or not places or following[:2] != self.key(places[0])[:2]:
-            return places
-        return array("i", [place for place in places if self.key(place) <= following[:3]])
-
     def check(self) -> None:
         """Compare the next of each level with all candidates."""
         group = self._group
@@ -179,7 +174,7 @@ class ReleaseOrder(Watcher):
             queued = {place for row in self._heaps[level] for place in self._left(row)}
             invariant(queued == set(idle), "a block cannot be evicted: unheard of")
             if idle:
-                lowest = self.key(self.next(level, 1)[0])
+                lowest = self.lowest(level)
                 invariant(
                     lowest == min(map(self.key, idle)),
                     "another block would be evicted than the lowest in order",

@@ -27,35 +27,40 @@ class SlidingEvictor:
 
     def free_up(self, needed: int, handle: Handle | None, spares: Collection[int] = ()) -> None:
         """Evict until `needed` primary slots are blank; the secondary slots in `spares` keep their blocks."""
-        primary = self._group.levels[PRIMARY]
-        spared = self._group.places(SECONDARY, array("i", spares)) if spares else ()
-        if not self._offloads:
-            short = needed - len(primary.blank)
-            if short > 0:
-                self.remove(self.order.take(PRIMARY, short), RemoveReason.CAPACITY, handle)
+        short = needed - len(self._group.levels[PRIMARY].blank)
+        if short <= 0:
             return
-        while (short := needed - len(primary.blank)) > 0:
-            victims = self.order.next(PRIMARY, short)
-            assert victims, "counted before"
-            room = self._room_in_secondary(victims, handle, spared)
+        victims, priorities = self.order.take(PRIMARY, short), self._group.priorities
+        kept = len(victims)
+        if self._offloads:
+            lowest = self._offload_min_priority
+            kept = next((n for n, place in enumerate(victims) if priorities[place] >= lowest), kept)
+        if kept:
+            self.remove(victims[:kept], RemoveReason.CAPACITY, handle)
+        if kept < len(victims):
+            spared = self._group.places(SECONDARY, array("i", spares)) if spares else ()
+            self._offload_or_drop(victims[kept:], handle, spared)
+
+    def _offload_or_drop(self, victims: array[int], handle: Handle | None, spares: Collection[int]) -> None:
+        """Move blocks to secondary as far as it has room, or has something lower in the same order."""
+        secondary, order = self._group.levels[SECONDARY], self.order
+        while victims:
+            room = len(secondary.blank)
+            if not room:
+                lower = order.take(SECONDARY, len(victims), order.key(victims[0]), spares)
+                room = len(lower)
+                if lower:
+                    self.remove(lower, RemoveReason.CAPACITY, handle)
             if room:
                 self._offload(victims[:room], handle)
             else:
-                self.remove(victims, RemoveReason.CAPACITY, handle)
-
-    def _room_in_secondary(self, victims: array[int], handle: Handle | None, spares: Collection[int]) -> int:
-        """How many of these blocks secondary takes now, after evicting what is lower in order there."""
-        secondary, key = self._group.levels[SECONDARY], self.order.key
-        if self._group.priorities[victims[0]] < self._offload_min_priority:
-            return 0
-        if not secondary.blank:
-            lower = self.order.next(SECONDARY, len(victims), spares)
-            if not lower or key(lower[0]) >= key(victims[0]):
-                return 0
-            # Of one release, one after the other: a deeper one may not be lower than the first victim any more.
-            together = key(lower[0])[:2] == key(victims[0])[:2]
-            self.remove(lower[:1] if together else lower, RemoveReason.CAPACITY, handle)
-        return len(secondary.blank)
+                lowest = order.lowest(SECONDARY, spares)
+                higher = (
+                    n for n, place in enumerate(victims) if lowest is not None and order.key(place) > lowest
+                )
+                room = next(higher, len(victims))
+                self.remove(victims[:room], RemoveReason.CAPACITY, handle)
+            victims = victims[room:]
 
     def _offload(self, places: array[int], handle: Handle | None) -> None:
         to_slots = self._group.levels[SECONDARY].peek(len(places))
