@@ -37,14 +37,16 @@ from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.conftest import ROOT
+from tests.strategies import landed_level
 
 WAIT = 20.0
 CONFIG = KVCacheConfig(
-    max_sequence_length=64,
+    max_sequence_length=32,
+    max_attention_window=(5, 32),
     tokens_per_block=2,
     primary_blocks=16,
     secondary_blocks=6,
-    num_layers=1,
+    num_layers=2,
     num_kv_heads=1,
     head_dim=1,
     block_hash="v2_sha256_64",
@@ -54,8 +56,8 @@ RESERVATION = 16
 QUEUED_EVENTS = 60
 """Few, so that a sink that stalls loses something."""
 
-Told = set[tuple[int, Hash, Hash | None, tuple[Any, ...]]]
-"""Level, name, parent and tokens of each resident full block."""
+Told = set[tuple[int, int, Hash, Hash | None, tuple[Any, ...]]]
+"""Group, level, name, parent and tokens of each resident full block."""
 
 
 @dataclass(frozen=True)
@@ -115,15 +117,18 @@ def residency(manager: KVCacheManager) -> Told:
     """The landed full blocks of a manager."""
     size, width = CONFIG.tokens_per_block, manager.state.hashing.key_bytes
     told: Told = set()
-    for run in manager.state.groups[0].tree.runs.values():
-        if run.transfer:
-            continue
+    runs = [
+        (index, run) for index, group in enumerate(manager.state.groups) for run in group.tree.runs.values()
+    ]
+    for index, run in runs:
         above = run.parent.key_of_last(width) if isinstance(run.parent, Run) else b""
         parent = int.from_bytes(above[:NAME_BYTES], "big") if above else None
         tokens = memoryview(bytes(run.symbols)).cast("i")
         for block in range(len(run.slots) - bool(run.partial)):
             name = int.from_bytes(run.keys[block * width : block * width + NAME_BYTES], "big")
-            told.add((run.level, name, parent, tuple(tokens[block * size : (block + 1) * size])))
+            level = landed_level(manager.state, index, run, block)
+            if level is not None:
+                told.add((index, level, name, parent, tuple(tokens[block * size : (block + 1) * size])))
             parent = name
     return told
 
@@ -326,7 +331,7 @@ class ChildEngine:
         answer = self._stdout.readline()
         assert answer, "the engine died"
         blocks, last_seq = json.loads(answer)
-        return {(level, name, parent, tuple(tokens)) for level, name, parent, tokens in blocks}, last_seq
+        return {(*place, tuple(tokens)) for *place, tokens in blocks}, last_seq
 
     def _say(self, word: str) -> None:
         print(word, file=self._stdin, flush=True)
@@ -395,8 +400,8 @@ class Router:
     def told(self) -> Told:
         """What it believes to be resident."""
         return {
-            (level, name, block.parent, block.tokens)
-            for (_, level), blocks in self.index.blocks.items()
+            (group, level, name, block.parent, block.tokens)
+            for (group, level), blocks in self.index.blocks.items()
             for name, block in blocks.items()
         }
 

@@ -20,6 +20,7 @@ from events.codec import decode_batch, encode_batch
 from events.types import PRIMARY, SECONDARY, EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.exported_state import COLUMNS, export
+from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
@@ -238,6 +239,17 @@ def cached_blocks(state: CacheState, index: int = 0) -> Cached:
             found[keys[block * 32 : block * 32 + 8]] = (level, refs, stamp, tokens, priority)
             block += 1
     return found
+
+
+def landed_level(state: CacheState, index: int, run: Run, at: int) -> int | None:
+    """Where one block of a run is; None if it is not cached, or on its way."""
+    if not slides(state, index):
+        return None if run.transfer else run.level
+    group: Any = state.groups[index]
+    place = run.slots[at]
+    if place < 0 or group.transfers[place]:
+        return None
+    return PRIMARY if place < group.levels[PRIMARY].size else SECONDARY
 
 
 def _cached_alone(state: CacheState, index: int) -> Cached:

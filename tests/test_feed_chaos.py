@@ -272,7 +272,7 @@ class TestFirstCauses:
         assert received.seq == 1
 
     def test_a_state_that_a_cache_begins_with_is_told(self) -> None:
-        """A manager that goes on from a state tells its blocks once, after clearing."""
+        """A manager that goes on from a state tells its blocks once, of each window, after clearing."""
         with KVCacheManager(CONFIG, log=None) as manager:
             manager.add_sequence(1, [1, 2, 3, 4, 5])
             manager.store_context_blocks(1, 5)
@@ -280,8 +280,8 @@ class TestFirstCauses:
             feed, changes = Feed(), list[Change]()
             with KVCacheManager.resume(manager.state, sinks=[Folding(feed, changes)]) as resumed:
                 resumed.add_tokens([1], [6])
-        assert [type(change) for change in changes] == [Cleared, Stored]
-        assert len(feed.resident(0, 0)) == 2
+        assert [type(change) for change in changes] == [Cleared, Stored, Stored]
+        assert len(feed.resident(0, 0)) == len(feed.resident(1, 0)) == 2
 
 
 class Folding:

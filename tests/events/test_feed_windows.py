@@ -6,7 +6,6 @@ import hashlib
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import pytest
 
@@ -44,7 +43,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.exported_state import export
 from tests.columns import pack_i32, pack_i64, pack_u32
 from tests.events.test_feed import Engine, NoBytes, StrictIndex, batches, landed_prefixes
-from tests.strategies import key_of, split_names
+from tests.strategies import key_of, landed_level, slides, split_names
 
 SIZE = 2
 """Tokens per block."""
@@ -430,23 +429,13 @@ def config(rng: random.Random, windows: tuple[int, ...]) -> KVCacheConfig:
 
 def residency(manager: KVCacheManager, index: int, level: int) -> set[bytes]:
     """Names of the landed full blocks that a group holds in a level."""
-    group: Any = manager.state.groups[index]
-    size, found = manager.state.hashing.key_bytes, set()
-    for run in group.tree.runs.values():
-        for at in range(len(run.slots) - bool(run.partial)):
-            place = run.slots[at]
-            if slides(manager, index):
-                its_level = place >= group.levels[PRIMARY].size
-                there = place >= 0 and its_level == level and not group.transfers[place]
-            else:
-                there = run.level == level and not run.transfer
-            if there:
-                found.add(bytes(run.keys[at * size : at * size + 8]))
-    return found
-
-
-def slides(manager: KVCacheManager, index: int) -> bool:
-    return manager.layout.groups[index].kind == "sliding"
+    state, size = manager.state, manager.state.hashing.key_bytes
+    return {
+        bytes(run.keys[at * size : at * size + 8])
+        for run in state.groups[index].tree.runs.values()
+        for at in range(len(run.slots) - bool(run.partial))
+        if landed_level(state, index, run, at) == level
+    }
 
 
 class Blocks:
@@ -490,7 +479,7 @@ class Router:
         self._blocks = blocks
 
     def _new_index(self) -> StrictIndex:
-        return StrictIndex([index for index in self.groups if slides(self.manager, index)])
+        return StrictIndex([index for index in self.groups if slides(self.manager.state, index)])
 
     def take(self, batch: EventBatch) -> None:
         """Hear of a batch; each block's name must be that of what it is said to be."""
@@ -510,7 +499,7 @@ class Router:
         for group in self.groups:
             must = [residency(self.manager, group, level) for level in (0, 1)]
             known = [self._index.names(level, group) for level in (0, 1)]
-            if slides(self.manager, group):
+            if slides(self.manager.state, group):
                 assert known == must
             else:
                 least = landed_prefixes(self.manager, group)
