@@ -218,7 +218,10 @@ class SlidingGroup(SlidingTree):
 
     def take_over(self, sequence: Sequence, first: int, slots: array[int], own: array[int]) -> None:
         """A sequence computed what lay in secondary: its own slots hold the blocks from now on."""
-        self._hold(sequence, SECONDARY, first, slots)
+        run = self._hold(sequence, SECONDARY, first, slots)
+        # The event has the names of these blocks. If those of blocks before are missing, the next stored block has all.
+        if len(sequence.keys) >= first * self.tree.key_bytes:
+            self.learn_keys(sequence, run, first + len(slots))
         self._relocate(self.places(SECONDARY, slots), own, 0)
         self.levels[SECONDARY].return_slots(slots)
 
