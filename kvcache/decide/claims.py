@@ -68,24 +68,22 @@ class Claims:
 class SlidingClaims(Claims):
     """Counts block by block: requests of a batch may claim different parts of one prefix."""
 
-    __slots__ = ("_group", "_rows")
+    __slots__ = ("_group", "_is_claimed")
 
     def __init__(self, group: SlidingGroup) -> None:
         super().__init__(group.levels[PRIMARY].available)
         self._group = group
-        self._rows: list[array[int]] = []
-        """The places of claimed blocks."""
+        self._is_claimed = np.zeros(len(group.refs), np.bool_)
+        """By place."""
 
     def add(self, found: Any, claimed: Items[BlockNames], new_blocks: int) -> None:
         """Count one more request."""
         self.needed += new_blocks
         for blocks in claimed:
-            places = self._group.places(blocks.level, blocks.slots)
-            at = np.frombuffer(places, np.int32)
-            for row in self._rows:
-                at = at[~np.isin(at, np.frombuffer(row, np.int32))]
+            at = np.frombuffer(self._group.places(blocks.level, blocks.slots), np.int32)
+            at = at[~self._is_claimed[at]]
+            self._is_claimed[at] = True
             if blocks.level == SECONDARY:
                 self.needed += len(at)
             else:
                 self.available -= int((self._group.column("refs")[at] == 0).sum())
-            self._rows.append(places)
