@@ -44,6 +44,11 @@ class ReleaseOrder(Watcher):
         group = self._group
         return group.priorities[place], group.released_at[place], group.depths[place]
 
+    @property
+    def queued(self) -> int:
+        """Blocks in all rows, stale ones too."""
+        return sum(self._queued)
+
     # -- what happens
 
     def released(self, level: int, places: array[int]) -> None:

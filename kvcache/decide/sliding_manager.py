@@ -31,7 +31,7 @@ class SlidingWindowManager(WindowBlockManager):
         self.sliding = group
         """The state decided about."""
         self._sliding_evictor = SlidingEvictor(self._state, group, self._emit, offload_min_priority)
-        self.order = self._sliding_evictor.order
+        self.order = self.sliding_order = self._sliding_evictor.order
         self.free_up = self._sliding_evictor.free_up
 
     # -- reading and admission

@@ -1,0 +1,63 @@
+"""What sliding windows keep: runs that do not decay into blocks, and a queue that does not grow with time."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.decide.sliding_manager import SlidingWindowManager
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.manager import KVCacheManager
+from tests import strategies
+
+BLOCKS = 8192
+
+
+def slide(primary_blocks: int, together: int) -> KVCacheManager:
+    """A sequence of BLOCKS blocks, whose window of 32 tokens has left nearly all of them behind."""
+    manager = KVCacheManager(
+        strategies.config(
+            max_sequence_length=2 * BLOCKS + 2,
+            tokens_per_block=2,
+            primary_blocks=primary_blocks,
+            max_attention_window=32,
+        )
+    )
+    manager.add_sequence("a", [7, 8])
+    manager.store_context_blocks("a", 2)
+    for start in range(0, 2 * (BLOCKS - 1), together):
+        tokens = [start % 5 + n for n in range(min(together, 2 * (BLOCKS - 1) - start))]
+        manager.add_tokens(["a"], tokens, None if together == 1 else [len(tokens)])
+    return manager
+
+
+@pytest.mark.parametrize("together", [1, 16])
+@pytest.mark.parametrize("primary_blocks", [64, 2 * BLOCKS])
+def test_sliding_leaves_a_handful_of_runs(primary_blocks: int, together: int) -> None:
+    """Though blocks were let go of one by one, and most of them evicted where there is no room for them."""
+    manager = slide(primary_blocks, together)
+    (group,) = manager.state.groups
+    (window,) = manager._blocks.windows
+    (sequence,) = manager.state.sequences.values()
+    assert isinstance(group, SlidingGroup)
+    assert isinstance(window, SlidingWindowManager)
+    assert sequence.detached == [BLOCKS - 16]
+    assert len(group.tree.runs) <= 4
+    assert window.sliding_order.queued <= 4 * primary_blocks + 1024
+    manager.check()
+
+
+def test_what_is_held_again_and_again_is_queued_a_bounded_number_of_times() -> None:
+    """Each release queues the blocks anew; what is stale is dropped before it outgrows the window."""
+    manager = KVCacheManager(
+        strategies.config(
+            max_sequence_length=64, tokens_per_block=2, primary_blocks=64, max_attention_window=32
+        )
+    )
+    (window,) = manager._blocks.windows
+    assert isinstance(window, SlidingWindowManager)
+    for number in range(1000):
+        manager.add_sequence(number, [1] * 32)
+        manager.store_context_blocks(number, 32)
+        manager.remove_sequence(number)
+        assert window.sliding_order.queued <= 4 * 64 + 1024 + 16
+    manager.check()
