@@ -14,7 +14,7 @@ from pathlib import Path
 
 from events.log import LogEnd, LogReader
 from events.types import CacheCreated, Checkpoint, EventBatch, Gap
-from kvcache.device.memory import BOOKKEEPING_BYTES_PER_SLOT, free_bytes
+from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
@@ -143,7 +143,8 @@ class Replayed:
 def _refuse_too_large(created: CacheCreated) -> None:
     """A few bytes of a log can ask for any number of blocks."""
     blocks = [count for group in created.groups for count in group.num_blocks]
-    needed = BOOKKEEPING_BYTES_PER_SLOT * sum(blocks) + _FINGERPRINT_BYTES * max(blocks, default=0)
+    needed = sum(bookkeeping_bytes(sum(group.num_blocks), group.kind) for group in created.groups)
+    needed += _FINGERPRINT_BYTES * max(blocks, default=0)
     if needed > _ALWAYS_BYTES and needed > (free := free_bytes()):
         raise TooLarge(needed, free)
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from events.types import SLIDING
 from kvcache.config import KVCacheConfig
 from kvcache.errors import NotEnoughMemory
 from kvcache.layout import Layout
 
 BOOKKEEPING_BYTES_PER_SLOT = 24
 """About what one slot takes in lists of blank slots and of owners, with a copy while the state is written down."""
+_SLIDING_BYTES_PER_SLOT = 44
+"""What it takes beside that in a sliding window: a number in each of the columns of `kvcache.fold.places`."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
@@ -22,7 +25,7 @@ _MEMINFO = Path("/proc/meminfo")
 def served_layout(config: KVCacheConfig) -> Layout:
     """The layout of a cache that a manager can serve; raises `NotEnoughMemory` for others."""
     layout = Layout.of(config)
-    needed = BOOKKEEPING_BYTES_PER_SLOT * sum(sum(group.num_blocks) for group in layout.groups)
+    needed = sum(bookkeeping_bytes(sum(group.num_blocks), group.kind) for group in layout.groups)
     free = free_bytes()
     if needed > free:
         raise NotEnoughMemory(
@@ -32,6 +35,11 @@ def served_layout(config: KVCacheConfig) -> Layout:
             "primary_blocks, max_tokens, primary_bytes, secondary_blocks or host_cache_size",
         )
     return layout
+
+
+def bookkeeping_bytes(slots: int, kind: str) -> int:
+    """About what so many slots of a window take in host memory, beside their K/V."""
+    return slots * (BOOKKEEPING_BYTES_PER_SLOT + (_SLIDING_BYTES_PER_SLOT if kind == SLIDING else 0))
 
 
 def free_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.device.memory import free_bytes
+from events.types import FULL, SLIDING
+from kvcache.device.memory import bookkeeping_bytes, free_bytes
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.manager import KVCacheManager
+from tests import strategies
 
 
 def container(directory: Path, limit: str, used: int, inactive_file: int) -> Path:
@@ -31,6 +35,17 @@ def test_a_container_s_limit_counts_if_it_is_smaller(tmp_path: Path) -> None:
     assert free_bytes(container(tmp_path, "1000", 600, 100), kernel(tmp_path, 7)) == 500
     assert free_bytes(container(tmp_path, "1000000", 0, 0), kernel(tmp_path, 7)) == 7 * 1024
     assert free_bytes(container(tmp_path, "1000", 2000, 0), kernel(tmp_path, 7)) == 0
+
+
+def test_sliding_windows_take_more() -> None:
+    """The estimate covers what the state of a window keeps for its slots."""
+    config = strategies.config(max_sequence_length=64, primary_blocks=2000, max_attention_window=8)
+    [group] = KVCacheManager(config).state.groups
+    assert isinstance(group, SlidingGroup)
+    columns = [group.run_ids, group.depths, group.refs, group.priorities, group.expiries]
+    columns += [group.released_at, group.transfers, group.levels[0].blank, group.levels[0].run_ids]
+    held = sum(len(column) * column.itemsize for column in columns)
+    assert bookkeeping_bytes(2000, FULL) < held <= bookkeeping_bytes(2000, SLIDING) <= 1.5 * held
 
 
 def test_elsewhere_the_physical_memory_is_the_bound(tmp_path: Path) -> None:
