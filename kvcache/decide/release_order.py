@@ -116,20 +116,18 @@ class ReleaseOrder(Watcher):
 
         At most so many, with keys lower than `below`; places in `spares` are passed over.
         """
-        heap, found, passed = self._heaps[level], array("i"), []
+        heap, found, spared = self._heaps[level], array("i"), array("i")
         while len(found) < wanted and self._clean(level) and (below is None or heap[0][:3] < below):
             row = heappop(heap)
-            part = self._until(heap[0][:3] if heap else None, row[4][: wanted - len(found)])
-            part = self._until(below, part)
+            places = row[4]
             if spares:
-                part = array("i", [place for place in part if place not in spares])
+                spared.extend(place for place in places if place in spares)
+                places = array("i", [place for place in places if place not in spares])
+            part = self._until(heap[0][:3] if heap else None, places[: wanted - len(found)])
+            part = self._until(below, part)
             found += part
-            if spares and len(part) < len(row[4]):
-                passed.append((row, array("i", [place for place in row[4] if place not in part])))
-            else:
-                self._queue(level, row, row[4][len(part) :])
-        for row, rest in passed:
-            self._queue(level, row, rest)
+            self._queue(level, row, places[len(part) :])
+        self._push(level, spared)
         return found
 
     def _until(self, key: Key | None, places: array[int]) -> array[int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
+from events.types import PRIMARY
 from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
@@ -61,3 +64,27 @@ def test_what_is_held_again_and_again_is_queued_a_bounded_number_of_times() -> N
         manager.remove_sequence(number)
         assert window.sliding_order.queued <= 4 * 64 + 1024 + 16
     manager.check()
+
+
+def test_spared_blocks_are_passed_over_and_queued_again() -> None:
+    """Those behind them in the same release go before what was released later."""
+    manager = KVCacheManager(
+        strategies.config(
+            max_sequence_length=64, tokens_per_block=2, primary_blocks=16, max_attention_window=32
+        )
+    )
+    for name, tokens in (("a", [1] * 6), ("b", [2] * 4)):
+        manager.add_sequence(name, tokens)
+        manager.store_context_blocks(name, len(tokens))
+        manager.remove_sequence(name)
+    (window,) = manager._blocks.windows
+    assert isinstance(window, SlidingWindowManager)
+    order = window.sliding_order
+    first, second, third, *later = order.take(PRIMARY, 5)
+    order.released(PRIMARY, array("i", [first, second, third]))
+    order.released(PRIMARY, array("i", later))
+    assert list(order.take(PRIMARY, 2, spares={first})) == [second, third]
+    assert order.lowest(PRIMARY) == order.key(first)
+    assert order.lowest(PRIMARY, spares={first}) == order.key(later[0])
+    assert list(order.take(PRIMARY, 9)) == [first, *later]
+    assert order.queued == 0
