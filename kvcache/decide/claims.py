@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from events.ids import LevelIndex, Slot
 from events.types import PRIMARY, SECONDARY
-from kvcache.fold.matching import PartialMatch
+from kvcache.fold.matching import GroupMatch, PartialMatch
 from kvcache.fold.sliding_group import SlidingGroup
 
 
@@ -51,7 +51,7 @@ class Claims:
         self.available = available
         """Primary slots that can be had, less those of claimed blocks."""
 
-    def add(self, found: Any, claimed: Items[BlockNames], new_blocks: int) -> None:
+    def add(self, found: GroupMatch, claimed: Items[BlockNames], new_blocks: int) -> None:
         """Count one more request."""
         self.needed += new_blocks
         for run, take in found.runs:
@@ -76,7 +76,7 @@ class SlidingClaims(Claims):
         self._is_claimed = np.zeros(len(group.refs), np.bool_)
         """By place."""
 
-    def add(self, found: Any, claimed: Items[BlockNames], new_blocks: int) -> None:
+    def add(self, found: GroupMatch, claimed: Items[BlockNames], new_blocks: int) -> None:
         """Count one more request."""
         self.needed += new_blocks
         for blocks in claimed:

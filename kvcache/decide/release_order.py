@@ -169,16 +169,17 @@ class ReleaseOrder(Watcher):
         return places if there.all() else array("i", at[there].tobytes())
 
     def check(self) -> None:
-        """Compare the next of each level with all candidates."""
+        """Compare the rows of each level with all candidates; changes nothing."""
         group = self._group
-        for level, begin in ((0, 0), (1, group.levels[PRIMARY].size)):
-            all_places = range(begin, begin + group.levels[level].size)
-            idle = [place for place in all_places if group.run_ids[place] >= 0 and not group.refs[place]]
-            queued = {place for row in self._heaps[level] for place in self._left(row)}
-            invariant(queued == set(idle), "a block cannot be evicted: unheard of")
-            if idle:
-                lowest = self.lowest(level)
-                invariant(
-                    lowest == min(map(self.key, idle)),
-                    "another block would be evicted than the lowest in order",
-                )
+        for heap, begin, level in zip(
+            self._heaps, (0, group.levels[PRIMARY].size), group.levels, strict=True
+        ):
+            places = range(begin, begin + level.size)
+            idle = {place for place in places if group.run_ids[place] >= 0 and not group.refs[place]}
+            rows = [(row, self._left(row)) for row in heap]
+            queued = {place for _, left in rows for place in left}
+            invariant(queued == idle, "a block cannot be evicted: unheard of")
+            # A row that stands too low is cleaned when its turn comes; one that stands too high would be late.
+            in_time = all(row[:3] <= self.key(left[0]) for row, left in rows if left)
+            ordered = all(heap[(at - 1) // 2] < row for at, row in enumerate(heap) if at)
+            invariant(in_time and ordered, "another block would be evicted than the lowest in order")

@@ -220,13 +220,6 @@ class SlidingWindowManager(WindowBlockManager):
         """The names of cached blocks."""
         return self._names(self.sliding.keys_of(places))
 
-    def freed_by(self, sequence: Sequence) -> bytes:
-        """The slots that become blank when the sequence goes, deepest first."""
-        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
-        own = sequence.tables[self.index][cached:]
-        own.reverse()
-        return self._unshared(own, self.sliding.shared.copy()).tobytes()
-
 
 def _following(node: Node, at: int) -> Iterator[tuple[Run, int]]:
     """The blocks that hang behind a position: the next one of its run, or the first of each child."""

@@ -384,7 +384,7 @@ class WindowBlockManager:
         cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
         own = sequence.tables[self.index][cached:]
         own.reverse()
-        shared = self.group.shared
+        shared = self._state.groups[self.index].shared
         if shared:
             own = array("i", [slot for slot in own if slot not in shared])
         return own.tobytes()
