@@ -66,7 +66,7 @@ def test_what_is_held_again_and_again_is_queued_a_bounded_number_of_times() -> N
     manager.check()
 
 
-def test_spared_blocks_are_passed_over_and_queued_again() -> None:
+def test_spared_blocks_are_passed_over() -> None:
     """Those behind them in the same release go before what was released later."""
     manager = KVCacheManager(
         strategies.config(
@@ -80,11 +80,10 @@ def test_spared_blocks_are_passed_over_and_queued_again() -> None:
     (window,) = manager._blocks.windows
     assert isinstance(window, SlidingWindowManager)
     order = window.sliding_order
-    first, second, third, *later = order.take(PRIMARY, 5)
-    order.released(PRIMARY, array("i", [first, second, third]))
-    order.released(PRIMARY, array("i", later))
-    assert list(order.take(PRIMARY, 2, spares={first})) == [second, third]
+    first, second, third, *later = order.first(PRIMARY, 9)
+    assert len(later) == 2
+    assert list(order.first(PRIMARY, 2, spares={first})) == [second, third]
     assert order.lowest(PRIMARY) == order.key(first)
-    assert order.lowest(PRIMARY, spares={first}) == order.key(later[0])
-    assert list(order.take(PRIMARY, 9)) == [first, *later]
-    assert order.queued == 0
+    assert order.lowest(PRIMARY, spares={first, second, third}) == order.key(later[0])
+    assert list(order.first(PRIMARY, 9, below=order.key(later[0]))) == [first, second, third]
+    assert list(order.first(PRIMARY, 9, spares={second})) == [first, third, *later]
