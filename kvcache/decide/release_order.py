@@ -104,9 +104,10 @@ class ReleaseOrder(Watcher):
     def _append_many(self, level: int, at: npt.NDArray[np.int32]) -> bool:
         columns = self._group.views
         priorities = columns["priorities"][at]
-        for priority in np.unique(priorities).tolist():
+        alike = len(at) == 0 or (priorities == priorities[0]).all()
+        for priority in priorities[:1].tolist() if alike else np.unique(priorities).tolist():
             queue = self._queues[level].setdefault(priority, _Queue())
-            places = at[priorities == priority]
+            places = at if alike else at[priorities == priority]
             stamps, depths = columns["released_at"][places], columns["depths"][places]
             later = (stamps[1:] > stamps[:-1]) | ((stamps[1:] == stamps[:-1]) & (depths[1:] >= depths[:-1]))
             last = (queue.stamps[-1], queue.depths[-1]) if queue.stamps else (-1, -1)

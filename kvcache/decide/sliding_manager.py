@@ -73,13 +73,15 @@ class SlidingWindowManager(WindowBlockManager):
             count = (sequence.num_next - window) // size - first
             if count <= 0:
                 continue
-            own = sequence.tables[index][first : first + count]
-            cached = min(max(sequence.path_ends[index].end - first, 0), count)
             behind.append(sequence)
             counts.append(count)
-            slots += own
+            table, cached = sequence.tables[index], max(sequence.path_ends[index].end - first, 0)
+            if count == 1:
+                slots.append(table[first])
+            else:
+                slots += table[first : first + count]
             if cached < count:
-                freed += self._unshared(own[cached:], left)
+                freed += self._unshared(table[first + cached : first + count], left)
         if behind:
             self._emit(
                 ev.BlocksDetached(

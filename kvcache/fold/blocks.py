@@ -13,7 +13,7 @@ from events.packed import NAME_BYTES
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
-from kvcache.fold.sequence import DETACHED, ONBOARDING
+from kvcache.fold.sequence import ONBOARDING
 from kvcache.fold.slots import PRIORITY_MAX
 
 
@@ -157,20 +157,10 @@ class BlockFold(Contents):
         self.groups[event.group].remove(event.level, slots)
 
     def _detach(self, event: ev.BlocksDetached) -> None:
-        index, group = event.group, self.groups[event.group]
-        handles = array("q", event.handles)
-        counts = array("I", event.counts) if event.counts else [1] * len(handles)
-        slots, freed = array("i"), array("i")
-        for handle, count in zip(handles, counts, strict=True):
-            sequence = self.sequences[handle]
-            table, first = sequence.tables[index], sequence.detached[index]
-            invariant(0 < count < len(table) - first, "a sequence lets go of blocks that it has not got")
-            self.releases += 1
-            slots += table[first : first + count]
-            freed += group.detach(sequence, first, count, self.releases)
-            for block in range(first, first + count):
-                table[block] = DETACHED
-            sequence.detached[index] = first + count
+        sequences = [self.sequences[handle] for handle in array("q", event.handles)]
+        counts = array("I", event.counts) if event.counts else None
+        slots, freed = self.groups[event.group].detach(sequences, counts, self.releases)
+        self.releases += len(sequences)
         agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed
         invariant(agree, "other blocks were let go of than the window has left behind")
 

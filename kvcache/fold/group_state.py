@@ -49,7 +49,9 @@ class GroupState(Group):
     def begin(self, sequence: Sequence, reused: int) -> None:
         """An admitted sequence takes all that it reuses by events of its own."""
 
-    def detach(self, sequence: Sequence, first: int, count: int, stamp: int) -> array[int]:
+    def detach(
+        self, sequences: list[Sequence], counts: array[int] | None, stamp: int
+    ) -> tuple[array[int], array[int]]:
         """No sequence lets go of blocks that it still sees."""
         raise InvariantViolated("full attention leaves no block behind")
 

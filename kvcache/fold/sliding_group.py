@@ -93,15 +93,52 @@ class SlidingGroup(SlidingTree):
                 self.levels[self.slot_of(place)[0]].unreferenced -= 1
             refs[place] += 1
 
-    def detach(self, sequence: Sequence, first: int, count: int, stamp: int) -> array[int]:
-        """A sequence lets go of blocks that its window has left behind; returns the slots that become blank."""
-        if count == 1 and first < sequence.path_ends[self.index].end:
-            self._release_one(sequence.tables[self.index][first], stamp)
-            return array("i")
-        slots = sequence.tables[self.index][first : first + count]
-        cached = min(max(sequence.path_ends[self.index].end - first, 0), count)
-        self._release(slots[:cached], stamp)
-        return self.return_uncached(slots[cached:]) if cached < count else array("i")
+    def detach(
+        self, sequences: list[Sequence], counts: array[int] | None, stamp: int
+    ) -> tuple[array[int], array[int]]:
+        """Sequences let go of blocks that the window has left behind: so many each, or one each.
+
+        Each lets go at its own time, the first one after `stamp`. Returns the slots, and those that become blank.
+        """
+        if counts is None:
+            return self._detach_one_each(sequences, stamp)
+        index, slots, freed = self.index, array("i"), array("i")
+        for sequence, count in zip(sequences, counts, strict=True):
+            table, first = sequence.tables[index], sequence.detached[index]
+            invariant(0 < count < len(table) - first, "a sequence lets go of blocks that it has not got")
+            own = table[first : first + count]
+            cached = min(max(sequence.path_ends[index].end - first, 0), count)
+            stamp += 1
+            slots += own
+            self._release(own[:cached], stamp)
+            freed += self.return_uncached(own[cached:])
+            table[first : first + count] = array("i", [DETACHED]) * count
+            sequence.detached[index] = first + count
+        return slots, freed
+
+    def _detach_one_each(self, sequences: list[Sequence], stamp: int) -> tuple[array[int], array[int]]:
+        """The usual case, decoding."""
+        index, refs, released_at = self.index, self.refs, self.released_at
+        slots, freed, idle = array("i"), array("i"), array("i")
+        for released, sequence in enumerate(sequences, stamp + 1):
+            table, first = sequence.tables[index], sequence.detached[index]
+            if first + 1 >= len(table):
+                raise InvariantViolated("a sequence lets go of blocks that it has not got")
+            slot = table[first]
+            slots.append(slot)
+            if first >= sequence.path_ends[index].end:
+                freed += self.return_uncached(array("i", (slot,)))
+            else:
+                refs[slot] -= 1
+                if not refs[slot]:
+                    released_at[slot] = released
+                    idle.append(slot)
+            table[first] = DETACHED
+            sequence.detached[index] = first + 1
+        if idle:
+            self.levels[PRIMARY].unreferenced += len(idle)
+            self.watcher.released(PRIMARY, idle)
+        return slots, freed
 
     def end(self, sequence: Sequence, stamp: int) -> array[int]:
         """A sequence lets go of everything; returns the slots that become blank, deepest first."""
@@ -112,14 +149,6 @@ class SlidingGroup(SlidingTree):
         freed = self.return_uncached(own)
         self._release(table[first:cached], stamp)
         return freed
-
-    def _release_one(self, slot: int, stamp: int) -> None:
-        """The usual case of `_release`: decoding leaves one block behind."""
-        self.refs[slot] -= 1
-        if not self.refs[slot]:
-            self.released_at[slot] = stamp
-            self.levels[PRIMARY].unreferenced += 1
-            self.watcher.released(PRIMARY, array("i", (slot,)))
 
     def _release(self, slots: array[int], stamp: int) -> None:
         """One sequence fewer holds these primary blocks, shallowest first."""
