@@ -12,6 +12,7 @@ import numpy as np
 from events.ids import LevelIndex, Slot
 from events.types import PRIMARY, SECONDARY
 from kvcache.fold.matching import GroupMatch, PartialMatch
+from kvcache.fold.places import indexes
 from kvcache.fold.sliding_group import SlidingGroup
 
 
@@ -80,7 +81,7 @@ class SlidingClaims(Claims):
         """Count one more request."""
         self.needed += new_blocks
         for blocks in claimed:
-            at = np.frombuffer(self._group.places(blocks.level, blocks.slots), np.int32)
+            at = indexes(self._group.places(blocks.level, blocks.slots))
             at = at[~self._is_claimed[at]]
             self._is_claimed[at] = True
             if blocks.level == SECONDARY:

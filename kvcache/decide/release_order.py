@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from events.types import PRIMARY
 from kvcache.errors import invariant
-from kvcache.fold.places import FEW
+from kvcache.fold.places import FEW, indexes
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.watcher import Watcher
 
@@ -77,7 +78,9 @@ class ReleaseOrder(Watcher):
     def released(self, level: int, places: array[int]) -> None:
         """Make these blocks candidates."""
         self._queued[level] += len(places)
-        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH or not self._append(level, places):
+        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH or not self._append(
+            level, places
+        ):
             self._rebuild(level)
 
     def cleared(self) -> None:
@@ -87,7 +90,7 @@ class ReleaseOrder(Watcher):
     def _append(self, level: int, places: array[int]) -> bool:
         """Queue blocks; False: they should have come earlier."""
         if len(places) > FEW:
-            return self._append_many(level, np.frombuffer(places, np.int32))
+            return self._append_many(level, indexes(places))
         group, queues = self._group, self._queues[level]
         for place in places:
             queue = queues.get(group.priorities[place])
@@ -101,7 +104,7 @@ class ReleaseOrder(Watcher):
             queue.depths.append(depth)
         return True
 
-    def _append_many(self, level: int, at: npt.NDArray[np.int32]) -> bool:
+    def _append_many(self, level: int, at: npt.NDArray[np.intp]) -> bool:
         columns = self._group.views
         priorities = columns["priorities"][at]
         alike = len(at) == 0 or (priorities == priorities[0]).all()
@@ -113,7 +116,7 @@ class ReleaseOrder(Watcher):
             last = (queue.stamps[-1], queue.depths[-1]) if queue.stamps else (-1, -1)
             if not later.all() or (stamps[0], depths[0]) < last:
                 return False
-            queue.places.frombytes(places.tobytes())
+            queue.places.frombytes(places.astype(np.int32).tobytes())
             queue.stamps.frombytes(stamps.tobytes())
             queue.depths.frombytes(depths.tobytes())
         return True
@@ -125,63 +128,72 @@ class ReleaseOrder(Watcher):
         idle = idle[(idle >= primary) == level]
         order = np.lexsort([columns[name][idle] for name in ("depths", "released_at", "priorities")])
         self._queues[level], self._queued[level] = {}, len(idle)
-        in_order = self._append_many(level, idle[order].astype(np.int32))
+        in_order = self._append_many(level, idle[order])
         invariant(in_order, "what was sorted is not in order")
 
     # -- what goes next
 
     def lowest(self, level: int, spares: Collection[int] = ()) -> Key | None:
         """The key of the block that goes next, but for the places in `spares`."""
-        places = self.first(level, 1, spares=spares)
-        return self.key(places[0]) if places else None
+        queues = self._queues[level]
+        for priority in sorted(queues):
+            places, _ = self._first(queues[priority], 1, len(queues[priority].places), spares)
+            if places:
+                return self.key(places[0])
+        return None
 
-    def first(
+    def take(
         self, level: int, wanted: int, below: Key | None = None, spares: Collection[int] = ()
     ) -> array[int]:
-        """The places of the blocks that go next, in their order.
+        """The places of the blocks that go next, in their order, for whoever evicts them all.
 
         At most so many, with keys lower than `below`; places in `spares` are passed over.
         """
         found, queues = array("i"), self._queues[level]
-        for priority in sorted(queues) if len(queues) > 1 else queues:
+        for priority in sorted(queues):
             if len(found) == wanted or (below is not None and priority > below[0]):
                 break
             queue = queues[priority]
             limited = below is not None and priority == below[0]
             stop = queue.up_to(below[1:]) if below is not None and limited else len(queue.places)
-            found += self._first(queue, priority, wanted - len(found), stop, spares)
+            places, head = self._first(queue, wanted - len(found), stop, spares)
+            queue.pass_over(head)
+            found += places
         return found
 
     def _first(
-        self, queue: _Queue, priority: int, wanted: int, stop: int, spares: Collection[int]
-    ) -> array[int]:
-        """The first blocks of a queue, up to the entry `stop`."""
-        found, begin, oldest = array("i"), queue.head, None
+        self, queue: _Queue, wanted: int, stop: int, spares: Collection[int]
+    ) -> tuple[array[int], int]:
+        """The first blocks of a queue up to the entry `stop`, and the first entry that is of use without them."""
+        found, begin, spared = array("i"), queue.head, None
         while begin < stop and len(found) < wanted:
+            missing = wanted - len(found)
             # Some may be stale; the more were, the more are looked at.
-            end = min(stop, begin + 2 * (wanted - len(found)) + begin - queue.head)
-            at, places = self._still(queue, priority, begin, end)
-            if oldest is None and len(at):
-                oldest = begin + int(at[0])
+            end = min(stop, begin + missing + FEW + begin - queue.head)
+            at, places = self._still(queue, begin, end)
             if spares:
-                places = array("i", [place for place in places if place not in spares])
-            found += places[: wanted - len(found)]
+                free = [place not in spares for place in places]
+                if spared is None and not all(free):
+                    spared = begin + int(at[free.index(False)])
+                at, places = at[free], array("i", compress(places, free))
+            if len(places) > missing:
+                end = begin + int(at[missing])
+            found += places[:missing]
             begin = end
-        # Those that were found are stale as soon as they are evicted.
-        queue.pass_over(begin if oldest is None else oldest)
-        return found
+        return found, begin if spared is None else min(begin, spared)
 
-    def _still(
-        self, queue: _Queue, priority: int, begin: int, end: int
-    ) -> tuple[npt.NDArray[np.intp], array[int]]:
-        """Of some entries those that are not stale: their indexes from `begin` on, and their places."""
-        columns, places = self._group.views, _view(queue.places[begin:end])
-        there = (columns["released_at"][places] == _view(queue.stamps[begin:end])) & (
-            columns["depths"][places] == _view(queue.depths[begin:end])
-        )
-        there &= (columns["refs"][places] == 0) & (columns["run_ids"][places] >= 0)
-        there &= columns["priorities"][places] == priority
-        return np.flatnonzero(there), array("i", places[there].tobytes())
+    def _still(self, queue: _Queue, begin: int, end: int) -> tuple[npt.NDArray[np.intp], array[int]]:
+        """Of some entries those that are not stale: their indexes from `begin` on, and their places.
+
+        A release is told by its stamp, which a block has until it is held again or not cached any more.
+        """
+        columns, places = self._group.views, queue.places[begin:end]
+        at = indexes(places)
+        there = columns["released_at"][at] == _view(queue.stamps[begin:end])
+        there &= columns["depths"][at] == _view(queue.depths[begin:end])
+        if not there.all():
+            places = array("i", at[there].astype(np.int32).tobytes())
+        return np.flatnonzero(there), places
 
     def check(self) -> None:
         """Compare the queues of each level with all candidates; changes nothing."""
@@ -194,10 +206,14 @@ class ReleaseOrder(Watcher):
             queued = array("i")
             for priority, queue in queues.items():
                 entries = list(zip(queue.stamps, queue.depths, strict=True))
-                invariant(entries == sorted(entries), "another block would be evicted than the lowest in order")
-                early, _ = self._still(queue, priority, 0, queue.head)
-                invariant(not len(early), "a block cannot be evicted: passed over")
-                queued += self._still(queue, priority, queue.head, len(entries))[1]
+                invariant(
+                    entries == sorted(entries), "another block would be evicted than the lowest in order"
+                )
+                invariant(not self._still(queue, 0, queue.head)[1], "a block cannot be evicted: passed over")
+                left = self._still(queue, queue.head, len(entries))[1]
+                alike = all(group.priorities[place] == priority for place in left)
+                invariant(alike, "a block is queued with another priority than it has")
+                queued += left
             invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
 
 

@@ -30,7 +30,7 @@ class SlidingEvictor:
         short = needed - len(self._group.levels[PRIMARY].blank)
         if short <= 0:
             return
-        victims, priorities = self.order.first(PRIMARY, short), self._group.priorities
+        victims, priorities = self.order.take(PRIMARY, short), self._group.priorities
         kept = len(victims)
         if self._offloads:
             lowest = self._offload_min_priority
@@ -47,7 +47,7 @@ class SlidingEvictor:
         while victims:
             room = len(secondary.blank)
             if not room:
-                lower = order.first(SECONDARY, len(victims), order.key(victims[0]), spares)
+                lower = order.take(SECONDARY, len(victims), order.key(victims[0]), spares)
                 room = len(lower)
                 if lower:
                     self.remove(lower, RemoveReason.CAPACITY, handle)

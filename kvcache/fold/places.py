@@ -79,7 +79,7 @@ class Places(Group):
         if len(places) == 1:
             run, index = self.find(places[0])
             return [(run, index, index + 1)]
-        at = np.frombuffer(places, np.int32)
+        at = indexes(places)
         ids, depths = self.views["run_ids"][at], self.views["depths"][at]
         cuts = (ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)
         segments, begin = list[tuple[Run, int, int]](), 0
@@ -87,6 +87,17 @@ class Places(Group):
             run, index = self.find(places[begin])
             segments.append((run, index, index + end - begin))
             begin = end
+        return segments
+
+    def replace(self, places: array[int], to: array[int]) -> list[tuple[Run, int, int]]:
+        """Let runs have cached blocks in other places, or no more; returns the segments."""
+        segments, done = self.segments(places), 0
+        for run, begin, end in segments:
+            count = end - begin
+            if run.slots[begin:end] != places[done : done + count]:
+                raise InvariantViolated("an event names a block twice")
+            run.slots[begin:end] = to[done : done + count]
+            done += count
         return segments
 
     def keys_of(self, places: array[int]) -> bytes:
@@ -135,7 +146,7 @@ class Places(Group):
                 self.depths[place] = self.refs[place] = self.priorities[place] = 0
                 self.expiries[place] = self.released_at[place] = self.transfers[place] = 0
             return
-        at = np.frombuffer(places, np.int32)
+        at = indexes(places)
         for name, view in self.views.items():
             view[at] = NOBODY if name == "run_ids" else 0
 
@@ -164,6 +175,11 @@ class Places(Group):
             self.priorities[place], self.expiries[place] = columns[0], columns[1]
             self.released_at[place], self.refs[place], self.transfers[place] = columns[2:]
             self.levels[level].unreferenced += not self.refs[place]
+
+
+def indexes(places: array[int]) -> npt.NDArray[np.intp]:
+    """Places as numpy takes them as indexes, without converting them anew for every column."""
+    return np.frombuffer(places, np.int32).astype(np.intp)
 
 
 def _view(column: array[Any]) -> npt.NDArray[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.places import FEW, HOLE, NOBODY
+from kvcache.fold.places import FEW, HOLE, NOBODY, indexes
 from kvcache.fold.prefix_tree import Node, Run
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
@@ -78,7 +78,7 @@ class SlidingGroup(SlidingTree):
 
     def _reference(self, places: array[int]) -> None:
         if len(places) > FEW:
-            at, counts = np.frombuffer(places, np.int32), self.views["refs"]
+            at, counts = indexes(places), self.views["refs"]
             idle = at[counts[at] == 0]
             self.views["released_at"][idle] = 0
             below = int((idle >= self.levels[PRIMARY].size).sum())
@@ -160,11 +160,11 @@ class SlidingGroup(SlidingTree):
                     released_at[slot] = stamp
                     free.append(slot)
         else:
-            at, counts = np.frombuffer(slots, np.int32), self.views["refs"]
+            at, counts = indexes(slots), self.views["refs"]
             counts[at] -= 1
             idle = at[counts[at] == 0]
             self.views["released_at"][idle] = stamp
-            free = array("i", idle.tobytes())
+            free = array("i", idle.astype(np.int32).tobytes())
         if free:
             self.levels[PRIMARY].unreferenced += len(free)
             self.watcher.released(PRIMARY, free)
@@ -182,7 +182,7 @@ class SlidingGroup(SlidingTree):
         content = self.content(sequence, depth, last, last_tokens)
         keys = sequence.keys[depth * key_bytes : last * key_bytes]
         self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
-        at_slots = np.frombuffer(slots, np.int32)
+        at_slots = indexes(slots)
         self.views["refs"][at_slots], self.views["priorities"][at_slots] = 1, priority
         sequence.path_ends[self.index].end = last
 
@@ -220,12 +220,10 @@ class SlidingGroup(SlidingTree):
     def _check_unreferenced(self, places: array[int]) -> None:
         if len(places) <= FEW:
             idle = all(self.run_ids[place] != NOBODY and not self.refs[place] for place in places)
-            once = len(set(places)) == len(places)
         else:
-            at = np.frombuffer(places, np.int32)
-            idle = bool(((self.views["run_ids"][at] != NOBODY) & (self.views["refs"][at] == 0)).all())
-            once = bool(np.diff(np.sort(at)).all())
-        invariant(idle and once, "a block is held, or not cached")
+            at = indexes(places)
+            idle = bool((self.views["run_ids"][at] != NOBODY).all()) and not self.views["refs"][at].any()
+        invariant(idle, "a block is held, or not cached")
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Move unreferenced primary blocks to secondary."""
@@ -256,11 +254,8 @@ class SlidingGroup(SlidingTree):
 
     def _relocate(self, places: array[int], to: array[int], transfer: int) -> None:
         """Give cached blocks new places; the old ones belong to nobody until they are given back."""
-        done = 0
-        for run, begin, end in self.segments(places):
-            run.slots[begin:end] = to[done : done + end - begin]
-            done += end - begin
-        at, target = np.frombuffer(places, np.int32), np.frombuffer(to, np.int32)
+        self.replace(places, to)
+        at, target = indexes(places), indexes(to)
         for view in self.views.values():
             view[target] = view[at]
         self.views["transfers"][target] = transfer

@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from kvcache.errors import invariant
-from kvcache.fold.places import HOLE, Places
+from kvcache.fold.places import HOLE, Places, indexes
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.sequence import Sequence
 
@@ -92,21 +92,21 @@ class SlidingTree(Places):
 
     def _note(self, run: Run, at: int, places: array[int]) -> None:
         """Where these blocks of a run are."""
-        all_places = np.frombuffer(places, np.int32)
-        there = np.flatnonzero(all_places != HOLE)
-        cached = all_places[there]
-        self.views["run_ids"][cached], self.views["depths"][cached] = run.id, there + (run.start + at)
+        cached = indexes(places)
+        depths = np.arange(run.start + at, run.start + at + len(cached))
+        if cached.min() == HOLE:
+            there = cached != HOLE
+            cached, depths = cached[there], depths[there]
+        self.views["run_ids"][cached], self.views["depths"][cached] = run.id, depths
 
     def _own(self, places: array[int], run: Run) -> None:
         """Another run has these blocks from now on."""
-        at = np.frombuffer(places, np.int32)
+        at = indexes(places)
         self.views["run_ids"][at[at != HOLE]] = run.id
 
     def take_out(self, places: array[int]) -> None:
         """These blocks are not cached any more; what nothing cached hangs behind goes with them."""
-        segments = self.segments(places)
-        for run, begin, end in segments:
-            run.slots[begin:end] = array("i", [HOLE]) * (end - begin)
+        segments = self.replace(places, array("i", [HOLE]) * len(places))
         self.clear_places(places)
         for run, _, _ in segments:
             if run.id in self.tree.runs:

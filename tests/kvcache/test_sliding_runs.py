@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from events.types import PRIMARY
+from events.types import PRIMARY, RemoveReason
 from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
@@ -79,11 +79,18 @@ def test_spared_blocks_are_passed_over() -> None:
         manager.remove_sequence(name)
     (window,) = manager._blocks.windows
     assert isinstance(window, SlidingWindowManager)
-    order = window.sliding_order
-    first, second, third, *later = order.first(PRIMARY, 9)
-    assert len(later) == 2
-    assert list(order.first(PRIMARY, 2, spares={first})) == [second, third]
-    assert order.lowest(PRIMARY) == order.key(first)
-    assert order.lowest(PRIMARY, spares={first, second, third}) == order.key(later[0])
-    assert list(order.first(PRIMARY, 9, below=order.key(later[0]))) == [first, second, third]
-    assert list(order.first(PRIMARY, 9, spares={second})) == [first, third, *later]
+    order, evict = window.sliding_order, window._sliding_evictor.remove
+    by_key = sorted((*order.key(slot), slot) for slot in range(5))
+    first, second, third, *later = [slot for *_, slot in by_key]
+    for spares, wanted, expected in (
+        ({first, later[0]}, 1, [second]),
+        ({first}, 1, [third]),
+        ({first}, 9, later),
+        (set[int](), 9, [first]),
+    ):
+        assert order.lowest(PRIMARY, spares) == order.key(expected[0])
+        assert list(order.take(PRIMARY, wanted, spares=spares)) == expected
+        evict(array("i", expected), RemoveReason.CAPACITY, None)
+        order.check()
+    assert order.lowest(PRIMARY) is None
+    assert not order.take(PRIMARY, 9)
