@@ -29,7 +29,11 @@ _COLUMNS = ("run_ids", "depths", "refs", "priorities", "expiries", "released_at"
 
 
 class Places(Group):
-    """What is known of each place: columns, and the runs whose blocks lie there."""
+    """What is known of each place: columns, and the runs whose blocks lie there.
+
+    A step touches few of many places, so it is a column's memory that costs: no more of them are read or written than
+    must be.
+    """
 
     __slots__ = (*_COLUMNS, "views")
 
@@ -37,14 +41,14 @@ class Places(Group):
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
         self.run_ids = array("q", [NOBODY]) * size
-        """By place: the run that has the block; -1 where none is cached."""
+        """By place: the run that has the block; -1 where none is cached, and then depth and so on mean nothing."""
         self.depths = array("i", [0]) * size
         """By place: how many blocks are before this one in its prompt."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [0]) * size
         self.expiries = array("q", [0]) * size
         self.released_at = array("q", [0]) * size
-        """By place: when the last sequence let go of it, as a counter; 0 while it is held."""
+        """By place: when the last sequence let go of it, as a counter; 0 while it is held, or nothing is cached."""
         self.transfers = array("q", [0]) * size
         """By place: the copy that brings it here, 0 when it has landed."""
         # The same memory, for many places at a time.
@@ -139,16 +143,16 @@ class Places(Group):
                     yield bytes(run.keys[index * key_bytes : (index + 1) * key_bytes])
 
     def clear_places(self, places: array[int]) -> None:
-        """Nothing is there any more."""
+        """Nothing is there any more: only what tells so is written, the other columns mean nothing then."""
         if len(places) <= FEW:
             for place in places:
-                self.run_ids[place] = NOBODY
-                self.depths[place] = self.refs[place] = self.priorities[place] = 0
-                self.expiries[place] = self.released_at[place] = self.transfers[place] = 0
-            return
-        at = indexes(places)
-        for name, view in self.views.items():
-            view[at] = NOBODY if name == "run_ids" else 0
+                self.run_ids[place], self.released_at[place] = NOBODY, 0
+        else:
+            at = indexes(places)
+            self.views["run_ids"][at], self.views["released_at"][at] = NOBODY, 0
+        if self.levels[SECONDARY].size:
+            # Without offload nothing is ever on its way.
+            self.views["transfers"][indexes(places)] = 0
 
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
         """Slots instead of places, and six numbers per block: level, priority, expiry, stamp, references, copy."""

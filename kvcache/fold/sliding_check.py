@@ -24,8 +24,8 @@ def check_places(group: SlidingGroup, run: Run) -> None:
             continue
         owned = group.run_ids[place] == run.id and group.depths[place] == depth
         invariant(owned, "a slot's owner is noted wrongly")
-        released = group.released_at[place] == 0
-        invariant(released or not group.refs[place], "a held block has a release stamp")
+        released = group.released_at[place] > 0
+        invariant(released != (group.refs[place] > 0), "a block is held and released, or neither")
 
 
 def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None:
@@ -41,6 +41,9 @@ def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None
     for place in cached:
         held = references[place] if place < group.levels[PRIMARY].size else 0
         invariant(group.refs[place] == held, "references differ from the sequences that hold a block")
+    empty = group.column("run_ids") < 0
+    traces = [group.column(name)[empty].any() for name in ("refs", "released_at", "transfers")]
+    invariant(not any(traces), "a block that is not cached has left traces")
     named = sum(place != HOLE for run in group.tree.runs.values() for place in run.slots)
     invariant(len(cached) == named, "a block is in two places or in none")
 

@@ -218,11 +218,12 @@ class SlidingGroup(SlidingTree):
         self.levels[level].unreferenced -= len(slots)
 
     def _check_unreferenced(self, places: array[int]) -> None:
-        if len(places) <= FEW:
-            idle = all(self.run_ids[place] != NOBODY and not self.refs[place] for place in places)
-        else:
-            at = indexes(places)
-            idle = bool((self.views["run_ids"][at] != NOBODY).all()) and not self.views["refs"][at].any()
+        released = self.released_at
+        idle = (
+            all(released[place] for place in places)
+            if len(places) <= FEW
+            else bool(self.views["released_at"][indexes(places)].all())
+        )
         invariant(idle, "a block is held, or not cached")
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
@@ -259,6 +260,7 @@ class SlidingGroup(SlidingTree):
         for view in self.views.values():
             view[target] = view[at]
         self.views["transfers"][target] = transfer
+        self.views["refs"][at] = 0
         self.clear_places(places)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
