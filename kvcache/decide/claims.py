@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from events.ids import LevelIndex, Slot
 from events.types import PRIMARY, SECONDARY
@@ -69,21 +70,29 @@ class Claims:
 class SlidingClaims(Claims):
     """Counts block by block: requests of a batch may claim different parts of one prefix."""
 
-    __slots__ = ("_group", "_is_claimed")
+    __slots__ = ("_before", "_group", "_is_claimed")
 
     def __init__(self, group: SlidingGroup) -> None:
         super().__init__(group.levels[PRIMARY].available)
         self._group = group
-        self._is_claimed = np.zeros(len(group.refs), np.bool_)
-        """By place."""
+        self._before: list[npt.NDArray[np.intp]] = []
+        """Places that the first request claims."""
+        self._is_claimed: npt.NDArray[np.bool_] | None = None
+        """By place; a batch of one request, the usual one, needs none."""
 
     def add(self, found: GroupMatch, claimed: Items[BlockNames], new_blocks: int) -> None:
         """Count one more request."""
         self.needed += new_blocks
+        if self._before and self._is_claimed is None:
+            self._is_claimed = np.zeros(len(self._group.refs), np.bool_)
+            self._is_claimed[np.concatenate(self._before)] = True
         for blocks in claimed:
             at = indexes(self._group.places(blocks.level, blocks.slots))
-            at = at[~self._is_claimed[at]]
-            self._is_claimed[at] = True
+            if self._is_claimed is None:
+                self._before.append(at)
+            else:
+                at = at[~self._is_claimed[at]]
+                self._is_claimed[at] = True
             if blocks.level == SECONDARY:
                 self.needed += len(at)
             else:

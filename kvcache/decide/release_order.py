@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from events.types import PRIMARY
+from events.types import PRIMARY, SECONDARY
 from kvcache.errors import invariant
 from kvcache.fold.places import FEW, indexes
 from kvcache.fold.sliding_group import SlidingGroup
@@ -34,7 +34,6 @@ class _Queue:
 
     def __init__(self) -> None:
         self.places, self.stamps, self.depths = array("i"), array("q"), array("i")
-        # A place may have had another block of the same release before; its depth tells them apart.
         self.head = 0
         """Entries before it are stale."""
 
@@ -137,7 +136,7 @@ class ReleaseOrder(Watcher):
         """The key of the block that goes next, but for the places in `spares`."""
         queues = self._queues[level]
         for priority in sorted(queues):
-            places, _ = self._first(queues[priority], 1, len(queues[priority].places), spares)
+            places, _ = self._first(level, queues[priority], 1, len(queues[priority].places), spares)
             if places:
                 return self.key(places[0])
         return None
@@ -156,13 +155,13 @@ class ReleaseOrder(Watcher):
             queue = queues[priority]
             limited = below is not None and priority == below[0]
             stop = queue.up_to(below[1:]) if below is not None and limited else len(queue.places)
-            places, head = self._first(queue, wanted - len(found), stop, spares)
+            places, head = self._first(level, queue, wanted - len(found), stop, spares)
             queue.pass_over(head)
             found += places
         return found
 
     def _first(
-        self, queue: _Queue, wanted: int, stop: int, spares: Collection[int]
+        self, level: int, queue: _Queue, wanted: int, stop: int, spares: Collection[int]
     ) -> tuple[array[int], int]:
         """The first blocks of a queue up to the entry `stop`, and the first entry that is of use without them."""
         found, begin, spared = array("i"), queue.head, None
@@ -170,7 +169,7 @@ class ReleaseOrder(Watcher):
             missing = wanted - len(found)
             # Some may be stale; the more were, the more are looked at.
             end = min(stop, begin + missing + FEW + begin - queue.head)
-            at, places = self._still(queue, begin, end)
+            at, places = self._still(level, queue, begin, end)
             if spares:
                 free = [place not in spares for place in places]
                 if spared is None and not all(free):
@@ -182,7 +181,9 @@ class ReleaseOrder(Watcher):
             begin = end
         return found, begin if spared is None else min(begin, spared)
 
-    def _still(self, queue: _Queue, begin: int, end: int) -> tuple[npt.NDArray[np.intp], array[int]]:
+    def _still(
+        self, level: int, queue: _Queue, begin: int, end: int
+    ) -> tuple[npt.NDArray[np.intp], array[int]]:
         """Of some entries those that are not stale: their indexes from `begin` on, and their places.
 
         A release is told by its stamp, which a block has until it is held again or not cached any more.
@@ -190,7 +191,9 @@ class ReleaseOrder(Watcher):
         columns, places = self._group.views, queue.places[begin:end]
         at = indexes(places)
         there = columns["released_at"][at] == _view(queue.stamps[begin:end])
-        there &= columns["depths"][at] == _view(queue.depths[begin:end])
+        if level == SECONDARY:
+            # Where a block lay, another one of its release may have been moved to since.
+            there &= columns["depths"][at] == _view(queue.depths[begin:end])
         if not there.all():
             places = array("i", at[there].astype(np.int32).tobytes())
         return np.flatnonzero(there), places
@@ -209,8 +212,9 @@ class ReleaseOrder(Watcher):
                 invariant(
                     entries == sorted(entries), "another block would be evicted than the lowest in order"
                 )
-                invariant(not self._still(queue, 0, queue.head)[1], "a block cannot be evicted: passed over")
-                left = self._still(queue, queue.head, len(entries))[1]
+                _, missed = self._still(level.index, queue, 0, queue.head)
+                invariant(not missed, "a block cannot be evicted: passed over")
+                left = self._still(level.index, queue, queue.head, len(entries))[1]
                 alike = all(group.priorities[place] == priority for place in left)
                 invariant(alike, "a block is queued with another priority than it has")
                 queued += left

@@ -85,9 +85,9 @@ class Places(Group):
             return [(run, index, index + 1)]
         at = indexes(places)
         ids, depths = self.views["run_ids"][at], self.views["depths"][at]
-        cuts = (ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)
+        cuts = np.flatnonzero((ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)) + 1
         segments, begin = list[tuple[Run, int, int]](), 0
-        for end in [*(np.flatnonzero(cuts) + 1).tolist(), len(places)]:
+        for end in [*cuts.tolist(), len(places)]:
             run, index = self.find(places[begin])
             segments.append((run, index, index + end - begin))
             begin = end

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from events.ids import LevelIndex
 from events.packed import TOKEN_BYTES
-from events.types import PRIMARY, Namespace
+from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.fold.matching import PartialMatch, Piece, match
-from kvcache.fold.places import HOLE
+from kvcache.fold.places import HOLE, indexes
 from kvcache.fold.prefix_tree import Node, Run, common_prefix
 from kvcache.fold.sliding_group import SlidingGroup
 
@@ -120,7 +119,9 @@ class SlidingMatch:
         """Consecutive cached blocks as pieces that lie at one level, and have landed or not."""
         if not row:
             return []
-        places: npt.NDArray[np.int32] = np.frombuffer(row, np.int32)
+        if not self._group.levels[SECONDARY].size:
+            return [Piece(PRIMARY, first, row, keys)]
+        places = indexes(row)
         primary, size = self._group.levels[PRIMARY].size, len(keys) // len(row)
         levels = places >= primary
         landed = self._group.column("transfers")[places] == 0
