@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Collection
 
 from events.ids import Handle, LevelIndex
-from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
 from kvcache.decide.release_order import ReleaseOrder
 from kvcache.fold.sliding_group import SlidingGroup
@@ -67,7 +66,7 @@ class SlidingEvictor:
         self._emit(
             BlocksMoved(
                 group=self._group.index,
-                names=self._names(places),
+                names=self._group.names_of(places),
                 from_level=PRIMARY,
                 from_slots=places.tobytes(),
                 to_level=SECONDARY,
@@ -89,11 +88,8 @@ class SlidingEvictor:
                 slots=array("i", [place - begin for place in places]).tobytes()
                 if begin
                 else places.tobytes(),
-                names=self._names(places),
+                names=self._group.names_of(places),
                 why=why,
                 handle=handle,
             )
         )
-
-    def _names(self, places: array[int]) -> bytes:
-        return names_of_keys(self._group.keys_of(places), self._group.tree.key_bytes)

@@ -220,7 +220,7 @@ class SlidingWindowManager(WindowBlockManager):
 
     def names_at(self, places: array[int]) -> bytes:
         """The names of cached blocks."""
-        return self._names(self.sliding.keys_of(places))
+        return self.sliding.names_of(places)
 
 
 def _following(node: Node, at: int) -> Iterator[tuple[Run, int]]:

@@ -80,30 +80,31 @@ class BlockFold(Contents):
     def _fill(self, event: ev.BlocksFilled) -> None:
         index, size, group = event.group, self.tokens_per_block, self.groups[event.group]
         blocks, slots = array("I", event.blocks), array("i", event.slots)
-        key_bytes, at, parents, fill = group.tree.key_bytes, 0, b"", group.fill
-        if len(event.keys) not in (0, len(slots) * key_bytes):
+        key_bytes, given, at, fill = group.tree.key_bytes, event.keys, 0, group.fill
+        block_bytes, recorded, sequences = group.tree.block_bytes, self.tokens_recorded, self.sequences
+        parents, key = list[bytes | bytearray](), b""
+        if len(given) not in (0, len(slots) * key_bytes):
             raise InvariantViolated("filled blocks have other names than there are blocks")
         for handle, block, slot in zip(array("q", event.handles), blocks, slots, strict=True):
-            sequence = self.sequences[handle]
+            sequence = sequences[handle]
             if not block or sequence.tables[index][block] != slot:
                 raise InvariantViolated("a filled block is not the sequence's")
-            key = b""
             if key_bytes:
                 keys, begin = sequence.keys, block * key_bytes
-                parents += keys[begin - key_bytes : begin - key_bytes + NAME_BYTES]
-                if event.keys:
-                    key = event.keys[at : at + key_bytes]
+                parents.append(keys[begin - key_bytes : begin - key_bytes + NAME_BYTES])
+                if given:
+                    key = given[at : at + key_bytes]
                     at += key_bytes
                     keys += key
                 else:
                     key = bytes(keys[begin:])
                 if len(keys) != begin + key_bytes:
                     raise InvariantViolated("a filled block has other names than one")
-            symbols = sequence.packed(block * size, (block + 1) * size) if self.tokens_recorded else key
-            if len(symbols) != group.tree.block_bytes:
+            symbols = sequence.packed(block * size, block * size + size) if recorded else key
+            if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")
             fill(sequence, block, slot, symbols, key, event.priority)
-        if parents != event.parents:
+        if b"".join(parents) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
         self.changed_blocks += len(slots)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.ids import LevelIndex
+from events.packed import NAME_BYTES, names_of_keys
 from events.types import PRIMARY, SECONDARY
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import CachedPart, Group
@@ -104,12 +105,20 @@ class Places(Group):
             done += count
         return segments
 
-    def keys_of(self, places: array[int]) -> bytes:
-        """The keys of cached blocks."""
+    def names_of(self, places: array[int]) -> bytes:
+        """The names of cached blocks."""
         size = self.tree.key_bytes
         if not size or not places:
             return b""
-        return b"".join([run.keys[begin * size : end * size] for run, begin, end in self.segments(places)])
+        # Most segments have a single block: what decoding left behind.
+        return b"".join(
+            [
+                run.keys[begin * size : begin * size + NAME_BYTES]
+                if end == begin + 1
+                else names_of_keys(bytes(run.keys[begin * size : end * size]), size)
+                for run, begin, end in self.segments(places)
+            ]
+        )
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
