@@ -10,7 +10,6 @@ from events import types as ev
 from events.ids import LevelIndex
 from events.types import Namespace, RemoveReason
 from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
-from kvcache.decide.decoding import packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
 from kvcache.decide.window_manager import WindowBlockManager
@@ -64,43 +63,40 @@ class SlidingWindowManager(WindowBlockManager):
     def detach(self, sequences: Items[Sequence]) -> None:
         """Let go of what the window of these sequences has left behind."""
         index, size, window = self.index, self.tokens_per_block, self.window
-        behind: list[Sequence] = []
-        counts, slots, freed = array("I"), array("i"), array("i")
-        left = self.sliding.shared.copy() if self.sliding.shared else {}
+        handles, counts, slots = list[int](), list[int](), list[int]()
+        uncached: list[array[int]] = []
         for sequence in sequences:
             first = sequence.detached[index]
             # The next token to be computed sees what lies in the window before it.
             count = (sequence.num_next - window) // size - first
             if count <= 0:
                 continue
-            behind.append(sequence)
+            table, end = sequence.tables[index], sequence.path_ends[index].end
+            handles.append(sequence.handle)
             counts.append(count)
-            table, cached = sequence.tables[index], max(sequence.path_ends[index].end - first, 0)
-            if count == 1:
-                slots.append(table[first])
-            else:
-                slots += table[first : first + count]
-            if cached < count:
-                freed += self._unshared(table[first + cached : first + count], left)
-        if behind:
+            slots += (table[first],) if count == 1 else table[first : first + count]
+            if end < first + count:
+                uncached.append(table[max(end, first) : first + count])
+        if handles:
             self._emit(
                 ev.BlocksDetached(
-                    handles=packed_handles(behind),
-                    counts=b"" if max(counts) == 1 else counts.tobytes(),
+                    handles=array("q", handles).tobytes(),
+                    counts=b"" if counts.count(1) == len(counts) else array("I", counts).tobytes(),
                     group=index,
-                    slots=slots.tobytes(),
-                    freed=freed.tobytes(),
+                    slots=array("i", slots).tobytes(),
+                    freed=self._unshared(uncached).tobytes() if uncached else b"",
                 )
             )
 
-    def _unshared(self, slots: array[int], holders: dict[int, int]) -> array[int]:
-        """Those of a sequence's slots that nobody else holds, when it lets go of them; of the others it is noted."""
-        freed = array("i")
-        for slot in slots:
-            if holders.get(slot, 1) == 1:
-                freed.append(slot)
-            else:
-                holders[slot] -= 1
+    def _unshared(self, rows: list[array[int]]) -> array[int]:
+        """Of the uncached slots that sequences let go of, one after the other, those that nobody else holds then."""
+        holders, freed = self.sliding.shared.copy(), array("i")
+        for row in rows:
+            for slot in row:
+                if holders.get(slot, 1) == 1:
+                    freed.append(slot)
+                else:
+                    holders[slot] -= 1
         return freed
 
     # -- storing

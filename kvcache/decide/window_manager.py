@@ -241,7 +241,7 @@ class WindowBlockManager:
         if not self._reuse or self._state.groups[self.index].shared:
             return list(sequences)
         index, key_bytes = self.index, self.key_bytes
-        handles, blocks, slots = array("q"), array("I"), array("i")
+        handles, blocks, slots, rich = list[int](), list[int](), list[int](), self._rich
         parents, keys, others = [], [], []
         self._filled.clear()
         # Of a block that another window has stored before, the key is known: of all in an event, or of none.
@@ -251,9 +251,8 @@ class WindowBlockManager:
             have = len(sequence.keys) - block * key_bytes
             if (
                 block != len(table) - 2
-                or (known is not None and have != known)
-                or have not in (0, key_bytes)
-                or sequence.handle in self._rich
+                or (have != known and (known is not None or have not in (0, key_bytes)))
+                or sequence.handle in rich
                 or not self._fills(sequence)
             ):
                 others.append(sequence)
@@ -270,12 +269,12 @@ class WindowBlockManager:
         if slots:
             self._emit(
                 ev.BlocksFilled(
-                    handles=handles.tobytes(),
+                    handles=array("q", handles).tobytes(),
                     group=index,
-                    blocks=blocks.tobytes(),
+                    blocks=array("I", blocks).tobytes(),
                     parents=b"".join(parents),
                     keys=b"".join(keys),
-                    slots=slots.tobytes(),
+                    slots=array("i", slots).tobytes(),
                     priority=DEFAULT_PRIORITY,
                 )
             )
