@@ -111,9 +111,8 @@ class ReleaseOrder(Watcher):
             queue = self._queues[level].setdefault(priority, _Queue())
             places = at if alike else at[priorities == priority]
             stamps, depths = columns["released_at"][places], columns["depths"][places]
-            later = (stamps[1:] > stamps[:-1]) | ((stamps[1:] == stamps[:-1]) & (depths[1:] >= depths[:-1]))
-            last = (queue.stamps[-1], queue.depths[-1]) if queue.stamps else (-1, -1)
-            if not later.all() or (stamps[0], depths[0]) < last:
+            # Those that come together are in order: a sequence's by depth, evicted ones as they were taken.
+            if queue.stamps and (stamps[0], depths[0]) < (queue.stamps[-1], queue.depths[-1]):
                 return False
             queue.places.frombytes(places.astype(np.int32).tobytes())
             queue.stamps.frombytes(stamps.tobytes())

@@ -87,10 +87,16 @@ class Places(Group):
         at = indexes(places)
         ids, depths = self.views["run_ids"][at], self.views["depths"][at]
         cuts = np.flatnonzero((ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)) + 1
+        runs, run_ids, depth_of = self.tree.runs, self.run_ids, self.depths
         segments, begin = list[tuple[Run, int, int]](), 0
         for end in [*cuts.tolist(), len(places)]:
-            run, index = self.find(places[begin])
-            segments.append((run, index, index + end - begin))
+            # As `find` does it, which takes twice as long.
+            place = places[begin]
+            owner = runs.get(run_ids[place])
+            if owner is None:
+                raise InvariantViolated("a slot that an event names is not cached")
+            index = depth_of[place] - owner.end + len(owner.slots)
+            segments.append((owner, index, index + end - begin))
             begin = end
         return segments
 

@@ -160,11 +160,13 @@ class SlidingGroup(SlidingTree):
                     released_at[slot] = stamp
                     free.append(slot)
         else:
-            at, counts = indexes(slots), self.views["refs"]
-            counts[at] -= 1
-            idle = at[counts[at] == 0]
-            self.views["released_at"][idle] = stamp
-            free = array("i", idle.astype(np.int32).tobytes())
+            at, counts, free = indexes(slots), self.views["refs"], slots
+            left = counts[at] - 1
+            counts[at] = left
+            if left.any():
+                at = at[left == 0]
+                free = array("i", at.astype(np.int32).tobytes())
+            self.views["released_at"][at] = stamp
         if free:
             self.levels[PRIMARY].unreferenced += len(free)
             self.watcher.released(PRIMARY, free)

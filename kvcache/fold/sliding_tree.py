@@ -109,7 +109,7 @@ class SlidingTree(Places):
         segments = self.replace(places, array("i", [HOLE]) * len(places))
         self.clear_places(places)
         for run, _, _ in segments:
-            if run.id in self.tree.runs:
+            if not run.children and run.slots[-1] == HOLE and run.id in self.tree.runs:
                 self._trim(run)
 
     def _trim(self, run: Run) -> None:

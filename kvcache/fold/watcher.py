@@ -14,7 +14,7 @@ class Watcher:
         """The last block of this run can be evicted from now on, or something that decides when has changed."""
 
     def released(self, level: int, places: array[int]) -> None:
-        """Sliding windows: these blocks can be evicted from now on, at this level; those of one sequence by depth."""
+        """Sliding windows: these blocks can be evicted from now on, at this level, lowest first."""
 
     def held(self, level: int, slots: array[int]) -> None:
         """A sequence holds these cached blocks, which none held before."""
