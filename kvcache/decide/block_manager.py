@@ -190,14 +190,15 @@ class BlockManager:
             self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
         changed: dict[RequestId, StoreResult] = {}
-        for window in self.windows if due is not None else ():
-            assert due is not None
-            for sequence in window.store_filled(due.sequences):
-                _note(changed, sequence, window.store(sequence))
-        for number, sliding in enumerate(self._sliding):
-            leaving = batch.leaving(number)
-            if leaving:
-                sliding.detach(leaving)
+        if due is not None:
+            for window in self.windows:
+                for sequence in window.store_filled(due.sequences):
+                    _note(changed, sequence, window.store(sequence))
+        if self._sliding:
+            for number, sliding in enumerate(self._sliding):
+                leaving = batch.leaving(number)
+                if leaving:
+                    sliding.detach(leaving)
         batch.advance()
         return changed
 

@@ -63,7 +63,9 @@ class SlidingWindowManager(WindowBlockManager):
     def detach(self, sequences: Items[Sequence]) -> None:
         """Let go of what the window of these sequences has left behind."""
         index, size, window = self.index, self.tokens_per_block, self.window
-        handles, counts, slots = list[int](), list[int](), list[int]()
+        handles: list[int] = []
+        counts: list[int] = []
+        slots: list[int] = []
         uncached: list[array[int]] = []
         for sequence in sequences:
             first = sequence.detached[index]

@@ -241,7 +241,10 @@ class WindowBlockManager:
         if not self._reuse or self._state.groups[self.index].shared:
             return list(sequences)
         index, key_bytes = self.index, self.key_bytes
-        handles, blocks, slots, rich = list[int](), list[int](), list[int](), self._rich
+        handles: list[int] = []
+        blocks: list[int] = []
+        slots: list[int] = []
+        rich, fills = self._rich, self._fills
         parents, keys, others = [], [], []
         self._filled.clear()
         # Of a block that another window has stored before, the key is known: of all in an event, or of none.
@@ -253,7 +256,7 @@ class WindowBlockManager:
                 block != len(table) - 2
                 or (have != known and (known is not None or have not in (0, key_bytes)))
                 or sequence.handle in rich
-                or not self._fills(sequence)
+                or not fills(sequence)
             ):
                 others.append(sequence)
                 continue

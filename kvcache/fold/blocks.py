@@ -82,7 +82,8 @@ class BlockFold(Contents):
         blocks, slots = array("I", event.blocks), array("i", event.slots)
         key_bytes, given, at, fill = group.tree.key_bytes, event.keys, 0, group.fill
         block_bytes, recorded, sequences = group.tree.block_bytes, self.tokens_recorded, self.sequences
-        parents, key = list[bytes | bytearray](), b""
+        parents: list[bytes | bytearray] = []
+        key = b""
         if len(given) not in (0, len(slots) * key_bytes):
             raise InvariantViolated("filled blocks have other names than there are blocks")
         for handle, block, slot in zip(array("q", event.handles), blocks, slots, strict=True):

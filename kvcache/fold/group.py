@@ -74,7 +74,8 @@ class Group:
 
     def keys_between(self, node: Node, begin: int, end: int) -> bytes:
         """The keys of the blocks from `begin` up to `end` on the path that ends in a node."""
-        size, parts = self.tree.key_bytes, list[bytearray]()
+        size = self.tree.key_bytes
+        parts: list[bytearray] = []
         while isinstance(node, Run) and node.end > begin and begin < end:
             start = node.start
             parts.append(node.keys[max(begin - start, 0) * size : max(end - start, 0) * size])

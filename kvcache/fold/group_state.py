@@ -171,9 +171,13 @@ class GroupState(Group):
     ) -> None:
         """Cache the next block of a sequence, behind what it alone has cached."""
         run = sequence.path_ends[self.index]
-        if run.end != block or not run.grows(priority):
+        if not isinstance(run, Run) or run.end != block or not run.grows(priority):
             raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
-        self.levels[PRIMARY].run_ids[slot] = run.extend(symbols, slot, key)
+        run.symbols += symbols
+        run.slots.append(slot)
+        run.keys += key
+        run.end = block + 1
+        self.levels[PRIMARY].run_ids[slot] = run.id
 
     def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
         """Change the priority of consecutive cached blocks, shallowest first."""

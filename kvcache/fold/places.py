@@ -88,7 +88,8 @@ class Places(Group):
         ids, depths = self.views["run_ids"][at], self.views["depths"][at]
         cuts = np.flatnonzero((ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)) + 1
         runs, run_ids, depth_of = self.tree.runs, self.run_ids, self.depths
-        segments, begin = list[tuple[Run, int, int]](), 0
+        segments: list[tuple[Run, int, int]] = []
+        begin = 0
         for end in [*cuts.tolist(), len(places)]:
             # As `find` does it, which takes twice as long.
             place = places[begin]

@@ -40,10 +40,6 @@ class Node:
         """Whether a sequence that ends here may extend this node itself by blocks of this priority."""
         return False
 
-    def extend(self, symbols: bytes, slot: int, key: bytes) -> int:
-        """Add one more block to a run that `grows`; returns the run's id, which owns the slot."""
-        raise NotImplementedError("abstract")
-
     def key_of_last(self, key_bytes: int) -> bytes:
         """The key that a child continues."""
         raise NotImplementedError("abstract")
@@ -123,14 +119,6 @@ class Run(Node):
             and self.priority == priority
             and not (self.children or self.transfer or self.partial)
         )
-
-    def extend(self, symbols: bytes, slot: int, key: bytes) -> int:
-        """Add one more block; returns the run's id."""
-        self.symbols += symbols
-        self.slots.append(slot)
-        self.keys += key
-        self.end += 1
-        return self.id
 
     def key_of_last(self, key_bytes: int) -> bytes:
         """The key of the last block."""

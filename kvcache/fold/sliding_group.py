@@ -196,9 +196,12 @@ class SlidingGroup(SlidingTree):
         run = self.tree.runs.get(self.run_ids[before]) if before >= 0 else None
         if end.end != block or run is None or run.end != block or run.children or run.partial:
             raise InvariantViolated("a filled block does not continue what its sequence has cached")
-        self.run_ids[slot] = run.extend(symbols, slot, key)
+        run.symbols += symbols
+        run.slots.append(slot)
+        run.keys += key
+        run.end = end.end = block + 1
+        self.run_ids[slot] = run.id
         self.depths[slot], self.refs[slot], self.priorities[slot] = block, 1, priority
-        end.end = block + 1
 
     # -- moving and removing
 
