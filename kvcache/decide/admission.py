@@ -38,7 +38,11 @@ class WindowPlan(NamedTuple):
 
     def reused_in(self, level: LevelIndex, tokens_per_block: int) -> int:
         """Tokens in full blocks that the sequence takes from this level."""
-        return sum(len(each.slots) for each in self.claimed if each.level == level) * tokens_per_block
+        blocks = 0
+        for each in self.claimed:
+            if each.level == level:
+                blocks += len(each.slots)
+        return blocks * tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Plan:
 
     def reused_in(self, level: LevelIndex) -> tuple[int, ...]:
         """Per window: tokens in full blocks that the sequence takes from this level."""
-        return tuple(each.reused_in(level, self.tokens_per_block) for each in self.windows)
+        return tuple([each.reused_in(level, self.tokens_per_block) for each in self.windows])
 
     @property
     def reused_partial(self) -> int:
@@ -97,9 +101,11 @@ def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan
     plans, claims = [], [window.claims() for window in windows]
     for index, request in enumerate(requests):
         plans.append(plan(windows, request))
+        fits = True
         for claim, each in zip(claims, plans[-1].windows, strict=True):
             claim.add(each.found, each.claimed, each.new_blocks)
-        if any(claim.needed > claim.available for claim in claims):
+            fits = fits and claim.needed <= claim.available
+        if not fits:
             return plans, claims, index
     return plans, claims, None
 
@@ -126,10 +132,11 @@ def _fill(
     window.free_up(
         needed, sequences[0].handle, [source.slot for source in sources if source.level == SECONDARY]
     )
-    unread = {source.slot for source in sources if source.level == PRIMARY}
-    for each, sequence in zip(plans, sequences, strict=True):
-        if each.source is not None:
-            window.copy_partial(sequence, each.source, unread)
+    if sources:
+        unread = {source.slot for source in sources if source.level == PRIMARY}
+        for each, sequence in zip(plans, sequences, strict=True):
+            if each.source is not None:
+                window.copy_partial(sequence, each.source, unread)
     for each, sequence in zip(plans, sequences, strict=True):
         count = each.new_blocks - (each.source is not None)
         if count:

@@ -21,6 +21,7 @@ from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.eviction import Evictor
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.release_order import ReleaseOrder
+from kvcache.fold.group import Group
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import GroupMatch, PathMatch, Piece, covered, covered_child, match
 from kvcache.fold.sequence import Sequence
@@ -49,7 +50,8 @@ class WindowBlockManager:
         assert state.created is not None
         self.window = state.created.groups[index].window
         """In tokens."""
-        self.primary = state.groups[index].levels[PRIMARY]
+        self._group: Group = state.groups[index]
+        self.primary = self._group.levels[PRIMARY]
         self._emit = emit
         self._reuse = reuse
         self._partial_reuse = partial_reuse and state.tokens_recorded
@@ -103,6 +105,8 @@ class WindowBlockManager:
         Noted by their slots at once: claiming one request's blocks splits runs that another one's match may name.
         """
         claimed: list[BlockNames] = []
+        if not found.runs:
+            return claimed
         rows: list[list[Piece]] = []
         for piece in found.pieces(num_tokens, self.key_bytes):
             if rows and rows[-1][0].level == piece.level:
@@ -238,7 +242,7 @@ class WindowBlockManager:
 
         Returns those for which this is not the case; nothing was done for them.
         """
-        if not self._reuse or self._state.groups[self.index].shared:
+        if not self._reuse or self._group.shared:
             return list(sequences)
         index, key_bytes = self.index, self.key_bytes
         handles: list[int] = []
@@ -246,15 +250,16 @@ class WindowBlockManager:
         slots: list[int] = []
         rich, fills = self._rich, self._fills
         parents, keys, others = [], [], []
-        self._filled.clear()
+        if self._filled:
+            self._filled.clear()
         # Of a block that another window has stored before, the key is known: of all in an event, or of none.
-        known = None
+        known = 0
         for sequence in sequences:
             block, table = sequence.path_ends[index].end, sequence.tables[index]
-            have = len(sequence.keys) - block * key_bytes
+            have = len(sequence.keys) - block * key_bytes if key_bytes else 0
             if (
                 block != len(table) - 2
-                or (have != known and (known is not None or have not in (0, key_bytes)))
+                or (have != known and (slots or have not in (0, key_bytes)))
                 or sequence.handle in rich
                 or not fills(sequence)
             ):
@@ -296,7 +301,7 @@ class WindowBlockManager:
 
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
-        shared = self._state.groups[self.index].shared
+        shared = self._group.shared
         for index in range(first, len(table)):
             if table[index] in shared:
                 return index
@@ -386,7 +391,7 @@ class WindowBlockManager:
         cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
         own = sequence.tables[self.index][cached:]
         own.reverse()
-        shared = self._state.groups[self.index].shared
+        shared = self._group.shared
         if shared:
             own = array("i", [slot for slot in own if slot not in shared])
         return own.tobytes()

@@ -60,10 +60,11 @@ class StatsCounter:
         primary, secondary = state.groups[0].levels
         blank, blank_below = len(primary.blank), len(secondary.blank)
         idle, idle_below = primary.unreferenced, secondary.unreferenced
-        for group in state.groups[1:]:
-            primary, secondary = group.levels
-            blank, blank_below = blank + len(primary.blank), blank_below + len(secondary.blank)
-            idle, idle_below = idle + primary.unreferenced, idle_below + secondary.unreferenced
+        if len(state.groups) > 1:
+            for group in state.groups[1:]:
+                primary, secondary = group.levels
+                blank, blank_below = blank + len(primary.blank), blank_below + len(secondary.blank)
+                idle, idle_below = idle + primary.unreferenced, idle_below + secondary.unreferenced
         counts["blocks_blank"], counts["blocks_unreferenced"] = (blank, blank_below), (idle, idle_below)
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts.copy()
