@@ -63,8 +63,7 @@ class SlidingWindowManager(WindowBlockManager):
     def detach(self, sequences: Items[Sequence]) -> None:
         """Let go of what the window of these sequences has left behind."""
         index, size, window = self.index, self.tokens_per_block, self.window
-        handles: list[int] = []
-        counts: list[int] = []
+        handles, counts = [], []
         slots: list[int] = []
         uncached: list[array[int]] = []
         for sequence in sequences:

@@ -244,11 +244,9 @@ class WindowBlockManager:
         """
         if not self._reuse or self._group.shared:
             return list(sequences)
-        index, key_bytes = self.index, self.key_bytes
-        handles: list[int] = []
-        blocks: list[int] = []
+        index, key_bytes, rich, fills = self.index, self.key_bytes, self._rich, self._fills
+        handles, blocks = [], []
         slots: list[int] = []
-        rich, fills = self._rich, self._fills
         parents, keys, others = [], [], []
         if self._filled:
             self._filled.clear()
