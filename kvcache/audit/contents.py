@@ -1,0 +1,68 @@
+"""Numbers for the contents of blocks: equal numbers, equal tokens, equal tokens before them, equal namespace."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from events.types import Namespace
+
+
+class ContentIds:
+    """Numbers contents in the order in which they are first seen.
+
+    Contents are told apart by a chain of 64-bit hashes, seeded anew in every process: that two of a billion blocks are
+    taken for one has a chance of some percent. Good enough to explain a log; nothing is served by it.
+    """
+
+    def __init__(self) -> None:
+        self._ids: dict[int, int] = {}
+        self._salts: dict[Namespace, int] = {}
+        self._chains = array("q")
+        """Per content: its chain without the namespace."""
+        self._alike: dict[int, list[int]] | None = None
+        """Contents by their chain; only where there are several namespaces."""
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def extend(
+        self, ids: array[int], chain: int, namespace: Namespace, symbols: bytes, block_bytes: int
+    ) -> int:
+        """Append the numbers of the next full blocks of a sequence; returns the chain up to there."""
+        number = len(self._salts)
+        salt = self._salts.setdefault(namespace, hash(("namespace", number)))
+        if len(self._salts) > 1 and self._alike is None:
+            self._alike = {}
+            for content, other in enumerate(self._chains):
+                self._alike.setdefault(other, []).append(content)
+        get, append = self._ids.get, ids.append
+        for begin in range(0, len(symbols) - block_bytes + 1, block_bytes):
+            chain = hash((chain, symbols[begin : begin + block_bytes]))
+            known = get(chain ^ salt)
+            append(self._new(chain, salt) if known is None else known)
+        return chain
+
+    def named(self, names: Iterable[int]) -> array[int]:
+        """The numbers of blocks of which only the names are known: of a log without tokens."""
+        return array(
+            "q", [self._new(name, 0) if (known := self._ids.get(name)) is None else known for name in names]
+        )
+
+    def _new(self, chain: int, salt: int) -> int:
+        content = self._ids[chain ^ salt] = len(self._chains)
+        self._chains.append(chain)
+        if self._alike is not None:
+            self._alike.setdefault(chain, []).append(content)
+        return content
+
+    @property
+    def has_several_namespaces(self) -> bool:
+        """Whether the same tokens may be cached twice."""
+        return self._alike is not None
+
+    def elsewhere(self, content: int) -> list[int]:
+        """The same tokens in other namespaces."""
+        if self._alike is None:
+            return []
+        return [other for other in self._alike.get(self._chains[content], ()) if other != content]

@@ -1,0 +1,73 @@
+"""Why each block of a prompt was not reused, as far as the history knows at that moment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from events.types import SequenceAdded
+from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Ids
+from kvcache.audit.reasons import Reason
+from kvcache.audit.running import Running
+
+if TYPE_CHECKING:
+    from kvcache.audit.fold import History
+
+
+def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids) -> Admission:
+    """The admission, with a reason for each block. What it takes from secondary is told by the events that follow."""
+    size, last = history.tokens_per_block, event.num_tokens - 1
+    reasons = np.full(-(-last // size), Reason.UNALIGNED, np.int8)
+    windows = np.full(len(reasons), -1, np.int8)
+    reused = (event.reused - event.reused_partial) // size
+    full = last // size
+    if not history.reuse:
+        reasons[:] = Reason.REUSE_OFF
+    elif not history.tokens_recorded:
+        reasons[reused:full] = Reason.UNKNOWN
+    else:
+        reasons[reused:full], windows[reused:full] = _why_not(history, ids[reused:])
+    reasons[:reused] = Reason.PRIMARY
+    return Admission(
+        number=sequence.number,
+        request_id=event.request_id,
+        namespace=event.namespace,
+        batch=history.batch,
+        at=history.now,
+        num_tokens=event.num_tokens,
+        reused=event.reused,
+        partial=event.reused_partial,
+        tokens_per_block=size,
+        ids=ids,
+        reasons=reasons,
+        windows=windows,
+    )
+
+
+def _why_not(history: History, ids: Ids) -> tuple[Ids, Ids]:
+    """Reason and window of blocks that were not reused."""
+    reasons = np.full(len(ids), Reason.NOT_SERVABLE, np.intp)
+    windows = np.full(len(ids), -1, np.intp)
+    if not len(ids):
+        return reasons, windows
+    cached = np.array([window.of["level"][ids] >= 0 for window in history.windows])
+    missing = np.flatnonzero(~cached.all(axis=0))
+    windows[missing] = cached[:, missing].argmin(axis=0)
+    for group, window in enumerate(history.windows):
+        at = np.flatnonzero(windows == group)
+        if not len(at):
+            continue
+        of, own = window.of, ids[at]
+        gone, pending = of["seen"][own] > 0, history.pending["count"][own] > 0
+        new = np.where(pending, Reason.BEING_COMPUTED, Reason.NEVER_SEEN)
+        new = np.where(cached[:, at].any(axis=0), Reason.OUT_OF_WINDOW, new)
+        lost = np.where(pending, Reason.COMPUTING_AGAIN, of["why"][own])
+        reasons[at] = np.where(gone, lost, new)
+    if history.contents.has_several_namespaces:
+        for block in np.flatnonzero(reasons == Reason.NEVER_SEEN).tolist():
+            levels = history.windows[windows[block]].of["level"]
+            if any(levels[other] >= 0 for other in history.contents.elsewhere(int(ids[block]))):
+                reasons[block] = Reason.OTHER_NAMESPACE
+    return reasons, windows

@@ -1,0 +1,55 @@
+"""What an exported state has cached, as contents."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
+from events.types import GroupExported, Namespace
+from kvcache.audit.columns import Ids
+from kvcache.audit.contents import ContentIds
+
+Cached = tuple[Ids, npt.NDArray[np.int32], int, int]
+"""Contents, their slots, their level and priority."""
+_HOLE = -1
+
+
+def cached_in(
+    exported: GroupExported, known: ContentIds, tokens_per_block: int, key_bytes: int, *, with_tokens: bool
+) -> Iterator[Cached]:
+    """The full blocks of one group, run by run."""
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist()
+    of_blocks = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6)
+    slots = np.frombuffer(exported.slots, np.int32)
+    chains: list[int] = []
+    namespaces: list[Namespace] = []
+    token = block = 0
+    for parent, count, last_tokens, level, priority, *_ in numbers:
+        namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
+        full = count - (last_tokens < tokens_per_block)
+        own = slots[block : block + full]
+        if with_tokens:
+            ids = array("q")
+            symbols = exported.symbols[token * TOKEN_BYTES : (token + full * tokens_per_block) * TOKEN_BYTES]
+            above = chains[parent] if parent >= 0 else 0
+            chains.append(known.extend(ids, above, namespaces[-1], symbols, tokens_per_block * TOKEN_BYTES))
+        else:
+            keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
+            ids = known.named(unpack_names(names_of_keys(keys, key_bytes)).tolist())
+        contents = np.array(ids, np.intp)
+        if len(of_blocks):
+            yield from _one_by_one(contents, own, of_blocks[block : block + full].tolist())
+        elif full:
+            yield contents, own, level, priority
+        token += (count - 1) * tokens_per_block + last_tokens
+        block += count
+
+
+def _one_by_one(ids: Ids, slots: npt.NDArray[np.int32], columns: list[list[int]]) -> Iterator[Cached]:
+    for at, (level, priority, *_) in enumerate(columns):
+        if slots[at] != _HOLE:
+            yield ids[at : at + 1], slots[at : at + 1], level, priority

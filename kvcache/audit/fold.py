@@ -1,0 +1,372 @@
+"""A log's events as a history of contents, and each admission explained by the history before it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from events import types as ev
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
+from events.tokens.sequences import RunningTokens
+from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason, RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Columns, Ids
+from kvcache.audit.contents import ContentIds
+from kvcache.audit.explaining import explain
+from kvcache.audit.exported import cached_in
+from kvcache.audit.listener import Listener
+from kvcache.audit.reasons import Reason
+from kvcache.audit.running import Running
+from kvcache.audit.window import Window
+
+
+class History:
+    """Folds batches; tells a listener what happens to contents, and of each admission why it computed what it did."""
+
+    def __init__(
+        self, listener: Listener | None = None, details: Callable[[RequestId], bool] = lambda _: False
+    ) -> None:
+        self.listener = listener if listener is not None else Listener()
+        self._details = details
+        self.contents = ContentIds()
+        self.windows: list[Window] = []
+        self.running: dict[int, Running] = {}
+        self.pending = Columns(count=(np.int32, 0))
+        """Per content: running requests in whose prompt it is, and that have not computed it yet."""
+        self.tokens_recorded = True
+        self.reuse = True
+        self.tokens_per_block = 0
+        self.batch, self.now = -1, 0
+        """The batch that is folded, and its wall clock."""
+        self.requests: list[RequestId] = []
+        """By number of the admission."""
+        self._tokens = RunningTokens(self.running)
+        self._admitted: dict[int, Admission] = {}
+        """Of this batch, by handle: what they claim follows."""
+        self._failed = False
+        """Whether a copy has failed in this batch."""
+        self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.EpochStarted: self._on_epoch,
+            ev.CacheCreated: self._on_created,
+            ev.StateExported: self._on_exported,
+            ev.SequenceAdded: self._on_added,
+            ev.BlocksReused: self._on_reused,
+            ev.BlocksStored: self._on_stored,
+            ev.BlocksFilled: self._on_filled,
+            ev.BlocksUpdated: self._on_updated,
+            ev.BlocksMoved: self._on_moved,
+            ev.BlocksRemoved: self._on_removed,
+            ev.BlocksDetached: self._on_detached,
+            ev.TokensAppended: self._on_appended,
+            ev.ContextComputed: self._on_computed,
+            ev.SequenceRemoved: self._on_ended,
+            ev.TransferFailed: self._on_failed,
+            ev.CacheCleared: self._on_cleared,
+            ev.AdmissionRefused: self._on_refused,
+        }
+
+    def fold(self, batch: EventBatch) -> None:
+        """Fold one batch."""
+        self.batch, self.now, self._failed = batch.seq, batch.ts, False
+        for event in batch.events:
+            handler = self._handlers.get(type(event))
+            if handler is not None:
+                handler(event)
+        for admission in self._admitted.values():
+            self._correct_same_step(admission)
+            admission.count()
+            self.listener.admitted(self, admission)
+        self._admitted.clear()
+        self.listener.batch_ended(self)
+
+    # -- the life of the cache
+
+    def _on_epoch(self, event: ev.EpochStarted) -> None:
+        self.tokens_recorded = event.tokens_recorded
+
+    def _on_created(self, event: ev.CacheCreated) -> None:
+        self._lose_all(Reason.RESTARTED)
+        self.running.clear()
+        self._tokens.forget_row()
+        self.pending["count"].fill(0)
+        settings = msgspec.json.decode(event.config)
+        self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
+        self.key_bytes = event.key_bytes
+        before, self.windows = self.windows, [Window(group) for group in event.groups]
+        for old, new in zip(before, self.windows, strict=False):
+            new.of = old.of
+
+    def _on_exported(self, event: ev.StateExported) -> None:
+        """What is not in it is gone: batches were lost before it, or the cache began with it."""
+        before = [np.flatnonzero(window.of["level"] >= 0) for window in self.windows]
+        running = {each.handle: self.running.get(each.handle) for each in event.sequences}
+        self._lose_all(Reason.RESTARTED)
+        self.running.clear()
+        self._tokens.forget_row()
+        self.pending["count"].fill(0)
+        for window, exported in zip(self.windows, event.groups, strict=True):
+            for ids, slots, level, priority in cached_in(
+                exported,
+                self.contents,
+                self.tokens_per_block,
+                self.key_bytes,
+                with_tokens=self.tokens_recorded,
+            ):
+                window.restore(ids, slots, level, priority, self.batch, self.now)
+        for each in event.sequences:
+            self._go_on(each, running[each.handle])
+        self.listener.restarted(self, before)
+
+    def _go_on(self, exported: ev.SequenceExported, known: Running | None) -> None:
+        symbols = (
+            array("i", exported.tokens)
+            if exported.tokens
+            else array("i", bytes(TOKEN_BYTES * exported.num_tokens))
+        )
+        number = known.number if known is not None else self._numbered(exported.request_id)
+        sequence = Running(number, exported.request_id, symbols, exported.namespace, len(self.windows))
+        sequence.num_prompt_tokens = exported.num_prompt_tokens
+        self.running[exported.handle] = sequence
+        if self.key_bytes and exported.keys:
+            sequence.name(0, names_of_keys(exported.keys, self.key_bytes))
+        self._set_computed(sequence, min(exported.computed, exported.num_prompt_tokens), added=True)
+        for group, (window, slots, stored) in enumerate(
+            zip(self.windows, exported.slots, exported.stored, strict=True)
+        ):
+            table = np.frombuffer(slots, np.int32)[:stored]
+            ids = np.where(table >= 0, window.slots[PRIMARY][table], -1).astype(np.intp)
+            sequence.left[group] = int((table == _DETACHED).sum())
+            sequence.take(group, 0, ids)
+            window.hold(ids[ids >= 0])
+
+    def _lose_all(self, why: Reason) -> None:
+        for window in self.windows:
+            window.remove_all(why, self.batch, self.now)
+        for sequence in self.running.values():
+            sequence.held = [np.empty(0, np.intp) for _ in self.windows]
+
+    def _on_failed(self, event: ev.TransferFailed) -> None:
+        self._failed = True
+        for sequence in self.running.values():
+            self._set_computed(sequence, 0)
+
+    def _on_cleared(self, event: ev.CacheCleared) -> None:
+        why = Reason.COPY_FAILED if self._failed else Reason.CLEARED
+        self._lose_all(why)
+        self.listener.cleared(self, event, why)
+
+    # -- requests
+
+    def _numbered(self, request_id: RequestId) -> int:
+        self.requests.append(request_id)
+        return len(self.requests) - 1
+
+    def _on_added(self, event: ev.SequenceAdded) -> None:
+        symbols = (
+            array("i", event.tokens) if event.tokens else array("i", bytes(TOKEN_BYTES * event.num_tokens))
+        )
+        number = self._numbered(event.request_id)
+        sequence = Running(number, event.request_id, symbols, event.namespace, len(self.windows))
+        sequence.left = [window.left_behind(event.reused, self.tokens_per_block) for window in self.windows]
+        last_block = (event.num_tokens - 1) // self.tokens_per_block
+        ids = self._prompt_contents(sequence, last_block)
+        admission = explain(self, event, sequence, ids)
+        self.running[event.handle] = sequence
+        self._tokens.forget_row()
+        self._set_computed(sequence, event.reused, added=True)
+        self._admitted[event.handle] = admission
+        if self._details(event.request_id):
+            admission.facts = self._facts(admission)
+
+    def _prompt_contents(self, sequence: Running, stop: int) -> Ids:
+        if not self.tokens_recorded:
+            return np.empty(0, np.intp)
+        ids = sequence.contents(self.contents, stop, self.tokens_per_block)
+        self.reach()
+        return ids
+
+    def reach(self) -> None:
+        """Have rows for all contents."""
+        rows = len(self.contents)
+        self.pending.reach(rows)
+        for window in self.windows:
+            window.of.reach(rows)
+
+    def _facts(self, admission: Admission) -> dict[str, Any]:
+        """Of each block what its window knows of it now."""
+        names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
+        facts = {name: np.full(len(admission.ids), -1, np.int64) for name in names}
+        windows = admission.windows[: len(admission.ids)]
+        for group, window in enumerate(self.windows):
+            at = (windows == group) | ((windows < 0) & (group == 0))
+            for name in names:
+                facts[name][at] = window.of[name][admission.ids[at]]
+        computing = np.flatnonzero(np.isin(admission.reasons[: len(admission.ids)], _PENDING))
+        facts["computed_by"] = np.full(len(admission.ids), -1, np.int64)
+        for block in computing.tolist():
+            facts["computed_by"][block] = self._computing(int(admission.ids[block]), block)
+        return facts
+
+    def _computing(self, content: int, block: int) -> int:
+        """The first running request that has this content in its prompt, still to be computed."""
+        size = self.tokens_per_block
+        for sequence in self.running.values():
+            stop = sequence.num_prompt_tokens // size
+            to_come = block < stop and (block + 1) * size > sequence.computed
+            if to_come and int(sequence.contents(self.contents, stop, size)[block]) == content:
+                return sequence.number
+        return -1
+
+    def _correct_same_step(self, admission: Admission) -> None:
+        for block in np.flatnonzero(admission.reasons == Reason.BEING_COMPUTED).tolist():
+            of = self.windows[admission.windows[block]].of
+            if of["seen"][admission.ids[block]] and of["stored_batch"][admission.ids[block]] == self.batch:
+                admission.reasons[block] = Reason.SAME_STEP
+
+    def _set_computed(self, sequence: Running, num_tokens: int, *, added: bool = False) -> None:
+        """Note how far a prompt is computed."""
+        size, stop = self.tokens_per_block, sequence.num_prompt_tokens // self.tokens_per_block
+        before, after = min(sequence.computed // size, stop), min(num_tokens // size, stop)
+        sequence.computed = num_tokens
+        if not self.tokens_recorded or (before == after and not added):
+            return
+        ids = sequence.contents(self.contents, stop, size)
+        self.reach()
+        if added:
+            self.pending["count"][ids[after:]] += 1
+        elif before < after:
+            self.pending["count"][ids[before:after]] -= 1
+        else:
+            self.pending["count"][ids[after:before]] += 1
+
+    def _on_computed(self, event: ev.ContextComputed) -> None:
+        sequence = self.running[event.handle]
+        self._set_computed(sequence, min(event.num_tokens, sequence.num_prompt_tokens))
+
+    def _on_appended(self, event: ev.TokensAppended) -> None:
+        if event.counts or event.handles != self._tokens.handles:
+            for handle in array("q", event.handles):
+                sequence = self.running[handle]
+                if sequence.computed < sequence.num_prompt_tokens:
+                    self._set_computed(sequence, sequence.num_prompt_tokens)
+        self._tokens.append(
+            event if event.tokens else msgspec.structs.replace(event, tokens=self._zeros(event))
+        )
+
+    def _zeros(self, event: ev.TokensAppended) -> bytes:
+        counts = array("I", event.counts) if event.counts else repeat(1, len(event.handles) // 8)
+        return bytes(TOKEN_BYTES * sum(counts))
+
+    def _on_ended(self, event: ev.SequenceRemoved) -> None:
+        sequence = self.running.pop(event.handle)
+        self._tokens.forget_row()
+        self._set_computed(sequence, sequence.num_prompt_tokens)
+        for group, window in enumerate(self.windows):
+            window.release(sequence.let_go(group, 0), self.now)
+        self.listener.ended(self, sequence, event)
+
+    def _on_refused(self, event: ev.AdmissionRefused) -> None:
+        self.listener.refused(self, event)
+
+    # -- blocks
+
+    def _on_reused(self, event: ev.BlocksReused) -> None:
+        sequence, window = self.running[event.handle], self.windows[event.group]
+        ids = window.contents(event.level, event.slots)
+        sequence.take(event.group, event.first_block, ids)
+        sequence.name(event.first_block - (len(event.names) // NAME_BYTES - len(ids)), event.names)
+        known = ids[ids >= 0]
+        if event.replaced:
+            self.listener.computed_twice(self, len(ids))
+        else:
+            admission = self._admitted[event.handle]
+            if event.level == SECONDARY:
+                admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
+            self.listener.reused(self, window, known, event.level)
+            window.reuse(known, self.now)
+        window.hold(known)
+
+    def _on_stored(self, event: ev.BlocksStored) -> None:
+        size, sequence = self.tokens_per_block, self.running[event.handle]
+        slots = np.frombuffer(event.slots, np.int32)
+        last = event.first_block + len(slots)
+        if event.keys:
+            names = names_of_keys(event.keys, self.key_bytes)
+            sequence.name(last - len(names) // NAME_BYTES, names)
+        full = len(slots) - (event.last_tokens < size)
+        self._cache(sequence, event.group, event.first_block, slots[:full], event.priority)
+
+    def _on_filled(self, event: ev.BlocksFilled) -> None:
+        keys, size = event.keys, self.key_bytes
+        slots = np.frombuffer(event.slots, np.int32)
+        for at, (handle, block) in enumerate(
+            zip(array("q", event.handles), array("I", event.blocks), strict=True)
+        ):
+            sequence = self.running[handle]
+            if keys:
+                sequence.name(block, names_of_keys(keys[at * size : (at + 1) * size], size))
+            self._cache(sequence, event.group, block, slots[at : at + 1], event.priority)
+
+    def _cache(self, sequence: Running, group: int, first: int, slots: Any, priority: int) -> None:
+        if not len(slots):
+            return
+        if self.tokens_recorded:
+            ids = sequence.contents(self.contents, first + len(slots), self.tokens_per_block)[first:]
+        else:
+            names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
+            ids = np.array(self.contents.named(unpack_names(bytes(names)).tolist()), np.intp)
+        self.reach()
+        window = self.windows[group]
+        window.store(ids, slots, PRIMARY, priority, sequence.number, self.batch, self.now)
+        sequence.take(group, first, ids)
+        window.hold(ids)
+        self.listener.stored(self, window, ids)
+
+    def _on_updated(self, event: ev.BlocksUpdated) -> None:
+        window = self.windows[event.group]
+        ids = window.contents(event.level, event.slots)
+        window.of["priority"][ids[ids >= 0]] = event.priority
+
+    def _on_moved(self, event: ev.BlocksMoved) -> None:
+        window = self.windows[event.group]
+        window.move(event.from_level, event.from_slots, event.to_level, event.to_slots)
+        if event.why == MoveReason.RECOMPUTED and event.handle is not None:
+            ids = window.contents(event.to_level, event.to_slots)
+            self.running[event.handle].take(event.group, event.first_block, ids)
+            window.hold(ids[ids >= 0])
+        self.listener.moved(self, window, event)
+
+    def _on_removed(self, event: ev.BlocksRemoved) -> None:
+        window = self.windows[event.group]
+        by = self.running[event.handle].number if event.handle in self.running else -1
+        ids = window.remove(event.level, event.slots, by, self.batch, self.now)
+        self.listener.removed(self, window, ids, event)
+
+    def _on_detached(self, event: ev.BlocksDetached) -> None:
+        handles = array("q", event.handles)
+        counts = array("I", event.counts) if event.counts else repeat(1, len(handles))
+        window = self.windows[event.group]
+        for handle, count in zip(handles, counts, strict=False):
+            window.release(self.running[handle].leave(event.group, count), self.now)
+
+
+def _symbols(tokens: bytes, count: int) -> array[int]:
+    """The symbols of a sequence; zeros where the log records none."""
+    return array("i", tokens or bytes(TOKEN_BYTES * count))
+
+
+_DETACHED = -2
+"""In an exported table: left behind."""
+_PENDING = (Reason.COMPUTING_AGAIN, Reason.BEING_COMPUTED, Reason.SAME_STEP)
+
+
+def history_of(batches: Iterator[EventBatch], history: History) -> History:
+    """Fold all batches."""
+    for batch in batches:
+        history.fold(batch)
+    return history

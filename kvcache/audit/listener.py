@@ -1,0 +1,52 @@
+"""Who is told what a log says of contents and requests, as it is folded. This one ignores it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from events import types as ev
+from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Ids
+from kvcache.audit.reasons import Reason
+from kvcache.audit.running import Running
+from kvcache.audit.window import Window
+
+if TYPE_CHECKING:
+    from kvcache.audit.fold import History
+
+
+class Listener:
+    """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
+
+    def admitted(self, history: History, admission: Admission) -> None:
+        """Of each admission, at the end of its batch."""
+
+    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+        """A request did not fit."""
+
+    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+        """A request ended."""
+
+    def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        """A request is about to reuse full blocks from a level."""
+
+    def computed_twice(self, history: History, blocks: int) -> None:
+        """A request computed blocks that another one had stored meanwhile."""
+
+    def stored(self, history: History, window: Window, ids: Ids) -> None:
+        """Full blocks are cached."""
+
+    def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
+        """Blocks changed their level."""
+
+    def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+        """Full blocks are gone."""
+
+    def cleared(self, history: History, event: ev.CacheCleared, why: Reason) -> None:
+        """Everything cached is gone."""
+
+    def restarted(self, history: History, before: list[Ids]) -> None:
+        """The state was exported anew; `before` were cached, per window."""
+
+    def batch_ended(self, history: History) -> None:
+        """After the last event of a batch."""
