@@ -207,6 +207,7 @@ class History:
             for name in names:
                 facts[name][at] = window.of[name][admission.ids[at]]
         computing = np.flatnonzero(np.isin(admission.reasons[: len(admission.ids)], _PENDING))
+        facts["slot"] = np.full(len(admission.ids), -1, np.int64)
         facts["computed_by"] = np.full(len(admission.ids), -1, np.int64)
         for block in computing.tolist():
             facts["computed_by"][block] = self._computing(int(admission.ids[block]), block)
@@ -285,11 +286,18 @@ class History:
             self.listener.computed_twice(self, len(ids))
         else:
             admission = self._admitted[event.handle]
+            if admission.facts:
+                self._note_slots(admission, event)
             if event.level == SECONDARY:
                 admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
             self.listener.reused(self, window, known, event.level)
             window.reuse(known, self.now)
         window.hold(known)
+
+    def _note_slots(self, admission: Admission, event: ev.BlocksReused) -> None:
+        slots = np.frombuffer(event.slots, np.int32)
+        own = admission.facts["slot"][event.first_block : event.first_block + len(slots)]
+        own[:] = np.where(own < 0, slots, own)
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         size, sequence = self.tokens_per_block, self.running[event.handle]

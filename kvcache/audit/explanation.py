@@ -1,0 +1,209 @@
+"""What a log says of one request: refusals, admissions, and of each part of its prompt why it was computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from events import types as ev
+from events.types import EventBatch, RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.fold import History
+from kvcache.audit.listener import Listener
+from kvcache.audit.reasons import Reason
+from kvcache.audit.running import Running
+from kvcache.errors import UsageError
+
+MOST_HOLDERS = 5
+"""Of a refusal, so many of the requests that held most are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A place in the log."""
+
+    batch: int
+    at: int
+    """Wall-clock ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A running request, and the blocks that its tokens take."""
+
+    request_id: RequestId
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The request did not fit. Only the first of several tries in a row is in the log."""
+
+    moment: Moment
+    needed: tuple[int, ...]
+    """Per window: blocks."""
+    available: tuple[int, ...]
+    running: int
+    holders: tuple[Holder, ...]
+    """Those that held the most, the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of a prompt of which the same is to be said."""
+
+    first: int
+    stop: int
+    """The token behind the last."""
+    first_block: int
+    last_block: int
+    reason: Reason
+    window: int | None
+    """In tokens, where the reason is about one window of several."""
+    slot: int | None = None
+    """Of the first block, where it is reused."""
+    stored_by: RequestId | None = None
+    stored: Moment | None = None
+    gone: Moment | None = None
+    gone_for: RequestId | None = None
+    """The request that needed the room."""
+    computed_by: RequestId | None = None
+    """The running request that was computing it."""
+
+
+@dataclass(slots=True)
+class Stay:
+    """From an admission to the request's end, or to the end of the log."""
+
+    admitted: Moment
+    namespace: ev.Namespace
+    num_tokens: int
+    reused: int
+    parts: list[Part]
+    computed_again: int = 0
+    """Tokens that an earlier stay had computed already, and that this one had to compute again."""
+    ended: Moment | None = None
+    tokens_at_end: int = 0
+    computed_at_end: int = 0
+
+
+@dataclass(slots=True)
+class Explanation:
+    """All that is known of a request."""
+
+    request_id: RequestId
+    refusals: list[Refusal] = field(default_factory=list)
+    stays: list[Stay] = field(default_factory=list)
+
+
+class _Watch(Listener):
+    def __init__(self, request_id: str) -> None:
+        self._wanted = request_id
+        self.found: dict[RequestId, Explanation] = {}
+        """By id as the engine gave it: 7 and "7" are two requests."""
+        self._ended: list[tuple[RequestId, ev.SequenceRemoved]] = []
+
+    def _of(self, request_id: RequestId) -> Explanation | None:
+        if str(request_id) != self._wanted:
+            return None
+        return self.found.setdefault(request_id, Explanation(request_id))
+
+    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+        explanation = self._of(event.request_id)
+        if explanation is None:
+            return
+        held = [
+            Holder(each.request_id, -(-each.num_tokens // history.tokens_per_block))
+            for each in history.running.values()
+        ]
+        held.sort(key=lambda holder: -holder.blocks)
+        moment = Moment(history.batch, history.now)
+        refusal = Refusal(moment, event.needed, event.available, len(held), tuple(held[:MOST_HOLDERS]))
+        explanation.refusals.append(refusal)
+
+    def admitted(self, history: History, admission: Admission) -> None:
+        explanation = self._of(admission.request_id)
+        if explanation is None:
+            return
+        before = max((stay.computed_at_end for stay in explanation.stays), default=0)
+        stay = Stay(
+            Moment(admission.batch, admission.at),
+            admission.namespace,
+            admission.num_tokens,
+            admission.reused,
+            list(_parts(history, admission)),
+            max(0, min(before, admission.num_tokens) - admission.reused),
+        )
+        explanation.stays.append(stay)
+
+    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+        if str(sequence.request_id) == self._wanted:
+            # Told at the batch's end: so is an admission of the same batch.
+            self._ended.append((sequence.request_id, event))
+
+    def batch_ended(self, history: History) -> None:
+        for request_id, event in self._ended:
+            stays = [stay for stay in self.found[request_id].stays if stay.ended is None]
+            if stays:
+                stays[0].ended = Moment(history.batch, history.now)
+                stays[0].tokens_at_end, stays[0].computed_at_end = event.num_tokens, event.computed
+        self._ended.clear()
+
+
+def _parts(history: History, admission: Admission) -> list[Part]:
+    """The prompt's parts, joined as far as the same is to be said of them."""
+    joined: list[Part] = []
+    for first, stop, reason, group in admission.spans():
+        part = _part(history, admission, first, stop, reason, group)
+        if joined and _said(joined[-1]) == _said(part):
+            joined[-1] = replace(joined[-1], stop=part.stop, last_block=part.last_block)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _said(part: Part) -> tuple[object, ...]:
+    return part.reason, part.window, part.stored_by, part.gone, part.gone_for, part.computed_by
+
+
+def _part(history: History, admission: Admission, first: int, stop: int, reason: Reason, group: int) -> Part:
+    block = first // admission.tokens_per_block
+    window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
+    last = (stop - 1) // admission.tokens_per_block
+    if block >= len(admission.ids) or reason in (Reason.LAST_TOKEN, Reason.PARTIAL):
+        return Part(first, stop, block, last, reason, window)
+    facts = {name: int(column[block]) for name, column in admission.facts.items()}
+    known = reason.is_reuse or reason.is_lost or reason == Reason.NOT_SERVABLE
+    lost = reason.is_lost
+    return Part(
+        first,
+        stop,
+        block,
+        last,
+        reason,
+        window,
+        slot=facts["slot"] if reason.is_reuse and facts["slot"] >= 0 else None,
+        stored_by=_request(history, facts["stored_by"]) if known else None,
+        stored=Moment(facts["stored_batch"], facts["stored_at"]) if known else None,
+        gone=Moment(facts["gone_batch"], facts["gone_at"]) if lost else None,
+        gone_for=_request(history, facts["gone_by"]) if lost else None,
+        computed_by=_request(history, facts["computed_by"]),
+    )
+
+
+def _request(history: History, number: int) -> RequestId | None:
+    return history.requests[number] if number >= 0 else None
+
+
+def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Explanation]:
+    """Explain a request of a log: several, if the engine used the id both as a number and as text.
+
+    Raises `UsageError` if the log knows no such request.
+    """
+    watch = _Watch(request_id)
+    history = History(watch, lambda other: str(other) == request_id)
+    for batch in batches:
+        history.fold(batch)
+    if not watch.found:
+        raise UsageError(f"no request {request_id!r} in the log: `kvcache events LOG` shows what there is")
+    return list(watch.found.values())
