@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import numpy.typing as npt
 
 from events.types import SequenceAdded
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
+from kvcache.audit.history import History
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
-
-if TYPE_CHECKING:
-    from kvcache.audit.fold import History
 
 
 def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids) -> Admission:
@@ -71,3 +68,32 @@ def _why_not(history: History, ids: Ids) -> tuple[Ids, Ids]:
             if any(levels[other] >= 0 for other in history.contents.elsewhere(int(ids[block]))):
                 reasons[block] = Reason.OTHER_NAMESPACE
     return reasons, windows
+
+
+def facts_of(history: History, admission: Admission) -> dict[str, npt.NDArray[np.int64]]:
+    """Of each block what its window knows of it now: numbers of requests and batches, times in ns, or -1."""
+    names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
+    size = len(admission.ids)
+    facts = {name: np.full(size, -1, np.int64) for name in (*names, "slot", "computed_by")}
+    windows = admission.windows[:size]
+    for group, window in enumerate(history.windows):
+        at = (windows == group) | ((windows < 0) & (group == 0))
+        for name in names:
+            facts[name][at] = window.of[name][admission.ids[at]]
+    for block in np.flatnonzero(np.isin(admission.reasons[:size], _PENDING)).tolist():
+        facts["computed_by"][block] = _computing(history, int(admission.ids[block]), block)
+    return facts
+
+
+def _computing(history: History, content: int, block: int) -> int:
+    """The first running request that has this content in its prompt, still to be computed."""
+    size = history.tokens_per_block
+    for sequence in history.running.values():
+        stop = sequence.num_prompt_tokens // size
+        to_come = block < stop and (block + 1) * size > sequence.computed
+        if to_come and int(sequence.contents(history.contents, stop, size)[block]) == content:
+            return sequence.number
+    return -1
+
+
+_PENDING = (Reason.COMPUTING_AGAIN, Reason.BEING_COMPUTED)

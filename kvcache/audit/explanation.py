@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from events import types as ev
 from events.types import EventBatch, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.fold import History
+from kvcache.audit.fold import HistoryFold
+from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
@@ -201,7 +202,7 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
     Raises `UsageError` if the log knows no such request.
     """
     watch = _Watch(request_id)
-    history = History(watch, lambda other: str(other) == request_id)
+    history = HistoryFold(watch, lambda other: str(other) == request_id)
     for batch in batches:
         history.fold(batch)
     if not watch.found:

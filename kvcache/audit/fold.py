@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any
 
@@ -15,36 +15,25 @@ from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
 from events.tokens.sequences import RunningTokens
 from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Columns, Ids
-from kvcache.audit.contents import ContentIds
-from kvcache.audit.explaining import explain
+from kvcache.audit.columns import Ids
+from kvcache.audit.explaining import explain, facts_of
 from kvcache.audit.exported import cached_in
+from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
 
-class History:
+class HistoryFold(History):
     """Folds batches; tells a listener what happens to contents, and of each admission why it computed what it did."""
 
     def __init__(
         self, listener: Listener | None = None, details: Callable[[RequestId], bool] = lambda _: False
     ) -> None:
+        super().__init__()
         self.listener = listener if listener is not None else Listener()
         self._details = details
-        self.contents = ContentIds()
-        self.windows: list[Window] = []
-        self.running: dict[int, Running] = {}
-        self.pending = Columns(count=(np.int32, 0))
-        """Per content: running requests in whose prompt it is, and that have not computed it yet."""
-        self.tokens_recorded = True
-        self.reuse = True
-        self.tokens_per_block = 0
-        self.batch, self.now = -1, 0
-        """The batch that is folded, and its wall clock."""
-        self.requests: list[RequestId] = []
-        """By number of the admission."""
         self._tokens = RunningTokens(self.running)
         self._admitted: dict[int, Admission] = {}
         """Of this batch, by handle: what they claim follows."""
@@ -176,12 +165,13 @@ class History:
         last_block = (event.num_tokens - 1) // self.tokens_per_block
         ids = self._prompt_contents(sequence, last_block)
         admission = explain(self, event, sequence, ids)
+        self.listener.looked_up(self, admission)
         self.running[event.handle] = sequence
         self._tokens.forget_row()
         self._set_computed(sequence, event.reused, added=True)
         self._admitted[event.handle] = admission
         if self._details(event.request_id):
-            admission.facts = self._facts(admission)
+            admission.facts = facts_of(self, admission)
 
     def _prompt_contents(self, sequence: Running, stop: int) -> Ids:
         if not self.tokens_recorded:
@@ -189,39 +179,6 @@ class History:
         ids = sequence.contents(self.contents, stop, self.tokens_per_block)
         self.reach()
         return ids
-
-    def reach(self) -> None:
-        """Have rows for all contents."""
-        rows = len(self.contents)
-        self.pending.reach(rows)
-        for window in self.windows:
-            window.of.reach(rows)
-
-    def _facts(self, admission: Admission) -> dict[str, Any]:
-        """Of each block what its window knows of it now."""
-        names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
-        facts = {name: np.full(len(admission.ids), -1, np.int64) for name in names}
-        windows = admission.windows[: len(admission.ids)]
-        for group, window in enumerate(self.windows):
-            at = (windows == group) | ((windows < 0) & (group == 0))
-            for name in names:
-                facts[name][at] = window.of[name][admission.ids[at]]
-        computing = np.flatnonzero(np.isin(admission.reasons[: len(admission.ids)], _PENDING))
-        facts["slot"] = np.full(len(admission.ids), -1, np.int64)
-        facts["computed_by"] = np.full(len(admission.ids), -1, np.int64)
-        for block in computing.tolist():
-            facts["computed_by"][block] = self._computing(int(admission.ids[block]), block)
-        return facts
-
-    def _computing(self, content: int, block: int) -> int:
-        """The first running request that has this content in its prompt, still to be computed."""
-        size = self.tokens_per_block
-        for sequence in self.running.values():
-            stop = sequence.num_prompt_tokens // size
-            to_come = block < stop and (block + 1) * size > sequence.computed
-            if to_come and int(sequence.contents(self.contents, stop, size)[block]) == content:
-                return sequence.number
-        return -1
 
     def _correct_same_step(self, admission: Admission) -> None:
         for block in np.flatnonzero(admission.reasons == Reason.BEING_COMPUTED).tolist():
@@ -370,11 +327,3 @@ def _symbols(tokens: bytes, count: int) -> array[int]:
 
 _DETACHED = -2
 """In an exported table: left behind."""
-_PENDING = (Reason.COMPUTING_AGAIN, Reason.BEING_COMPUTED, Reason.SAME_STEP)
-
-
-def history_of(batches: Iterator[EventBatch], history: History) -> History:
-    """Fold all batches."""
-    for batch in batches:
-        history.fold(batch)
-    return history

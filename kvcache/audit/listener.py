@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from events import types as ev
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
+from kvcache.audit.history import History
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
-if TYPE_CHECKING:
-    from kvcache.audit.fold import History
-
 
 class Listener:
     """Hears of each event when the history has folded it, but of a reuse before: ages are those before it."""
+
+    def looked_up(self, history: History, admission: Admission) -> None:
+        """A request is being admitted; what it takes from secondary, and what comes later in the step, is not known."""
 
     def admitted(self, history: History, admission: Admission) -> None:
         """Of each admission, at the end of its batch."""

@@ -1,0 +1,38 @@
+"""What is known of a log's contents and requests up to an event."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from events.types import RequestId
+from kvcache.audit.columns import Columns
+from kvcache.audit.contents import ContentIds
+from kvcache.audit.running import Running
+from kvcache.audit.window import Window
+
+
+class History:
+    """Contents, windows and running requests; changed only by `kvcache.audit.fold`."""
+
+    def __init__(self) -> None:
+        self.contents = ContentIds()
+        self.windows: list[Window] = []
+        self.running: dict[int, Running] = {}
+        """By handle."""
+        self.pending = Columns(count=(np.int32, 0))
+        """Per content: running requests in whose prompt it is, and that have not computed it yet."""
+        self.tokens_recorded = True
+        self.reuse = True
+        self.tokens_per_block = 0
+        self.key_bytes = 0
+        self.batch, self.now = -1, 0
+        """The batch that is folded, and its wall clock in ns."""
+        self.requests: list[RequestId] = []
+        """By number of the admission."""
+
+    def reach(self) -> None:
+        """Have rows for all contents."""
+        rows = len(self.contents)
+        self.pending.reach(rows)
+        for window in self.windows:
+            window.of.reach(rows)
