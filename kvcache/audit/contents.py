@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from events.types import Namespace
 
 
@@ -20,6 +23,8 @@ class ContentIds:
         self._salts: dict[Namespace, int] = {}
         self._chains = array("q")
         """Per content: its chain without the namespace."""
+        self._parents = array("q")
+        """Per content: that of the block before it, -1 at the start of a prompt."""
         self._alike: dict[int, list[int]] | None = None
         """Contents by their chain; only where there are several namespaces."""
 
@@ -27,9 +32,18 @@ class ContentIds:
         return len(self._chains)
 
     def extend(
-        self, ids: array[int], chain: int, namespace: Namespace, symbols: bytes, block_bytes: int
+        self,
+        ids: array[int],
+        chain: int,
+        namespace: Namespace,
+        symbols: bytes,
+        block_bytes: int,
+        parent: int = -1,
     ) -> int:
-        """Append the numbers of the next full blocks of a sequence; returns the chain up to there."""
+        """Append the numbers of the next full blocks of a sequence; returns the chain up to there.
+
+        The first of them continues the last of `ids`, or `parent` where there is none.
+        """
         number = len(self._salts)
         salt = self._salts.setdefault(namespace, hash(("namespace", number)))
         if len(self._salts) > 1 and self._alike is None:
@@ -37,10 +51,12 @@ class ContentIds:
             for content, other in enumerate(self._chains):
                 self._alike.setdefault(other, []).append(content)
         get, append = self._ids.get, ids.append
+        parent = ids[-1] if ids else parent
         for begin in range(0, len(symbols) - block_bytes + 1, block_bytes):
             chain = hash((chain, symbols[begin : begin + block_bytes]))
             known = get(chain ^ salt)
-            append(self._new(chain, salt) if known is None else known)
+            parent = self._new(chain, salt, parent) if known is None else known
+            append(parent)
         return chain
 
     def named(self, names: Iterable[int]) -> array[int]:
@@ -49,12 +65,17 @@ class ContentIds:
             "q", [self._new(name, 0) if (known := self._ids.get(name)) is None else known for name in names]
         )
 
-    def _new(self, chain: int, salt: int) -> int:
+    def _new(self, chain: int, salt: int, parent: int) -> int:
         content = self._ids[chain ^ salt] = len(self._chains)
         self._chains.append(chain)
+        self._parents.append(parent)
         if self._alike is not None:
             self._alike.setdefault(chain, []).append(content)
         return content
+
+    def parents(self) -> npt.NDArray[np.int64]:
+        """Per content that of the block before it; -1 at the start of a prompt."""
+        return np.array(self._parents, np.int64)
 
     @property
     def has_several_namespaces(self) -> bool:

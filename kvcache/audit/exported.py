@@ -25,7 +25,7 @@ def cached_in(
     numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist()
     of_blocks = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6)
     slots = np.frombuffer(exported.slots, np.int32)
-    chains: list[int] = []
+    ends: list[tuple[int, int]] = []
     namespaces: list[Namespace] = []
     token = block = 0
     for parent, count, last_tokens, level, priority, *_ in numbers:
@@ -35,8 +35,9 @@ def cached_in(
         if with_tokens:
             ids = array("q")
             symbols = exported.symbols[token * TOKEN_BYTES : (token + full * tokens_per_block) * TOKEN_BYTES]
-            above = chains[parent] if parent >= 0 else 0
-            chains.append(known.extend(ids, above, namespaces[-1], symbols, tokens_per_block * TOKEN_BYTES))
+            chain, above = ends[parent] if parent >= 0 else (0, -1)
+            chain = known.extend(ids, chain, namespaces[-1], symbols, tokens_per_block * TOKEN_BYTES, above)
+            ends.append((chain, ids[-1] if ids else above))
         else:
             keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
             ids = known.named(unpack_names(names_of_keys(keys, key_bytes)).tolist())

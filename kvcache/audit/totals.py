@@ -1,0 +1,237 @@
+"""All requests of a log at once: where prompt tokens came from, and what evictions, offload and duplicates cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.packed import SLOT_BYTES
+from events.types import PRIMARY, EventBatch, MoveReason, Namespace, RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Ids
+from kvcache.audit.fold import HistoryFold
+from kvcache.audit.histogram import Ages
+from kvcache.audit.history import History
+from kvcache.audit.listener import Listener
+from kvcache.audit.prefixes import Prefix, hot_prefixes
+from kvcache.audit.reasons import Reason
+from kvcache.audit.timeline import Timeline
+from kvcache.audit.window import Window
+
+_EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
+MOST_USES = 4
+"""Blocks that were reused so often or more are counted together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """What one eviction, and those of the same step for the same request, cost later."""
+
+    window: int
+    """In tokens."""
+    batch: int
+    at: int
+    for_request: RequestId | None
+    tokens: int
+    """Computed again since, whoever asked for them: as often as they were asked for."""
+
+
+@dataclass(slots=True)
+class LevelLives:
+    """How blocks fare in one level."""
+
+    hit_ages: Ages = field(default_factory=Ages)
+    """Of reused blocks that nobody held: since their last use."""
+    eviction_ages: Ages = field(default_factory=Ages)
+    """Of evicted blocks (from primary to secondary, too): since their last use."""
+    evicted: int = 0
+    """Blocks."""
+
+
+@dataclass(slots=True)
+class Audit:
+    """What a log says of its reuse."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    reasons: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))
+    """Prompt tokens by `Reason`; their sum is `prompt_tokens`."""
+    by_namespace: dict[Namespace, npt.NDArray[np.int64]] = field(default_factory=dict)
+    over_time: Timeline = field(default_factory=lambda: Timeline(len(Reason)))
+    refusals: int = 0
+    lost_ages: Ages = field(default_factory=Ages)
+    """Per block that was computed again because it had been evicted: since it went."""
+    lost_by_priority: Counter[int] = field(default_factory=Counter)
+    """Tokens computed again because of evictions, by the priority of the blocks."""
+    worst: list[Eviction] = field(default_factory=list)
+    levels: tuple[LevelLives, LevelLives] = field(default_factory=lambda: (LevelLives(), LevelLives()))
+    lifetimes: Ages = field(default_factory=Ages)
+    """Of blocks that are gone: from being stored to being gone from both levels."""
+    uses: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(MOST_USES + 1, np.int64))
+    """Blocks that are gone by how often they were reused; the last: `MOST_USES` or more."""
+    stored: int = 0
+    """Full blocks."""
+    never_reused: int = 0
+    """Full blocks that are gone, or still cached, and that nobody reused."""
+    computed_twice: int = 0
+    """Tokens that a request computed although another one stored them before it was done."""
+    offloaded: int = 0
+    onboarded: int = 0
+    taken_over: int = 0
+    """Blocks in secondary that a request computed nevertheless."""
+    prefixes: list[Prefix] = field(default_factory=list)
+    first_batch: int = -1
+    last_batch: int = -1
+    first_at: int = 0
+    last_at: int = 0
+    tokens_recorded: bool = True
+
+    @property
+    def reused(self) -> int:
+        """Prompt tokens that were not computed."""
+        return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+
+class Totals(Listener):
+    """Counts, from one batch or time on up to another."""
+
+    def __init__(self, since: int = 0, until: int | None = None) -> None:
+        self.audit = Audit()
+        self._since, self._until = since, until
+        self._lost: Counter[tuple[int, int, int, int]] = Counter()
+        """(window, batch, time, number of the request that needed the room) → tokens."""
+
+    def _counts(self, history: History) -> bool:
+        return self._since <= history.batch and (self._until is None or history.batch <= self._until)
+
+    def looked_up(self, history: History, admission: Admission) -> None:
+        """Charge evictions with what is computed again."""
+        lost = np.flatnonzero(np.isin(admission.reasons, _EVICTIONS))
+        if not len(lost) or not self._counts(history):
+            return
+        size = history.tokens_per_block
+        for group, window in enumerate(history.windows):
+            blocks = lost[admission.windows[lost] == group]
+            # The first of them may be copied in part.
+            ids, of = admission.ids[blocks], window.of
+            self.audit.lost_ages.add(history.now - of["gone_at"][ids])
+            for priority, count in zip(*np.unique(of["priority"][ids], return_counts=True), strict=True):
+                self.audit.lost_by_priority[int(priority)] += int(count) * size
+            # Consecutive blocks mostly went together.
+            rows = zip(
+                *(of[name][ids].tolist() for name in ("gone_batch", "gone_at", "gone_by")), strict=True
+            )
+            for row, same in groupby(rows):
+                self._lost[group, *row] += sum(1 for _ in same) * size
+
+    def admitted(self, history: History, admission: Admission) -> None:
+        """Count a prompt."""
+        if not self._counts(history):
+            return
+        audit = self.audit
+        audit.requests += 1
+        audit.prompt_tokens += admission.num_tokens
+        audit.reasons += admission.counts
+        audit.by_namespace.setdefault(admission.namespace, np.zeros(len(Reason), np.int64))[:] += (
+            admission.counts
+        )
+        audit.over_time.add(admission.at, admission.counts)
+
+    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+        """Count a refusal."""
+        self.audit.refusals += self._counts(history)
+
+    def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        """Note how long reused blocks had been idle."""
+        if self._counts(history):
+            idle = ids[window.of["holders"][ids] == 0]
+            self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
+
+    def computed_twice(self, history: History, blocks: int) -> None:
+        """Count work done twice."""
+        self.audit.computed_twice += blocks * history.tokens_per_block * self._counts(history)
+
+    def stored(self, history: History, window: Window, ids: Ids) -> None:
+        """Count stored blocks."""
+        self.audit.stored += len(ids) * self._counts(history)
+
+    def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
+        """Count traffic between the levels, and evictions from primary."""
+        if not self._counts(history):
+            return
+        audit, blocks = self.audit, len(event.to_slots) // SLOT_BYTES
+        if event.why == MoveReason.ONBOARD:
+            audit.onboarded += blocks
+        elif event.why == MoveReason.RECOMPUTED:
+            audit.taken_over += blocks
+            audit.computed_twice += blocks * history.tokens_per_block
+        else:
+            audit.offloaded += blocks
+            ids = window.contents(event.to_level, event.to_slots)
+            self._evicted(history, window, ids[ids >= 0], PRIMARY)
+
+    def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
+        """Note how blocks that are gone had lived."""
+        if not self._counts(history):
+            return
+        self._evicted(history, window, ids, event.level)
+        self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
+        self._count_uses(window, ids)
+
+    def _evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
+        self.audit.levels[level].evicted += len(ids)
+
+    def _count_uses(self, window: Window, ids: Ids) -> None:
+        uses = np.minimum(window.of["uses"][ids], MOST_USES)
+        counts = np.bincount(uses, minlength=MOST_USES + 1)
+        self.audit.uses += counts
+        self.audit.never_reused += int(counts[0])
+
+    def batch_ended(self, history: History) -> None:
+        """Note how far the counts reach."""
+        if not self._counts(history):
+            return
+        audit = self.audit
+        if audit.first_batch < 0:
+            audit.first_batch, audit.first_at = history.batch, history.now
+        audit.last_batch, audit.last_at = history.batch, history.now
+
+    def finish(self, history: History, top: int) -> Audit:
+        """The audit, with the `top` worst evictions and hottest prefixes."""
+        audit = self.audit
+        audit.tokens_recorded = history.tokens_recorded
+        for window in history.windows:
+            ids = np.flatnonzero(window.of["level"] >= 0)
+            audit.never_reused += int((window.of["uses"][ids] == 0).sum())
+        audit.worst = [
+            Eviction(
+                history.windows[group].created.window,
+                batch,
+                at,
+                history.requests[by] if by >= 0 else None,
+                tokens,
+            )
+            for (group, batch, at, by), tokens in self._lost.most_common(top)
+        ]
+        audit.prefixes = hot_prefixes(history, top)
+        return audit
+
+
+def audit_batches(
+    batches: Iterable[EventBatch], *, since: int = 0, until: int | None = None, top: int = 10
+) -> Audit:
+    """Audit a log from one batch up to another; what was before is known nevertheless."""
+    totals = Totals(since, until)
+    history = HistoryFold(totals)
+    for batch in batches:
+        if until is not None and batch.seq > until:
+            break
+        history.fold(batch)
+    return totals.finish(history, top)
