@@ -61,9 +61,11 @@ class ContentIds:
 
     def named(self, names: Iterable[int]) -> array[int]:
         """The numbers of blocks of which only the names are known: of a log without tokens."""
-        return array(
-            "q", [self._new(name, 0) if (known := self._ids.get(name)) is None else known for name in names]
-        )
+        return array("q", [self._named(name) for name in names])
+
+    def _named(self, name: int) -> int:
+        known = self._ids.get(name)
+        return self._new(name, 0, -1) if known is None else known
 
     def _new(self, chain: int, salt: int, parent: int) -> int:
         content = self._ids[chain ^ salt] = len(self._chains)
