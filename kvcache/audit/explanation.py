@@ -206,5 +206,5 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
     for batch in batches:
         history.fold(batch)
     if not watch.found:
-        raise UsageError(f"no request {request_id!r} in the log: `kvcache events LOG` shows what there is")
+        raise UsageError(f"no request {request_id!r} was admitted or refused in the log")
     return list(watch.found.values())

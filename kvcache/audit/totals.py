@@ -99,21 +99,19 @@ class Audit:
 
 
 class Totals(Listener):
-    """Counts, from one batch or time on up to another."""
+    """Counts, while it is `counting`."""
 
-    def __init__(self, since: int = 0, until: int | None = None) -> None:
+    def __init__(self) -> None:
         self.audit = Audit()
-        self._since, self._until = since, until
+        self.counting = True
+        """Whether what happens counts; it is known in any case."""
         self._lost: Counter[tuple[int, int, int, int]] = Counter()
         """(window, batch, time, number of the request that needed the room) → tokens."""
-
-    def _counts(self, history: History) -> bool:
-        return self._since <= history.batch and (self._until is None or history.batch <= self._until)
 
     def looked_up(self, history: History, admission: Admission) -> None:
         """Charge evictions with what is computed again."""
         lost = np.flatnonzero(np.isin(admission.reasons, _EVICTIONS))
-        if not len(lost) or not self._counts(history):
+        if not len(lost) or not self.counting:
             return
         size = history.tokens_per_block
         for group, window in enumerate(history.windows):
@@ -132,7 +130,7 @@ class Totals(Listener):
 
     def admitted(self, history: History, admission: Admission) -> None:
         """Count a prompt."""
-        if not self._counts(history):
+        if not self.counting:
             return
         audit = self.audit
         audit.requests += 1
@@ -145,25 +143,25 @@ class Totals(Listener):
 
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
-        self.audit.refusals += self._counts(history)
+        self.audit.refusals += self.counting
 
     def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
         """Note how long reused blocks had been idle."""
-        if self._counts(history):
+        if self.counting:
             idle = ids[window.of["holders"][ids] == 0]
             self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
 
     def computed_twice(self, history: History, blocks: int) -> None:
         """Count work done twice."""
-        self.audit.computed_twice += blocks * history.tokens_per_block * self._counts(history)
+        self.audit.computed_twice += blocks * history.tokens_per_block * self.counting
 
     def stored(self, history: History, window: Window, ids: Ids) -> None:
         """Count stored blocks."""
-        self.audit.stored += len(ids) * self._counts(history)
+        self.audit.stored += len(ids) * self.counting
 
     def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
         """Count traffic between the levels, and evictions from primary."""
-        if not self._counts(history):
+        if not self.counting:
             return
         audit, blocks = self.audit, len(event.to_slots) // SLOT_BYTES
         if event.why == MoveReason.ONBOARD:
@@ -178,7 +176,7 @@ class Totals(Listener):
 
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Note how blocks that are gone had lived."""
-        if not self._counts(history):
+        if not self.counting:
             return
         self._evicted(history, window, ids, event.level)
         self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
@@ -196,7 +194,7 @@ class Totals(Listener):
 
     def batch_ended(self, history: History) -> None:
         """Note how far the counts reach."""
-        if not self._counts(history):
+        if not self.counting:
             return
         audit = self.audit
         if audit.first_batch < 0:
@@ -224,14 +222,13 @@ class Totals(Listener):
         return audit
 
 
-def audit_batches(
-    batches: Iterable[EventBatch], *, since: int = 0, until: int | None = None, top: int = 10
-) -> Audit:
-    """Audit a log from one batch up to another; what was before is known nevertheless."""
-    totals = Totals(since, until)
+def audit_batches(batches: Iterable[tuple[EventBatch, bool]], *, top: int = 10) -> Audit:
+    """Audit a log's batches, from its first one on; of each is given whether it counts.
+
+    `top` of the worst evictions and of the prefixes that served most are named.
+    """
+    totals = Totals()
     history = HistoryFold(totals)
-    for batch in batches:
-        if until is not None and batch.seq > until:
-            break
+    for batch, totals.counting in batches:
         history.fold(batch)
     return totals.finish(history, top)

@@ -17,6 +17,8 @@ COMMANDS = {
     "replay": "the state that a log records, at any point",
     "events": "the events of a log, all or a choice",
     "match": "what a prompt would reuse, block by block",
+    "explain": "why a request reused what it did, and computed the rest",
+    "audit": "why prompt tokens were computed, over all requests",
     "subscribe": "listen to a live stream of KV events",
     "config": "the settings that an engine gets here, or their schema",
     "doctor": "what this machine offers, and what is missing",

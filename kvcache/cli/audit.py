@@ -1,0 +1,401 @@
+"""``kvcache audit``: over all requests of a log, why prompt tokens were computed, and what evictions cost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from events.log import LogReader
+from events.structs import LEVEL_NAMES
+from events.types import EventBatch, Namespace, RequestId
+from kvcache.audit.histogram import Ages
+from kvcache.audit.prefixes import Prefix
+from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.totals import MOST_USES, Audit, LevelLives, audit_batches
+from kvcache.cli import moments, times
+from kvcache.cli.messages import printable
+from kvcache.cli.moments import UpTo, span
+from kvcache.cli.output import Output, count, duration, share
+from kvcache.cli.parser import positive
+from kvcache.cli.progress import Update, progress
+from kvcache.cli.times import Times, iso
+
+_BARS = 24
+"""Rows of the picture over time, at most."""
+_BAR = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Where the prompt tokens of a log came from, and why the others were computed: each has exactly one reason.\n"
+        "Also what evictions cost, how long blocks live, and which prefixes serve most."
+    )
+    parser.epilog = (
+        f"docs/audit.md defines the reasons; `kvcache explain` tells of one request.\n\n{moments.FORMS_HELP}"
+    )
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument(
+        "--since", type=moments.argument, metavar=moments.METAVAR, help="count what happens from then on"
+    )
+    parser.add_argument("--until", type=moments.argument, metavar=moments.METAVAR, help="stop there")
+    parser.add_argument(
+        "--top", type=positive, default=10, metavar="N", help="evictions and prefixes to name (10)"
+    )
+    times.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Read the log once, and tell."""
+    batches = UpTo(LogReader(args.log), args.until)
+    with progress("reading", None, shown=not out.quiet) as update:
+        audit = audit_batches(_watched(batches, args, update), top=args.top)
+    batches.check()
+    if args.json:
+        out.json(to_json(audit))
+    else:
+        _show(args.log, audit, Times(args.time, batches.first_ts), out)
+    return 0
+
+
+def _watched(batches: UpTo, args: argparse.Namespace, update: Update) -> Iterator[tuple[EventBatch, bool]]:
+    for batch, counts in span(batches, args.since):
+        update(batch.seq)
+        yield batch, counts
+
+
+# -- for people
+
+
+def _show(log: Path, audit: Audit, when: Times, out: Output) -> None:
+    out.heading(
+        f"{printable(str(log))}: batches {audit.first_batch:,} to {audit.last_batch:,}, "
+        f"{when.of(audit.first_at)} to {when.of(audit.last_at)}"
+    )
+    part = audit.reused / max(audit.prompt_tokens, 1)
+    facts = [
+        ("requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"),
+        ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"),
+    ]
+    if not audit.tokens_recorded:
+        facts.append(("tokens", "not recorded: why the others were computed is not known"))
+    out.facts(facts)
+    out.line()
+    _show_reasons(audit, out)
+    _show_time(audit, when, out)
+    _show_namespaces(audit, out)
+    _show_evictions(audit, when, out)
+    _show_lives(audit, out)
+    _show_prefixes(audit.prefixes, when, out)
+
+
+def _show_reasons(audit: Audit, out: Output) -> None:
+    rows = [
+        [IN_WORDS[reason], f"{tokens:,}", share(tokens / audit.prompt_tokens)]
+        for reason in Reason
+        if (tokens := int(audit.reasons[reason]))
+    ]
+    out.table(["prompt tokens", "count", "share"], rows, right=["count", "share"])
+
+
+def _show_time(audit: Audit, when: Times, out: Output) -> None:
+    sums, start = audit.over_time.rows, audit.over_time.start
+    if start is None or len(sums) < 2:
+        return
+    together = -(-len(sums) // _BARS)
+    rows = []
+    for first in range(0, len(sums), together):
+        tokens = sums[first : first + together].sum(axis=0)
+        total = int(tokens.sum())
+        reused, lost = (
+            int(tokens[: Reason.PARTIAL + 1].sum()),
+            int(tokens[Reason.COMPUTING_AGAIN : Reason.RESTARTED + 1].sum()),
+        )
+        rows.append(
+            [
+                when.of(start + first * audit.over_time.width),
+                f"{total:,}",
+                share(reused / total) if total else "",
+                _bar(reused, lost, total),
+            ]
+        )
+    out.line()
+    out.table(
+        ["from", "tokens", "reused", "█ reused  ▒ lost to evictions and the like  · others"],
+        rows,
+        right=["tokens", "reused"],
+    )
+
+
+def _bar(reused: int, lost: int, total: int) -> str:
+    if not total:
+        return ""
+    first, second = round(_BAR * reused / total), round(_BAR * (reused + lost) / total)
+    return "█" * first + "▒" * (second - first) + "·" * (_BAR - second)
+
+
+def _show_namespaces(audit: Audit, out: Output) -> None:
+    if len(audit.by_namespace) < 2:
+        return
+    most = sorted(audit.by_namespace.items(), key=lambda item: -int(item[1].sum()))[:10]
+    rows = []
+    for namespace, tokens in most:
+        reused = int(tokens[: Reason.PARTIAL + 1].sum())
+        rows.append([name_of(namespace), f"{int(tokens.sum()):,}", share(reused / int(tokens.sum()))])
+    out.line()
+    out.table(
+        [f"namespace (of {len(audit.by_namespace):,})", "tokens", "reused"], rows, right=["tokens", "reused"]
+    )
+
+
+def name_of(namespace: Namespace) -> str:
+    """A namespace for people."""
+    said = [f"LoRA {namespace.lora_id}"] * (namespace.lora_id is not None)
+    if namespace.lora_name is not None:
+        said.append(f"LoRA {printable(namespace.lora_name)}")
+    if namespace.salt_digest is not None:
+        said.append(f"salt {namespace.salt_digest.hex()[:8]}")
+    return ", ".join(said) or "none"
+
+
+def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
+    out.line()
+    facts = []
+    lost = sum(audit.lost_by_priority.values())
+    facts.append(
+        (
+            "computed again",
+            f"{count(lost, 'token')}, because {'it was' if lost == 1 else 'they were'} evicted",
+        )
+    )
+    if len(audit.lost_by_priority) > 1:
+        by = ", ".join(
+            f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items())
+        )
+        facts.append(("by priority", by))
+    if lost:
+        facts.append(("gone for", _ages(audit.lost_ages) + " when they were asked for"))
+    for level, lives in zip(LEVEL_NAMES, audit.levels, strict=True):
+        facts += _level_facts(level, lives)
+    out.facts(facts)
+    if audit.worst:
+        out.line()
+        rows = [
+            [
+                f"{each.batch:,}",
+                when.of(each.at),
+                printable(str(each.for_request)) if each.for_request is not None else "",
+                f"{each.tokens:,}",
+            ]
+            for each in audit.worst
+        ]
+        out.table(
+            ["evicted in batch", "time", "for request", "tokens computed again"],
+            rows,
+            right=["evicted in batch", "tokens computed again"],
+        )
+
+
+def _level_facts(level: str, lives: LevelLives) -> list[tuple[str, str]]:
+    if not (lives.hit_ages.total or lives.eviction_ages.total):
+        return []
+    facts = []
+    if lives.hit_ages.total:
+        facts.append((level, f"hits come {_ages(lives.hit_ages)} after a block's last use"))
+    if lives.eviction_ages.total:
+        evicted = f"{count(lives.evicted, 'block')} evicted {_ages(lives.eviction_ages)} after the last use"
+        facts.append(("" if facts else level, evicted))
+    if verdict := verdict_on(lives):
+        facts.append(("", verdict))
+    return facts
+
+
+def verdict_on(lives: LevelLives) -> str:
+    """What the ages say: a level that evicts sooner than its late hits come is too small for them."""
+    soonest, latest = lives.eviction_ages.quantile(0.1), lives.hit_ages.quantile(0.9)
+    if soonest is None or latest is None:
+        return ""
+    if latest < soonest / 2:
+        return "hits come long before evictions: a larger level would hold little more that is asked for"
+    return "late hits come as late as evictions do: the level is too small for some of what is asked for"
+
+
+def _ages(ages: Ages) -> str:
+    low, middle, high = (duration(ages.quantile(part) or 0.0) for part in (0.1, 0.5, 0.9))
+    return f"{middle} ({low} to {high})"
+
+
+def _show_lives(audit: Audit, out: Output) -> None:
+    facts = [("stored", f"{count(audit.stored, 'full block')}, {audit.never_reused:,} of them never reused")]
+    gone = int(audit.uses.sum())
+    if gone:
+        uses = ", ".join(
+            f"{int(blocks):,} {'at least ' * (times_used == MOST_USES)}{times_used} times"
+            for times_used, blocks in enumerate(audit.uses)
+            if blocks
+        )
+        facts.append(("gone", f"{count(gone, 'block')} after {_ages(audit.lifetimes)}; reused: {uses}"))
+    if audit.offloaded:
+        paid = share(audit.onboarded / audit.offloaded)
+        facts.append(
+            ("offload", f"{audit.offloaded:,} blocks to secondary, {audit.onboarded:,} back: {paid}")
+        )
+    if audit.computed_twice:
+        facts.append(
+            ("twice", f"{audit.computed_twice:,} tokens computed although another request stored them first")
+        )
+    out.line()
+    out.facts(facts)
+
+
+def _show_prefixes(prefixes: list[Prefix], when: Times, out: Output) -> None:
+    if not prefixes:
+        return
+    depth: dict[int, int] = {}
+    rows = []
+    for each in prefixes:
+        depth[each.number] = depth[each.parent] + 1 if each.parent is not None else 0
+        rows.append(
+            [
+                "  " * depth[each.number] + f"{each.first:,}–{each.stop - 1:,}",
+                f"{each.tokens_served:,}",
+                f"{each.times:,}",
+                when.of(each.last_used),
+                printable(str(each.stored_by)) if each.stored_by is not None else "",
+                "yes" if each.cached else "no",
+            ]
+        )
+    out.line()
+    out.table(
+        [
+            "prefixes that served most",
+            "tokens served",
+            "times",
+            "last use",
+            "stored by request",
+            "cached at the end",
+        ],
+        rows,
+        right=["tokens served", "times"],
+    )
+
+
+# -- for programs
+
+
+def to_json(audit: Audit) -> dict[str, Any]:
+    """All of an audit."""
+    return {
+        "first_batch": audit.first_batch,
+        "last_batch": audit.last_batch,
+        "first_time": iso(audit.first_at),
+        "first_ts": audit.first_at,
+        "last_time": iso(audit.last_at),
+        "last_ts": audit.last_at,
+        "tokens_recorded": audit.tokens_recorded,
+        "requests": audit.requests,
+        "refusals": audit.refusals,
+        "prompt_tokens": audit.prompt_tokens,
+        "reused_tokens": audit.reused,
+        "reasons": _reasons_json(audit.reasons),
+        "namespaces": [
+            {**_namespace_json(namespace), "reasons": _reasons_json(tokens)}
+            for namespace, tokens in audit.by_namespace.items()
+        ],
+        "over_time": _time_json(audit),
+        "evictions": {
+            "tokens_computed_again": sum(audit.lost_by_priority.values()),
+            "by_priority": {
+                str(priority): tokens for priority, tokens in sorted(audit.lost_by_priority.items())
+            },
+            "ages": _ages_json(audit.lost_ages),
+            "worst": [
+                {
+                    "batch": each.batch,
+                    "time": iso(each.at),
+                    "ts": each.at,
+                    "window": each.window,
+                    "for_request": each.for_request,
+                    "tokens": each.tokens,
+                }
+                for each in audit.worst
+            ],
+        },
+        "levels": {
+            level: {
+                "hit_ages": _ages_json(lives.hit_ages),
+                "eviction_ages": _ages_json(lives.eviction_ages),
+                "evicted": lives.evicted,
+            }
+            for level, lives in zip(LEVEL_NAMES, audit.levels, strict=True)
+        },
+        "blocks": {
+            "stored": audit.stored,
+            "never_reused": audit.never_reused,
+            "uses_when_gone": audit.uses.tolist(),
+            "lifetimes": _ages_json(audit.lifetimes),
+            "offloaded": audit.offloaded,
+            "onboarded": audit.onboarded,
+            "taken_over": audit.taken_over,
+        },
+        "tokens_computed_twice": audit.computed_twice,
+        "prefixes": [_prefix_json(each) for each in audit.prefixes],
+    }
+
+
+def _reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
+    return {reason.label: int(tokens[reason]) for reason in Reason}
+
+
+def _namespace_json(namespace: Namespace) -> dict[str, Any]:
+    salt = namespace.salt_digest
+    return {
+        "lora_id": namespace.lora_id,
+        "lora_name": namespace.lora_name,
+        "salt_digest": salt.hex() if salt is not None else None,
+    }
+
+
+def _time_json(audit: Audit) -> dict[str, Any]:
+    timeline = audit.over_time
+    if timeline.start is None:
+        return {"start": None, "start_ts": None, "seconds": None, "parts": []}
+    return {
+        "start": iso(timeline.start),
+        "start_ts": timeline.start,
+        "seconds": timeline.width / 1e9,
+        "parts": [_reasons_json(row) for row in timeline.rows],
+    }
+
+
+def _ages_json(ages: Ages) -> dict[str, Any]:
+    return {
+        "count": ages.total,
+        "p10_seconds": ages.quantile(0.1),
+        "p50_seconds": ages.quantile(0.5),
+        "p90_seconds": ages.quantile(0.9),
+        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
+    }
+
+
+def _prefix_json(prefix: Prefix) -> dict[str, Any]:
+    stored_by: RequestId | None = prefix.stored_by
+    return {
+        "number": prefix.number,
+        "parent": prefix.parent,
+        "first": prefix.first,
+        "stop": prefix.stop,
+        "times": prefix.times,
+        "tokens_served": prefix.tokens_served,
+        "last_used": iso(prefix.last_used),
+        "last_used_ts": prefix.last_used,
+        "stored_by": stored_by,
+        "cached_at_end": prefix.cached,
+    }

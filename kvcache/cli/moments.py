@@ -1,0 +1,223 @@
+"""Moments of a log as people name them: a batch, a time, or a time since the log's first batch.
+
+A time means the last batch at or before it. Logs are read from their beginning, and clocks may be set back: the batches
+up to a time are those before the first one that is later. So where a clock shows the same time twice, the first one is
+meant; batches that it dates back are reached by their numbers, or by a time later than all before them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from fractions import Fraction
+from itertools import chain
+from typing import Literal
+
+from events.types import EventBatch
+from kvcache.cli.times import iso, since
+from kvcache.errors import CapacityError, KVCacheError, UsageError
+from kvcache.replay import BeyondEnd
+
+METAVAR = "MOMENT"
+FORMS_HELP = (
+    "A MOMENT is a batch (600), a time (2026-01-01T00:00:12.5Z, also with +02:00; without a zone UTC), or the time\n"
+    "since the log's first batch (+90, +1.5s, +5m, +2h): then the last batch at or before it. Where the writer's clock\n"
+    "was set back, that is the one before the first later one."
+)
+
+_BATCH = re.compile(r"\d{1,18}", re.ASCII)
+_SINCE = re.compile(r"\+(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)?", re.ASCII)
+_TIME = re.compile(
+    r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.(\d{1,9}))?)?)(Z|[+-]\d\d:\d\d)?)?",
+    re.ASCII | re.IGNORECASE,
+)
+_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(eq=False, repr=False)
+class NotAMoment(UsageError):
+    """A text that names no moment."""
+
+    given: str
+    text = (
+        "{given!r} is no moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
+        "log's first batch (+90, +1.5s, +5m)"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class NoBatch(CapacityError):
+    """A moment was asked for in a log without batches."""
+
+    moment: str
+    text = "the log holds no batch yet, and so none at {moment}"
+
+
+Where = Literal["before the log's first batch,", "behind the log's last batch,", "in a gap behind batch"]
+
+
+@dataclass(eq=False, repr=False)
+class OutsideLog(CapacityError):
+    """A log has no batch at a moment; `where` tells how it lies to the batch `seq`."""
+
+    moment: str
+    where: Where
+    seq: int
+    ts: int
+    """Of that batch, nanoseconds since 1970."""
+    first_ts: int
+    """Of the log's first batch."""
+
+    def __str__(self) -> str:
+        when = f"{since(self.ts, self.first_ts)}, {iso(self.ts)}"
+        return f"{self.moment} lies {self.where} {self.seq} ({when})"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A place in a log: a batch's number, nanoseconds since 1970 (UTC), or nanoseconds since the log's first batch."""
+
+    kind: Literal["batch", "time", "since"]
+    value: int
+    given: str
+    """As it was written."""
+
+    def __str__(self) -> str:
+        return f"batch {self.value}" if self.kind == "batch" else self.given
+
+    @classmethod
+    def parse(cls, text: str) -> Moment:
+        """Read one. Raises `NotAMoment`."""
+        if _BATCH.fullmatch(text):
+            return cls("batch", int(text), text)
+        if match := _SINCE.fullmatch(text):
+            return cls("since", int(Fraction(match[1]) * _NS[match[2] or "s"]), text)
+        if match := _TIME.fullmatch(text):
+            return cls("time", _nanoseconds(text, *match.groups()), text)
+        raise NotAMoment(text)
+
+    def distance(self, batch: EventBatch, first_ts: int) -> int:
+        """Below 0 of a batch before the moment, above 0 of a later one. `first_ts` is of the log's first batch."""
+        if self.kind == "batch":
+            return batch.seq - self.value
+        return batch.ts - self.value - (first_ts if self.kind == "since" else 0)
+
+
+def argument(text: str) -> Moment:
+    """The type of an argument that names a moment."""
+    try:
+        return Moment.parse(text)
+    except NotAMoment as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zone: str | None) -> int:
+    """Since 1970. Python's own reader knows no nanoseconds, so it gets whole seconds."""
+    whole = (time or "00:00").partition(".")[0]
+    offset = "+00:00" if zone in (None, "Z", "z") else zone
+    try:
+        moment = datetime.fromisoformat(f"{day}T{whole}{offset}")
+    except ValueError:  # no such day, hour or zone
+        raise NotAMoment(text) from None
+    return (moment - _EPOCH) // timedelta(seconds=1) * 10**9 + int((fraction or "").ljust(9, "0"))
+
+
+class UpTo:
+    """The batches of a log up to a moment (None: all), to be iterated once; `check` then says whether the log has it."""
+
+    def __init__(self, batches: Iterable[EventBatch], moment: Moment | None) -> None:
+        self._batches = iter(batches)
+        self._moment = moment
+        self._reached = False
+        """Whether a batch was at the moment, or, of a time, one before it and one behind it."""
+        self._later: EventBatch | None = None
+        """The first batch behind a time: it has to be read to know that the one before it was the last."""
+        self.first: EventBatch | None = None
+        """The log's first batch."""
+        self.last: EventBatch | None = None
+        """The last one that was given."""
+        self.ended = False
+        """Whether the log ended rather than the moment came."""
+
+    @property
+    def first_ts(self) -> int:
+        """When the log's first batch was made; 0 before it was read."""
+        return 0 if self.first is None else self.first.ts
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        moment = self._moment
+        by_number = moment is not None and moment.kind == "batch"
+        for batch in self._batches:
+            self.first = self.first or batch
+            distance = -1 if moment is None else moment.distance(batch, self.first.ts)
+            if distance > 0:
+                self._later = batch
+                self._reached = self._reached or (self.last is not None and not by_number)
+                return
+            self._reached = self._reached or distance == 0
+            self.last = batch
+            yield batch
+            if distance == 0 and by_number:
+                return
+        self.ended = True
+
+    def rest(self) -> Iterator[EventBatch]:
+        """The batches behind the moment."""
+        later = [] if self._later is None else [self._later]
+        return chain(later, self._batches)
+
+    def check(self) -> None:
+        """Raise `BeyondEnd`, `OutsideLog` or `NoBatch` if the log has no batch at the moment."""
+        moment = self._moment
+        if moment is None or self._reached:
+            return
+        if self.ended:
+            raise self.behind(moment)
+        if self.last is None:
+            raise self._outside(moment, "before the log's first batch,", self.first)
+        if moment.kind == "batch":
+            raise self._outside(moment, "in a gap behind batch", self.last)
+
+    def behind(self, moment: Moment) -> KVCacheError:
+        """What is to be said of a moment behind the log's last batch."""
+        if self.last is not None and moment.kind == "batch":
+            return BeyondEnd(moment.value, self.last.seq)
+        return self._outside(moment, "behind the log's last batch,", self.last)
+
+    def _outside(self, moment: Moment, where: Where, batch: EventBatch | None) -> KVCacheError:
+        if batch is None or self.first is None:
+            return NoBatch(str(moment))
+        return OutsideLog(str(moment), where, batch.seq, batch.ts, self.first.ts)
+
+
+def at(batches: UpTo) -> Iterator[tuple[EventBatch, bool]]:
+    """The batches, and of each whether it is the one at the moment: the last. Raises what `UpTo.check` does."""
+    held = None
+    for batch in batches:
+        if held is not None:
+            yield held, False
+        held = batch
+    batches.check()
+    if held is not None:
+        yield held, True
+
+
+def span(batches: UpTo, begin: Moment | None) -> Iterator[tuple[EventBatch, bool]]:
+    """The batches, and of each whether the first one at `begin` or later has come.
+
+    Raises what `UpTo.check` does if none comes, and `UsageError` if `begin` is later than where `batches` end.
+    """
+    begun = begin is None
+    for batch in batches:
+        begun = begun or begin is None or begin.distance(batch, batches.first_ts) >= 0
+        yield batch, begun
+    if batches.last is None and not batches.ended:
+        batches.check()
+    elif begin is not None and not begun and (batches.last is not None or begin.value):
+        if not batches.ended:
+            raise UsageError(f"there is nothing to show: {begin} lies behind the end that was given")
+        raise batches.behind(begin)

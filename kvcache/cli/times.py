@@ -1,0 +1,55 @@
+"""The wall clock of batches, for people and for programs.
+
+`EventBatch.ts` is what the writer's clock showed when the batch was made, in nanoseconds since 1970 (UTC). People
+mostly want to know how far into a log something happened; by the time of day they compare it with other logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime, timedelta
+
+FORMS = ("relative", "utc", "local")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_SECOND = 1_000_000_000
+_MS = 1_000_000
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--time``."""
+    parser.add_argument(
+        "--time",
+        choices=FORMS,
+        default="relative",
+        help="how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), "
+        "or the time of day",
+    )
+
+
+def iso(ts: int) -> str:
+    """A time for programs: ISO 8601, UTC, all nine digits of the nanoseconds; it sorts as text."""
+    seconds, ns = divmod(ts, _SECOND)
+    return f"{(_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None).isoformat()}.{ns:09}Z"
+
+
+def since(ts: int, first_ts: int) -> str:
+    """How long after the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
+    ms = abs(ts - first_ts) // _MS
+    return f"{'-' if ts < first_ts else '+'}{ms // 1000}.{ms % 1000:03}s"
+
+
+class Times:
+    """Times as one of `FORMS`; `first_ts` is of the log's first batch."""
+
+    def __init__(self, form: str, first_ts: int = 0) -> None:
+        self._form = form
+        self.first_ts = first_ts
+
+    def of(self, ts: int) -> str:
+        """A batch's time, for people."""
+        if self._form == "relative":
+            return since(ts, self.first_ts)
+        time = _EPOCH + timedelta(milliseconds=ts // _MS)
+        if self._form == "local":
+            return time.astimezone().isoformat(timespec="milliseconds")
+        return f"{time.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
