@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch, Namespace, RequestId
+from events.types import EventBatch, Namespace
 from kvcache.audit.histogram import Ages
 from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import MOST_USES, Audit, LevelLives, audit_batches
 from kvcache.cli import moments, times
+from kvcache.cli.audit_json import to_json
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo, span
 from kvcache.cli.output import Output, count, duration, share
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import Update, progress
-from kvcache.cli.times import Times, iso
+from kvcache.cli.times import Times
 
 _BARS = 24
 """Rows of the picture over time, at most."""
@@ -285,117 +282,3 @@ def _show_prefixes(prefixes: list[Prefix], when: Times, out: Output) -> None:
         rows,
         right=["tokens served", "times"],
     )
-
-
-# -- for programs
-
-
-def to_json(audit: Audit) -> dict[str, Any]:
-    """All of an audit."""
-    return {
-        "first_batch": audit.first_batch,
-        "last_batch": audit.last_batch,
-        "first_time": iso(audit.first_at),
-        "first_ts": audit.first_at,
-        "last_time": iso(audit.last_at),
-        "last_ts": audit.last_at,
-        "tokens_recorded": audit.tokens_recorded,
-        "requests": audit.requests,
-        "refusals": audit.refusals,
-        "prompt_tokens": audit.prompt_tokens,
-        "reused_tokens": audit.reused,
-        "reasons": _reasons_json(audit.reasons),
-        "namespaces": [
-            {**_namespace_json(namespace), "reasons": _reasons_json(tokens)}
-            for namespace, tokens in audit.by_namespace.items()
-        ],
-        "over_time": _time_json(audit),
-        "evictions": {
-            "tokens_computed_again": sum(audit.lost_by_priority.values()),
-            "by_priority": {
-                str(priority): tokens for priority, tokens in sorted(audit.lost_by_priority.items())
-            },
-            "ages": _ages_json(audit.lost_ages),
-            "worst": [
-                {
-                    "batch": each.batch,
-                    "time": iso(each.at),
-                    "ts": each.at,
-                    "window": each.window,
-                    "for_request": each.for_request,
-                    "tokens": each.tokens,
-                }
-                for each in audit.worst
-            ],
-        },
-        "levels": {
-            level: {
-                "hit_ages": _ages_json(lives.hit_ages),
-                "eviction_ages": _ages_json(lives.eviction_ages),
-                "evicted": lives.evicted,
-            }
-            for level, lives in zip(LEVEL_NAMES, audit.levels, strict=True)
-        },
-        "blocks": {
-            "stored": audit.stored,
-            "never_reused": audit.never_reused,
-            "uses_when_gone": audit.uses.tolist(),
-            "lifetimes": _ages_json(audit.lifetimes),
-            "offloaded": audit.offloaded,
-            "onboarded": audit.onboarded,
-            "taken_over": audit.taken_over,
-        },
-        "tokens_computed_twice": audit.computed_twice,
-        "prefixes": [_prefix_json(each) for each in audit.prefixes],
-    }
-
-
-def _reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
-    return {reason.label: int(tokens[reason]) for reason in Reason}
-
-
-def _namespace_json(namespace: Namespace) -> dict[str, Any]:
-    salt = namespace.salt_digest
-    return {
-        "lora_id": namespace.lora_id,
-        "lora_name": namespace.lora_name,
-        "salt_digest": salt.hex() if salt is not None else None,
-    }
-
-
-def _time_json(audit: Audit) -> dict[str, Any]:
-    timeline = audit.over_time
-    if timeline.start is None:
-        return {"start": None, "start_ts": None, "seconds": None, "parts": []}
-    return {
-        "start": iso(timeline.start),
-        "start_ts": timeline.start,
-        "seconds": timeline.width / 1e9,
-        "parts": [_reasons_json(row) for row in timeline.rows],
-    }
-
-
-def _ages_json(ages: Ages) -> dict[str, Any]:
-    return {
-        "count": ages.total,
-        "p10_seconds": ages.quantile(0.1),
-        "p50_seconds": ages.quantile(0.5),
-        "p90_seconds": ages.quantile(0.9),
-        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
-    }
-
-
-def _prefix_json(prefix: Prefix) -> dict[str, Any]:
-    stored_by: RequestId | None = prefix.stored_by
-    return {
-        "number": prefix.number,
-        "parent": prefix.parent,
-        "first": prefix.first,
-        "stop": prefix.stop,
-        "times": prefix.times,
-        "tokens_served": prefix.tokens_served,
-        "last_used": iso(prefix.last_used),
-        "last_used_ts": prefix.last_used,
-        "stored_by": stored_by,
-        "cached_at_end": prefix.cached,
-    }

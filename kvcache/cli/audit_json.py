@@ -1,0 +1,129 @@
+"""An audit as JSON: ages in seconds, times as ISO 8601 and in ns, levels by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from events.structs import LEVEL_NAMES
+from events.types import Namespace, RequestId
+from kvcache.audit.histogram import Ages
+from kvcache.audit.prefixes import Prefix
+from kvcache.audit.reasons import Reason
+from kvcache.audit.totals import Audit
+from kvcache.cli.times import iso
+
+
+def to_json(audit: Audit) -> dict[str, Any]:
+    """All of an audit."""
+    return {
+        "first_batch": audit.first_batch,
+        "last_batch": audit.last_batch,
+        "first_time": iso(audit.first_at),
+        "first_ts": audit.first_at,
+        "last_time": iso(audit.last_at),
+        "last_ts": audit.last_at,
+        "tokens_recorded": audit.tokens_recorded,
+        "requests": audit.requests,
+        "refusals": audit.refusals,
+        "prompt_tokens": audit.prompt_tokens,
+        "reused_tokens": audit.reused,
+        "reasons": _reasons_json(audit.reasons),
+        "namespaces": [
+            {**_namespace_json(namespace), "reasons": _reasons_json(tokens)}
+            for namespace, tokens in audit.by_namespace.items()
+        ],
+        "over_time": _time_json(audit),
+        "evictions": _evictions_json(audit),
+        "levels": {
+            level: {
+                "hit_ages": _ages_json(lives.hit_ages),
+                "eviction_ages": _ages_json(lives.eviction_ages),
+                "evicted": lives.evicted,
+            }
+            for level, lives in zip(LEVEL_NAMES, audit.levels, strict=True)
+        },
+        "blocks": {
+            "stored": audit.stored,
+            "never_reused": audit.never_reused,
+            "uses_when_gone": audit.uses.tolist(),
+            "lifetimes": _ages_json(audit.lifetimes),
+            "offloaded": audit.offloaded,
+            "onboarded": audit.onboarded,
+            "taken_over": audit.taken_over,
+        },
+        "tokens_computed_twice": audit.computed_twice,
+        "prefixes": [_prefix_json(each) for each in audit.prefixes],
+    }
+
+
+def _evictions_json(audit: Audit) -> dict[str, Any]:
+    return {
+        "tokens_computed_again": sum(audit.lost_by_priority.values()),
+        "by_priority": {str(priority): tokens for priority, tokens in sorted(audit.lost_by_priority.items())},
+        "ages": _ages_json(audit.lost_ages),
+        "worst": [
+            {
+                "batch": each.batch,
+                "time": iso(each.at),
+                "ts": each.at,
+                "window": each.window,
+                "for_request": each.for_request,
+                "tokens": each.tokens,
+            }
+            for each in audit.worst
+        ],
+    }
+
+
+def _reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
+    return {reason.label: int(tokens[reason]) for reason in Reason}
+
+
+def _namespace_json(namespace: Namespace) -> dict[str, Any]:
+    salt = namespace.salt_digest
+    return {
+        "lora_id": namespace.lora_id,
+        "lora_name": namespace.lora_name,
+        "salt_digest": salt.hex() if salt is not None else None,
+    }
+
+
+def _time_json(audit: Audit) -> dict[str, Any]:
+    timeline = audit.over_time
+    if timeline.start is None:
+        return {"start": None, "start_ts": None, "seconds": None, "parts": []}
+    return {
+        "start": iso(timeline.start),
+        "start_ts": timeline.start,
+        "seconds": timeline.width / 1e9,
+        "parts": [_reasons_json(row) for row in timeline.rows],
+    }
+
+
+def _ages_json(ages: Ages) -> dict[str, Any]:
+    return {
+        "count": ages.total,
+        "p10_seconds": ages.quantile(0.1),
+        "p50_seconds": ages.quantile(0.5),
+        "p90_seconds": ages.quantile(0.9),
+        "histogram": [{"up_to_seconds": edge, "count": blocks} for edge, blocks in ages.rows()],
+    }
+
+
+def _prefix_json(prefix: Prefix) -> dict[str, Any]:
+    stored_by: RequestId | None = prefix.stored_by
+    return {
+        "number": prefix.number,
+        "parent": prefix.parent,
+        "first": prefix.first,
+        "stop": prefix.stop,
+        "times": prefix.times,
+        "tokens_served": prefix.tokens_served,
+        "last_used": iso(prefix.last_used),
+        "last_used_ts": prefix.last_used,
+        "stored_by": stored_by,
+        "cached_at_end": prefix.cached,
+    }
