@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from events.structs import SymbolPage
 from events.types import Namespace
 
 
@@ -25,6 +26,8 @@ class ContentIds:
         """Per content: its chain without the namespace."""
         self._parents = array("q")
         """Per content: that of the block before it, -1 at the start of a prompt."""
+        self._pages: dict[int, int] = {}
+        """Per page of symbols, by its number now: a hash of what its symbols stand for."""
         self._alike: dict[int, list[int]] | None = None
         """Contents by their chain; only where there are several namespaces."""
 
@@ -53,15 +56,33 @@ class ContentIds:
         get, append = self._ids.get, ids.append
         parent = ids[-1] if ids else parent
         for begin in range(0, len(symbols) - block_bytes + 1, block_bytes):
-            chain = hash((chain, symbols[begin : begin + block_bytes]))
+            block = symbols[begin : begin + block_bytes]
+            chain = hash((chain, self._meant(block) if self._pages else block))
             known = get(chain ^ salt)
             parent = self._new(chain, salt, parent) if known is None else known
             append(parent)
         return chain
 
-    def named(self, names: Iterable[int]) -> array[int]:
+    def _meant(self, block: bytes) -> bytes | tuple[object, ...]:
+        """What a block's symbols stand for: numbers below 0 stand for something else once they were forgotten."""
+        symbols = array("i", block)
+        if min(symbols) >= 0:
+            return block
+        return tuple(
+            each if each >= 0 else (self._pages[(-1 - each) >> 8], (-1 - each) & 255) for each in symbols
+        )
+
+    def learn(self, pages: Iterable[SymbolPage], *, anew: bool = False) -> None:
+        """What symbols stand for from now on; `anew`: no others do."""
+        if anew:
+            self._pages.clear()
+        for page in pages:
+            meaning = (page.token, page.extra_id, page.digest, page.offset)
+            self._pages[page.number] = hash(meaning)
+
+    def named(self, names: bytes) -> array[int]:
         """The numbers of blocks of which only the names are known: of a log without tokens."""
-        return array("q", [self._named(name) for name in names])
+        return array("q", [self._named(name) for name in array("q", names)])
 
     def _named(self, name: int) -> int:
         known = self._ids.get(name)

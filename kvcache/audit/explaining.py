@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from events.types import SequenceAdded
+from events.types import BlocksReused, SequenceAdded
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
 from kvcache.audit.history import History
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
+from kvcache.audit.window import Window
 
 
 def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids) -> Admission:
@@ -74,15 +75,26 @@ def facts_of(history: History, admission: Admission) -> dict[str, npt.NDArray[np
     """Of each block what its window knows of it now: numbers of requests and batches, times in ns, or -1."""
     names = ("level", "stored_by", "stored_batch", "stored_at", "gone_batch", "gone_at", "gone_by")
     size = len(admission.ids)
-    facts = {name: np.full(size, -1, np.int64) for name in (*names, "slot", "computed_by")}
+    blocks = (admission.num_tokens - 1) // admission.tokens_per_block
+    facts = {name: np.full(blocks, -1, np.int64) for name in (*names, "slot", "computed_by")}
     windows = admission.windows[:size]
     for group, window in enumerate(history.windows):
         at = (windows == group) | ((windows < 0) & (group == 0))
         for name in names:
-            facts[name][at] = window.of[name][admission.ids[at]]
+            facts[name][:size][at] = window.of[name][admission.ids[at]]
     for block in np.flatnonzero(np.isin(admission.reasons[:size], _PENDING)).tolist():
         facts["computed_by"][block] = _computing(history, int(admission.ids[block]), block)
     return facts
+
+
+def note_reused(admission: Admission, event: BlocksReused, window: Window, ids: Ids) -> None:
+    """Add to the facts where reused blocks lie, and whose they are; the first window that says so counts."""
+    slots = np.frombuffer(event.slots, np.int32)
+    at = np.arange(event.first_block, event.first_block + len(slots))
+    new = admission.facts["slot"][at] < 0
+    admission.facts["slot"][at[new]] = slots[new]
+    for name in ("stored_by", "stored_batch", "stored_at"):
+        admission.facts[name][at[new & (ids >= 0)]] = window.of[name][ids[new & (ids >= 0)]]
 
 
 def _computing(history: History, content: int, block: int) -> int:

@@ -171,7 +171,7 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
-    if block >= len(admission.ids) or reason in (Reason.LAST_TOKEN, Reason.PARTIAL):
+    if block >= len(admission.facts["slot"]) or reason in (Reason.LAST_TOKEN, Reason.PARTIAL):
         return Part(first, stop, block, last, reason, window)
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
     known = reason.is_reuse or reason.is_lost or reason == Reason.NOT_SERVABLE

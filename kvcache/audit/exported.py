@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
+from events.packed import TOKEN_BYTES, names_of_keys
 from events.types import GroupExported, Namespace
 from kvcache.audit.columns import Ids
 from kvcache.audit.contents import ContentIds
@@ -40,7 +40,7 @@ def cached_in(
             ends.append((chain, ids[-1] if ids else above))
         else:
             keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
-            ids = known.named(unpack_names(names_of_keys(keys, key_bytes)).tolist())
+            ids = known.named(names_of_keys(keys, key_bytes))
         contents = np.array(ids, np.intp)
         if len(of_blocks):
             yield from _one_by_one(contents, own, of_blocks[block : block + full].tolist())

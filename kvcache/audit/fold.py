@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from events import types as ev
-from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.sequences import RunningTokens
 from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
-from kvcache.audit.explaining import explain, facts_of
+from kvcache.audit.explaining import explain, facts_of, note_reused
 from kvcache.audit.exported import cached_in
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
@@ -57,12 +57,15 @@ class HistoryFold(History):
             ev.TransferFailed: self._on_failed,
             ev.CacheCleared: self._on_cleared,
             ev.AdmissionRefused: self._on_refused,
+            ev.SymbolsInterned: self._on_interned,
         }
 
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch."""
         self.batch, self.now, self._failed = batch.seq, batch.ts, False
-        for event in batch.events:
+        # What stands before a gap continues what is missing.
+        gaps = [index for index, event in enumerate(batch.events) if type(event) is ev.Gap]
+        for event in batch.events[gaps[-1] if gaps else 0 :]:
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
@@ -82,6 +85,7 @@ class HistoryFold(History):
         self._lose_all(Reason.RESTARTED)
         self.running.clear()
         self._tokens.forget_row()
+        self.contents.learn((), anew=True)
         self.pending["count"].fill(0)
         settings = msgspec.json.decode(event.config)
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
@@ -94,6 +98,7 @@ class HistoryFold(History):
         """What is not in it is gone: batches were lost before it, or the cache began with it."""
         before = [np.flatnonzero(window.of["level"] >= 0) for window in self.windows]
         running = {each.handle: self.running.get(each.handle) for each in event.sequences}
+        self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
         self.running.clear()
         self._tokens.forget_row()
@@ -133,6 +138,9 @@ class HistoryFold(History):
             sequence.take(group, 0, ids)
             window.hold(ids[ids >= 0])
 
+    def _on_interned(self, event: ev.SymbolsInterned) -> None:
+        self.contents.learn(event.pages)
+
     def _lose_all(self, why: Reason) -> None:
         for window in self.windows:
             window.remove_all(why, self.batch, self.now)
@@ -141,6 +149,7 @@ class HistoryFold(History):
 
     def _on_failed(self, event: ev.TransferFailed) -> None:
         self._failed = True
+        self._tokens.forget_row()
         for sequence in self.running.values():
             self._set_computed(sequence, 0)
 
@@ -244,17 +253,12 @@ class HistoryFold(History):
         else:
             admission = self._admitted[event.handle]
             if admission.facts:
-                self._note_slots(admission, event)
+                note_reused(admission, event, window, ids)
             if event.level == SECONDARY:
                 admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
             self.listener.reused(self, window, known, event.level)
             window.reuse(known, self.now)
         window.hold(known)
-
-    def _note_slots(self, admission: Admission, event: ev.BlocksReused) -> None:
-        slots = np.frombuffer(event.slots, np.int32)
-        own = admission.facts["slot"][event.first_block : event.first_block + len(slots)]
-        own[:] = np.where(own < 0, slots, own)
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         size, sequence = self.tokens_per_block, self.running[event.handle]
@@ -284,7 +288,7 @@ class HistoryFold(History):
             ids = sequence.contents(self.contents, first + len(slots), self.tokens_per_block)[first:]
         else:
             names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
-            ids = np.array(self.contents.named(unpack_names(bytes(names)).tolist()), np.intp)
+            ids = np.array(self.contents.named(bytes(names)), np.intp)
         self.reach()
         window = self.windows[group]
         window.store(ids, slots, PRIMARY, priority, sequence.number, self.batch, self.now)
