@@ -87,6 +87,8 @@ class Replayed:
     state: CacheState
     last_seq: int = -1
     """The last batch folded; -1 before the first."""
+    last_ts: int | None = None
+    """When it was made, in nanoseconds since 1970; None before the first."""
     batches: int = 0
     events: int = 0
     checkpoints_verified: int = 0
@@ -112,7 +114,7 @@ class Replayed:
         with fitting(batch.seq):
             for event in batch.events[self._first_known(batch) :]:
                 self._apply(batch.seq, event, verify)
-        self.last_seq = batch.seq
+        self.last_seq, self.last_ts = batch.seq, batch.ts
         self.batches += 1
         self.events += len(batch.events)
 

@@ -34,9 +34,9 @@ def event_lines(batch: EventBatch, known: Known, *without: type[AnyEvent]) -> It
             yield event_line(batch, index, event, known)
 
 
-def event_line(batch: EventBatch, index: int, event: AnyEvent, known: Known) -> str:
-    """The event's address, dimmed, its type in the color of what it means, and its details."""
-    address = f"{f'{batch.seq}.{index}':>9}"
+def event_line(batch: EventBatch, index: int, event: AnyEvent, known: Known, time: str | None = None) -> str:
+    """The event's address and time (None: without), dimmed, its type in the color of what it means, its details."""
+    address = f"{f'{batch.seq}.{index}':>9}" + ("" if time is None else f"  {time:>9}")
     kind = type(event).__name__
     details = render_event(event, known).removeprefix(kind)
     return f"{paint(address, 'dim')}  {paint(kind, _COLORS.get(kind))}{details}"

@@ -15,16 +15,20 @@ from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
+from kvcache.cli import moments, times
 from kvcache.cli.messages import printable
+from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count, share
-from kvcache.cli.parser import integer, natural
+from kvcache.cli.parser import integer
 from kvcache.cli.progress import progress
+from kvcache.cli.replay import describe_point
+from kvcache.cli.times import Times, iso
 from kvcache.decide.lookup import lookup
 from kvcache.errors import UsageError
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
-from kvcache.replay import BeyondEnd, Replayed, fitting, fold
+from kvcache.replay import Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
 
 Prompt = tuple[Namespace, RichTokens]
@@ -34,19 +38,28 @@ LONGEST_TEXT = 1 << 26
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.description = "Look a prompt up in the cache as it was after batch SEQ. Changes nothing."
-    parser.epilog = "A prompt's last token is never reused, since the model has to compute something."
+    parser.description = "Look a prompt up in the cache as it was after a batch. Changes nothing."
+    parser.epilog = (
+        "A prompt's last token is never reused, since the model has to compute something.\n"
+        + moments.FORMS_HELP
+    )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
         "--request",
         metavar="ID",
-        help="the prompt of this request: its last admission up to SEQ, else its next one",
+        help="the prompt of this request: its last admission up to --at, else its next one",
     )
     prompt.add_argument(
         "--tokens", metavar="FILE", help="token ids: a JSON list, or numbers between spaces; - for stdin"
     )
-    parser.add_argument("--at", type=natural, metavar="SEQ", help="the state after this batch (the last one)")
+    parser.add_argument(
+        "--at",
+        type=moments.argument,
+        metavar=moments.METAVAR,
+        help="the state after this batch (the last one)",
+    )
+    times.add_option(parser)
     parser.add_argument("--lora-id", type=integer, metavar="N", help="with --tokens: the adapter's number")
     parser.add_argument("--lora-name", metavar="NAME", help="with --tokens: the adapter's name")
     parser.add_argument(
@@ -62,11 +75,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
     # Read first: a wrong file should be known before a long log is read.
     given = _read_prompt(args) if args.tokens is not None else None
-    search = _Search(args.log, args.request)
+    batches = UpTo(LogReader(args.log), args.at)
+    search = _Search(batches, args.request)
     with progress("replaying", None, shown=not out.quiet) as update:
-        replayed = fold(search.watched(), args.at, progress=update)
-    if args.at is not None and replayed.last_seq < args.at:
-        raise BeyondEnd(args.at, replayed.last_seq)
+        replayed = fold(search.watched(), progress=update)
+    batches.check()
     if replayed.state.created is None:
         raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
     namespace, prompt = given if given is not None else search.prompt(args.request)
@@ -76,7 +89,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(to_json(replayed, found))
     else:
         title = _origin(args.tokens) if args.request is None else f"request {args.request}"
-        _show(printable(title), replayed, found, out)
+        when = describe_point(replayed, Times(args.time, batches.first_ts))
+        prompt_tokens = count(found.num_tokens, "prompt token")
+        out.heading(f"{printable(title)}: {prompt_tokens}, looked up after {when}")
+        _show(replayed, found, out)
     return 0
 
 
@@ -113,8 +129,8 @@ def _origin(tokens: str) -> str:
 class _Search:
     """Looks for a request's admission while its log is folded, and behind that point if there was none."""
 
-    def __init__(self, log: Path, request_id: str | None) -> None:
-        self._batches = iter(LogReader(log))
+    def __init__(self, batches: UpTo, request_id: str | None) -> None:
+        self._batches = batches
         self._id = request_id
         self._symbols = SymbolTable()
         """As it is where the log was read last: the numbers of symbols may come to stand for something else."""
@@ -140,7 +156,7 @@ class _Search:
 
     def prompt(self, request_id: str) -> Prompt:
         """The prompt of the last admission seen, or of the next one. Raises UsageError if there is none."""
-        for batch in self._batches if self._found is None else ():
+        for batch in self._batches.rest() if self._found is None else ():
             with fitting(batch.seq):
                 self._look(batch)
             if self._found is not None:
@@ -168,6 +184,8 @@ def to_json(replayed: Replayed, found: Match) -> dict[str, Any]:
     primary, secondary = found.tokens_by_level
     return {
         "seq": replayed.last_seq,
+        "ts": replayed.last_ts,
+        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
         "prompt_tokens": found.num_tokens,
         "reused_tokens": found.reused_tokens,
         "reused_tokens_primary": primary,
@@ -190,13 +208,10 @@ def _block_json(block: MatchedBlock) -> dict[str, Any]:
     }
 
 
-def _show(title: str, replayed: Replayed, found: Match, out: Output) -> None:
+def _show(replayed: Replayed, found: Match, out: Output) -> None:
     primary, secondary = found.tokens_by_level
     partial = found.partial.num_tokens if found.partial is not None else 0
     part = found.reused_tokens / found.num_tokens if found.num_tokens else 0.0
-    out.heading(
-        f"{title}: {count(found.num_tokens, 'prompt token')}, looked up after batch {replayed.last_seq:,}"
-    )
     levels = f"{primary:,} from primary, {secondary:,} from secondary, {partial:,} in a partial block"
     computed = found.num_tokens - found.reused_tokens
     out.facts(

@@ -23,9 +23,9 @@ from kvcache.replay import BeyondEnd
 
 METAVAR = "MOMENT"
 FORMS_HELP = (
-    "A MOMENT is a batch (600), a time (2026-01-01T00:00:12.5Z, also with +02:00; without a zone UTC), or the time\n"
-    "since the log's first batch (+90, +1.5s, +5m, +2h): then the last batch at or before it. Where the writer's clock\n"
-    "was set back, that is the one before the first later one."
+    "A MOMENT is a batch (600), a time (2026-01-01T00:00:12.5Z, also with +02:00; without a zone UTC), or so long\n"
+    "after the log's first batch (+90, +1.5s, +5m, +2h). A time means the last batch at or before it; where the\n"
+    "writer's clock was set back, the one in front of the first later one."
 )
 
 _BATCH = re.compile(r"\d{1,18}", re.ASCII)
@@ -127,7 +127,10 @@ def _nanoseconds(text: str, day: str, time: str | None, fraction: str | None, zo
 
 
 class UpTo:
-    """The batches of a log up to a moment (None: all), to be iterated once; `check` then says whether the log has it."""
+    """The batches of a log up to a moment (None: all), to be iterated once.
+
+    Then `check` tells whether the log has a batch at the moment.
+    """
 
     def __init__(self, batches: Iterable[EventBatch], moment: Moment | None) -> None:
         self._batches = iter(batches)

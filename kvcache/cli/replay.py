@@ -8,28 +8,34 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from events.log import LogEnd
+from events.log import LogEnd, LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
+from kvcache.cli import moments, times
 from kvcache.cli.messages import printable
+from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count, paint
-from kvcache.cli.parser import natural
 from kvcache.cli.progress import progress
+from kvcache.cli.times import Times, iso
 from kvcache.errors import InternalError
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.residency import resident_names
 from kvcache.fold.state import CacheState
-from kvcache.replay import Replayed, replay
+from kvcache.replay import Replayed, fold
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.description = "Fold a log into the state of the cache at its end, or after batch SEQ."
+    parser.description = "Fold a log into the state of the cache at its end, or after a batch."
     parser.epilog = (
-        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1."
+        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n"
+        + moments.FORMS_HELP
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
-    parser.add_argument("--at", type=natural, metavar="SEQ", help="stop after this batch (the last one)")
+    parser.add_argument(
+        "--at", type=moments.argument, metavar=moments.METAVAR, help="stop after this batch (the last one)"
+    )
+    times.add_option(parser)
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -40,14 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, and say what came out."""
+    reader = LogReader(args.log)
+    batches = UpTo(reader, args.at)
     with progress("replaying", None, shown=not out.quiet) as update:
-        replayed = replay(args.log, args.at, verify=args.verify, progress=update)
+        replayed = fold(batches, verify=args.verify, progress=update)
+    if batches.ended:
+        replayed.end = reader.end
+    batches.check()
     if args.verify:
         replayed.check()
     if args.json:
         out.json(to_json(replayed, verified=args.verify))
     else:
-        _show(args.log, replayed, out, verified=args.verify)
+        when = describe_point(replayed, Times(args.time, batches.first_ts))
+        _show(f"{printable(str(args.log))}: the cache after {when}", replayed, out, verified=args.verify)
     if replayed.checkpoints_failed:
         failed = replayed.checkpoints_failed
         shown = ", ".join(map(str, failed[:5])) + (", ..." if len(failed) > 5 else "")
@@ -56,11 +68,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
+def describe_point(replayed: Replayed, times: Times) -> str:
+    """The last batch that was folded, and when it was made."""
+    when = "" if replayed.last_ts is None else f" ({times.of(replayed.last_ts)})"
+    return f"batch {replayed.last_seq:,}{when}"
+
+
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
     state, end = replayed.state, replayed.end
     return {
         "seq": replayed.last_seq,
+        "ts": replayed.last_ts,
+        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
         "epoch": state.epoch,
         "batches": replayed.batches,
         "events": replayed.events,
@@ -106,9 +126,9 @@ def _tree(group: AnyGroup) -> tuple[int, int, int]:
     return sum(not run.children for run in runs), len(runs), len(group.tree.roots)
 
 
-def _show(log: Path, replayed: Replayed, out: Output, *, verified: bool) -> None:
+def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> None:
     state = replayed.state
-    out.heading(f"{printable(str(log))}: the cache after batch {replayed.last_seq:,}, epoch {state.epoch}")
+    out.heading(f"{title}, epoch {state.epoch}")
     windows = _windows(state)
     several = len(windows) > 1  # one alone says nothing
     rows = [

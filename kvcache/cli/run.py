@@ -82,8 +82,8 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         "--speed",
         default="max",
         metavar="real|N|max",
-        help="keep the trace's times, N times as fast, or ignore them (max: events are dated from 2026-01-01 on, "
-        "20 ms a step, so that equal runs write equal logs)",
+        help="wait for the trace's times, N times as fast, or not at all (max: the log has the trace's times, from "
+        "2026-01-01 on and at least 20 ms a step, so that equal runs write equal logs)",
     )
 
 

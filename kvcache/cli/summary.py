@@ -150,7 +150,7 @@ def _time(clock: StepClock) -> list[tuple[str, str]]:
     """What the events' times are, where they are no real ones."""
     if clock.speed is not None:
         return []
-    dated = f"events are dated from 2026-01-01 on, a step is {clock.step_ms} ms"
+    dated = f"the trace's, from 2026-01-01 on, a step is at least {clock.step_ms} ms"
     return [("time", f"simulated: {dated} (--speed real: the clock's)")]
 
 

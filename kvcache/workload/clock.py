@@ -2,7 +2,8 @@
 
 A step stands for `step_ms` of the trace's time, whatever it took to compute. Which requests have arrived follows
 from the number of the step, never from how fast this machine is; a speed only adds waiting, so that the
-trace's time does not run ahead of the real one.
+trace's time does not run ahead of the real one. Without a speed nobody waits for arrivals, but no step is dated
+before those of the requests that it admits: the wall clock shows the trace's own times.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from kvcache.errors import UsageError
 
 START_NS = 1_767_225_600_000_000_000
-"""What the wall clock shows at the first step of an unpaced run (2026-01-01, UTC)."""
+"""What the wall clock of an unpaced run shows at the trace's beginning (2026-01-01, UTC)."""
 _MS = 1_000_000
 _FOREVER_NS = 2**62
 """More than a hundred years: what is due later than that never is."""
@@ -62,11 +63,17 @@ class StepClock:
 
     def wall_ns(self) -> int:
         """Return the wall clock's nanoseconds."""
-        return START_NS + self.now_ms * _MS if self.speed is None else self._real_ns()
+        if self.speed is None:
+            return START_NS + min(self.now_ms * _MS, _FOREVER_NS)
+        return self._real_ns()
 
     def has_arrived(self, timestamp_ms: int) -> bool:
         """Tell whether a request is there. Without a speed arrival times only order the requests."""
         return self.speed is None or timestamp_ms <= self.now_ms
+
+    def reach(self, timestamp_ms: int) -> None:
+        """Note that a request is admitted that arrives at this time of the trace: it is at least that late."""
+        self.now_ms = max(self.now_ms, timestamp_ms)
 
     def advance(self, stop: threading.Event, until_ms: int = 0) -> None:
         """Go on by one step; with a speed, to `until_ms` if that is later, and wait while ahead of real time.

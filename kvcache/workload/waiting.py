@@ -48,6 +48,8 @@ class Waiting:
     outputs: Int32s
     blocks_to_completion: int
     """Blocks it holds at its end if nothing is shared."""
+    arrival_ms: int
+    """Time of the trace."""
 
     def after(self, sampled: int) -> Waiting:
         """The same request when so many outputs were generated: they belong to its prompt."""
@@ -55,7 +57,7 @@ class Waiting:
             return self
         tokens = np.concatenate([np.asarray(self.request.tokens), self.outputs[:sampled]])
         request = replace(self.request, tokens=tokens)
-        return Waiting(request, self.outputs[sampled:], self.blocks_to_completion)
+        return Waiting(request, self.outputs[sampled:], self.blocks_to_completion, self.arrival_ms)
 
 
 class WaitingLine:
@@ -99,9 +101,9 @@ class WaitingLine:
         return [self._ready[place] for place in range(min(count, len(self._ready)))]
 
     def take(self, count: int) -> None:
-        """Take the first `count` requests out of the line."""
+        """Take the first `count` requests out of the line: they are admitted."""
         for _ in range(count):
-            self._ready.popleft()
+            self._clock.reach(self._ready.popleft().arrival_ms)
 
     def put_back(self, waiting: list[Waiting]) -> None:
         """Put requests that have to begin again in front of the line."""
@@ -117,4 +119,5 @@ class WaitingLine:
         prompt = prompt_tokens(request.hash_ids, request.input_length, self._seed)
         outputs = output_tokens(index, request.output_length, self._seed)
         blocks = self._limits.blocks_for(num_tokens)
-        self._ready.append(Waiting(Request(index, prompt, cache_salt=request.cache_salt), outputs, blocks))
+        admitted = Request(index, prompt, cache_salt=request.cache_salt)
+        self._ready.append(Waiting(admitted, outputs, blocks, request.timestamp))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,14 @@ class TestForms:
     """Lines for people and for programs."""
 
     def test_lines(self, kvcache: Kvcache, log: Path) -> None:
-        """People get one line per event, without colors in a pipe, and without any token id."""
+        """People get one line per event, with its time, without colors in a pipe, and without any token id."""
         done = kvcache("events", log)
-        known = Known()
-        assert done.out.splitlines() == [
-            line for batch in LogReader(log) for line in render_batch(batch, known)
-        ]
+        known, expected = Known(), []
+        batches = list(LogReader(log))
+        for batch in batches:
+            time = f"+{(batch.ts - batches[0].ts) / 1e9:.3f}s"  # of whole milliseconds
+            expected += [line[:11] + f"{time:>9}  " + line[11:] for line in render_batch(batch, known)]
+        assert done.out.splitlines() == expected
         assert " for request=" in done.out
         assert "for #" not in done.out
 
@@ -81,7 +84,10 @@ class TestForms:
             {"seq": seq, "index": index, **to_dict(event, 32)} for seq, index, event in all_events(log)
         ]
         for line in lines:
-            assert isinstance(line.pop("ts"), int)
+            ts, time = line.pop("ts"), line.pop("time")
+            assert isinstance(ts, int)
+            assert time.endswith("000Z")
+            assert round(datetime.fromisoformat(time[:-4] + "Z").timestamp() * 1000) * 10**6 == ts
         assert lines == expected
 
     def test_no_tokens(self, kvcache: Kvcache, log: Path) -> None:
@@ -94,7 +100,7 @@ class TestForms:
     def test_items(self, kvcache: Kvcache, images: Path) -> None:
         """Symbols have lines of their own; JSON says what they stand for, without tokens nothing of it."""
         done = kvcache("events", images, "--type", "symbolsinterned", "--type", "SymbolsForgotten")
-        assert [line.split(maxsplit=1)[1] for line in done.out.splitlines()[:3]] == [
+        assert [line.split(maxsplit=2)[2] for line in done.out.splitlines()[:3]] == [
             "SymbolsInterned   pages=1 items=1 00000000",
             "SymbolsInterned   pages=1 items=1 01010101",
             "SymbolsForgotten  pages=1",
@@ -138,7 +144,7 @@ class TestConditions:
         assert kvcache("events", log, "--since", last + 1) == (
             2,
             "",
-            f"kvcache: error: the log ends before batch {last + 1}: its last one is {last}\n",
+            f"kvcache: error: batch {last + 1} is beyond the log's end: the last one is {last}\n",
         )
 
     def test_request(self, kvcache: Kvcache, log: Path) -> None:
@@ -270,7 +276,7 @@ class TestConditions:
         line = "request=mine group=0 primary blocks=1 first=2 84858687 after 08090a0b priority=35"
         for asked in (block, (*block, "--request", "mine"), ("--block", names[8:16].hex())):
             done = kvcache("events", log, *kind, *asked)
-            assert [each.split(maxsplit=2)[2] for each in done.out.splitlines()] == [line]
+            assert [each.split(maxsplit=3)[3] for each in done.out.splitlines()] == [line]
         assert kvcache("events", log, *kind, *block, "--request", "other").out == ""
         [spelled] = kvcache("events", log, *kind, "--request", "mine", "--json").out.splitlines()
         assert {name: json.loads(spelled)[name] for name in ("handles", "blocks", "slots")} == {
@@ -338,7 +344,7 @@ class TestConditions:
         done = kvcache(
             "events", log, "--request", "mine", "--type", "BlocksAllocated", "--type", "TransferLanded"
         )
-        assert [line.split(maxsplit=2)[2] for line in done.out.splitlines()] == [
+        assert [line.split(maxsplit=3)[3] for line in done.out.splitlines()] == [
             "sequences=2 group=0 blocks=3 why=prompt",
             "sequences=2 group=0 blocks=2 why=decode",
             "transfer=5",
@@ -366,6 +372,39 @@ class TestConditions:
         assert [each["handle"] for each in state["sequences"]] == [8]
         assert [each["transfer"] for each in state["transfers"]] == [5]
         assert (landing["index"], landing["transfers"]) == (2, [5])
+
+    def test_handle(self, kvcache: Kvcache, log: Path) -> None:
+        """--handle shows what --request does of a request with one sequence, in each way to write it."""
+        [handle] = [
+            event.handle
+            for _, _, event in all_events(log)
+            if isinstance(event, SequenceAdded) and event.request_id == REQUEST
+        ]
+        assert handle != REQUEST
+        for form in ((), ("--json",)):
+            expected = kvcache("events", log, "--request", REQUEST, *form).out
+            for spelled in (handle, f"#{handle}", f"0.{handle}"):
+                assert kvcache("events", log, "--handle", spelled, *form) == (0, expected, "")
+
+    def test_handle_of_an_epoch(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of two requests with one id --handle shows one: in a later epoch as lines show it, or by its whole number."""
+        log = run_log(tmp_path / "log", "--limit", 2)
+        run_log(log, "--limit", 2, "--continue")
+        first, second = (
+            (seq, index)
+            for seq, index, event in all_events(log)
+            if isinstance(event, SequenceAdded) and event.request_id == 1
+        )
+        kind = ("--json", "--type", "SequenceAdded")
+        for spelled, expected in ((2, first), ("1.2", second), ("#1.2", second), (2**40 + 2, second)):
+            assert addresses(kvcache("events", log, *kind, "--handle", spelled)) == [expected]
+
+    def test_handle_that_is_not_there(self, kvcache: Kvcache, log: Path) -> None:
+        """A sequence that never was is not found; what is no handle is refused."""
+        done = kvcache("events", log, "--handle", 99999)
+        assert done == (2, "", "kvcache: error: the log has no such event of sequence 99999\n")
+        for wrong in ("0", "x", "1.0", "9999999.1", 2**63, f"1.{2**40}"):
+            assert "is no handle" in kvcache("events", log, "--handle", wrong).err
 
     def test_conditions_together(self, kvcache: Kvcache, log: Path) -> None:
         """Several conditions must all hold."""

@@ -18,6 +18,7 @@ from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying
 
 NOW = 1_790_000_000.25
 NAME = re.compile("[0-9a-f]{16}")
+TIME = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z")
 NUMBERS = ("seq", "first_seq", "last_seq", "index", "handle")
 PER_LEVEL = ("num_blocks", "blank_slots")
 PER_GROUP = ("removed", "num_cached")
@@ -50,6 +51,8 @@ def _as_documented(key: str, said: Any) -> bool:
         return key not in ("level", "config")
     if key == "ts":
         return type(said) is int and 10**18 < said < 10**19
+    if key == "time":
+        return TIME.fullmatch(said) is not None
     if key == "level" or key.endswith("_level"):
         return said in LEVEL_NAMES
     if key in (*PER_LEVEL, *PER_GROUP):
@@ -110,7 +113,19 @@ def test_one_vocabulary(kvcache: Kvcache, tmp_path: Path) -> None:
     }
     keys = {key for values in said.values() for found in objects(values) for key in found}
     # Each was there to be looked at.
-    asked = {*NUMBERS, *PER_LEVEL, *PER_GROUP, *NAMING, "ts", "level", "to_level", "config", "tokens", "keys"}
+    asked = {
+        *NUMBERS,
+        *PER_LEVEL,
+        *PER_GROUP,
+        *NAMING,
+        "ts",
+        "time",
+        "level",
+        "to_level",
+        "config",
+        "tokens",
+        "keys",
+    }
     assert asked - keys == {"removed"}  # of CacheCleared, which no run has
     assert said["match"][0]["blocks"]
     stored_names = {
@@ -140,9 +155,15 @@ def test_blocks_without_names(kvcache: Kvcache, tmp_path: Path) -> None:
         ("events", "--block", "0123456789abcdef"),
         ("events", "--type", "Gap"),
         ("events", "--since", 99999),
+        ("events", "--since", "+99999"),
+        ("events", "--until", "2020-01-01"),
+        ("events", "--at", "2020-01-01"),
+        ("events", "--handle", 99999),
         ("match", "--request", "nobody"),
         ("match", "--request", 3, "--at", 99999),
+        ("match", "--request", 3, "--at", "+99999"),
         ("replay", "--at", 99999),
+        ("replay", "--at", "+99999"),
     ],
 )
 def test_nothing_found(kvcache: Kvcache, log: Path, asked: tuple[Any, ...]) -> None:
@@ -196,6 +217,7 @@ def test_documented() -> None:
         *PER_GROUP,
         *NAMING,
         "ts",
+        "time",
         "config",
         "tokens",
         "keys",

@@ -56,6 +56,18 @@ def test_without_speed_time_is_the_number_of_steps() -> None:
     assert time.waits == []
 
 
+def test_without_speed_no_step_is_earlier_than_its_requests() -> None:
+    """Who is admitted takes the wall clock along to its arrival, never back; what no log could hold is cut."""
+    clock = StepClock(None)
+    clock.reach(1_000)
+    assert clock.wall_ns() == START_NS + 1_000 * MS
+    clock.reach(900)
+    clock.advance(threading.Event())
+    assert clock.wall_ns() == START_NS + 1_020 * MS
+    clock.reach(2**63 - 1)
+    assert START_NS < clock.wall_ns() < 2**63
+
+
 def test_speed_waits_for_real_time() -> None:
     """A step lasts step_ms / speed in all; what the work took of it is not waited for again."""
     time = Time()

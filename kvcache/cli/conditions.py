@@ -1,0 +1,158 @@
+"""What is asked of events: their types, the request or sequence that they concern, the block that they name."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import typing
+from array import array
+from collections.abc import Callable
+
+from events import types as ev
+from events.ids import MAX_EPOCH, MAX_NUMBER, PER_EPOCH, first_number
+from events.packed import HANDLE_BYTES, NAME_BYTES
+from kvcache.cli.narrowing import filled_rows, part_of_sequences
+from kvcache.errors import UsageError
+from sinks.known import Known
+
+TYPES = sorted(kind.__name__ for kind in typing.get_args(ev.AnyEvent))
+_BY_LOWER = {name.lower(): name for name in TYPES}
+_NAME = re.compile(r"[0-9a-f]{4,64}")
+_HANDLE = re.compile(r"#?(?:(\d{1,7})\.)?(\d{1,19})", re.ASCII)
+Condition = Callable[[ev.AnyEvent], bool]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the conditions."""
+    add = parser.add_argument
+    add(
+        "--type",
+        action="append",
+        dest="types",
+        metavar="TYPE",
+        type=lambda text: _BY_LOWER.get(text.lower(), text),
+        choices=TYPES,
+        help="only events of this type; may be given several times",
+    )
+    add(
+        "--request",
+        metavar="ID",
+        help="only what happened to this request, its copies and refusals included "
+        "(lines for people leave out the steps that only append a token, unless --type asks for them)",
+    )
+    add(
+        "--handle",
+        type=_handle,
+        metavar="N",
+        help="likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
+    )
+    add("--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4")
+
+
+def _handle(text: str) -> int:
+    """A handle as it is, or as lines for people have it."""
+    match = _HANDLE.fullmatch(text)
+    epoch, number = (int(match[1] or 0), int(match[2])) if match else (0, 0)
+    if not 0 < number <= MAX_NUMBER or epoch > MAX_EPOCH or (match and match[1] and number >= PER_EPOCH):
+        raise argparse.ArgumentTypeError(f"{text!r} is no handle: give its number, or EPOCH.NUMBER")
+    return first_number(epoch) + number - 1
+
+
+def conditions_of(args: argparse.Namespace, known: Known) -> list[Condition]:
+    """What is asked of each event that `known` has seen; each epoch may have other keys. Raises UsageError."""
+    conditions: list[Condition] = []
+    if args.types:
+        types = frozenset(args.types)
+        conditions.append(lambda event: type(event).__name__ in types)
+    if args.request is not None:
+        conditions.append(OfSequences(known, request_id=args.request))
+    if args.handle is not None:
+        conditions.append(OfSequences(known, handle=args.handle))
+    if conditions and not (args.json or args.types):
+        # One line per engine step, and about all requests that ran in it.
+        conditions.append(lambda event: not isinstance(event, ev.TokensAppended))
+    if args.block is not None:
+        name = args.block.lower().removeprefix("0x")
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"--block {args.block}: a block's name is written in hex digits, at least 4 of them"
+            )
+        conditions.append(NamingBlock(name, known))
+    return conditions
+
+
+class OfSequences:
+    """Events of one sequence, or of the requests with one id: it may be a number or a text, and come again."""
+
+    def __init__(self, known: Known, *, request_id: str | None = None, handle: int | None = None) -> None:
+        self._id, self._known = request_id, known
+        self._handles = set() if handle is None else {handle}
+        self._transfers: set[int] = set()
+
+    def __call__(self, event: ev.AnyEvent) -> bool:
+        """Whether the event concerns one of them."""
+        if isinstance(event, ev.SequenceAdded):
+            if str(event.request_id) == self._id:
+                self._handles.add(event.handle)
+        elif isinstance(event, ev.StateExported):
+            # After a gap, this may be the first that is heard of a request.
+            named = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]
+            self._handles.update(named)
+            ours = [entry.handle for entry in event.sequences if entry.handle in self._handles]
+            self._transfers.update(entry.transfer for entry in event.transfers if entry.handle in ours)
+            return bool(ours)
+        return self._concerns(event)
+
+    def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
+        """What the event, which concerns one of them, says of them."""
+        return part_of_sequences(event, self._handles, self._transfers, self._known.key_bytes)
+
+    def _concerns(self, event: ev.AnyEvent) -> bool:
+        if getattr(event, "handle", None) in self._handles:
+            # 0 stands for "nothing is copied" and is no transfer's number.
+            if transfer := getattr(event, "transfer", 0):
+                self._transfers.add(transfer)
+            return True
+        if (handles := getattr(event, "handles", None)) is not None:
+            return not self._handles.isdisjoint(array("q", handles))
+        if (transfers := getattr(event, "transfers", None)) is not None:
+            return not self._transfers.isdisjoint(array("q", transfers))
+        return isinstance(event, ev.AdmissionRefused) and str(event.request_id) == self._id
+
+
+class NamingBlock:
+    """Events that carry the name of a block, or its key, whose first digits it is."""
+
+    def __init__(self, digits: str, known: Known) -> None:
+        self._digits, self._known = digits, known
+
+    def __call__(self, event: ev.AnyEvent) -> bool:
+        """Whether the event names the block."""
+        if isinstance(event, ev.BlocksStored):
+            return self._within(event.keys, self._known.key_bytes) or self._within(event.parent, NAME_BYTES)
+        if isinstance(event, ev.BlocksFilled):
+            return self._within(event.keys, self._known.key_bytes) or self._within(event.parents, NAME_BYTES)
+        if isinstance(event, ev.StateExported):
+            return any(self._within(group.keys, self._known.key_bytes) for group in event.groups)
+        return self._within(getattr(event, "names", b""), NAME_BYTES)
+
+    def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
+        """Of an event of several sequences, which names the block, those that name it as their own or its parent."""
+        if not isinstance(event, ev.BlocksFilled):
+            return event
+        key_bytes = self._known.key_bytes
+        rows = [filled_rows(event, [row], key_bytes) for row in range(len(event.handles) // HANDLE_BYTES)]
+        return filled_rows(event, [row for row, part in enumerate(rows) if self(part)], key_bytes)
+
+    def _within(self, column: bytes, width: int) -> bool:
+        """Whether an entry of the column begins with the digits (of a name, as many as it has)."""
+        if not column or not width:
+            return False
+        digits = self._digits[: 2 * width]
+        text, step = column.hex(), 2 * width
+        place = text.find(digits)
+        while place >= 0:
+            if place % step == 0:
+                return True
+            place = text.find(digits, place + 1)
+        return False
