@@ -19,12 +19,12 @@ from kvcache.cli.times import iso
 def to_json(audit: Audit) -> dict[str, Any]:
     """All of an audit."""
     return {
-        "first_batch": audit.first_batch,
-        "last_batch": audit.last_batch,
-        "first_time": iso(audit.first_at),
+        "first_seq": audit.first_batch,
         "first_ts": audit.first_at,
-        "last_time": iso(audit.last_at),
+        "first_time": iso(audit.first_at),
+        "last_seq": audit.last_batch,
         "last_ts": audit.last_at,
+        "last_time": iso(audit.last_at),
         "tokens_recorded": audit.tokens_recorded,
         "requests": audit.requests,
         "refusals": audit.refusals,
@@ -54,24 +54,24 @@ def to_json(audit: Audit) -> dict[str, Any]:
             "onboarded": audit.onboarded,
             "taken_over": audit.taken_over,
         },
-        "tokens_computed_twice": audit.computed_twice,
+        "duplicated_tokens": audit.computed_twice,
         "prefixes": [_prefix_json(each) for each in audit.prefixes],
     }
 
 
 def _evictions_json(audit: Audit) -> dict[str, Any]:
     return {
-        "tokens_computed_again": sum(audit.lost_by_priority.values()),
+        "recomputed_tokens": sum(audit.lost_by_priority.values()),
         "by_priority": {str(priority): tokens for priority, tokens in sorted(audit.lost_by_priority.items())},
         "ages": _ages_json(audit.lost_ages),
         "worst": [
             {
-                "batch": each.batch,
-                "time": iso(each.at),
+                "seq": each.batch,
                 "ts": each.at,
+                "time": iso(each.at),
                 "window": each.window,
                 "for_request": each.for_request,
-                "tokens": each.tokens,
+                "recomputed_tokens": each.tokens,
             }
             for each in audit.worst
         ],
@@ -94,10 +94,10 @@ def _namespace_json(namespace: Namespace) -> dict[str, Any]:
 def _time_json(audit: Audit) -> dict[str, Any]:
     timeline = audit.over_time
     if timeline.start is None:
-        return {"start": None, "start_ts": None, "seconds": None, "parts": []}
+        return {"ts": None, "time": None, "seconds": None, "parts": []}
     return {
-        "start": iso(timeline.start),
-        "start_ts": timeline.start,
+        "ts": timeline.start,
+        "time": iso(timeline.start),
         "seconds": timeline.width / 1e9,
         "parts": [_reasons_json(row) for row in timeline.rows],
     }
@@ -117,13 +117,12 @@ def _prefix_json(prefix: Prefix) -> dict[str, Any]:
     stored_by: RequestId | None = prefix.stored_by
     return {
         "number": prefix.number,
-        "parent": prefix.parent,
+        "continues": prefix.parent,
         "first": prefix.first,
         "stop": prefix.stop,
         "times": prefix.times,
-        "tokens_served": prefix.tokens_served,
-        "last_used": iso(prefix.last_used),
-        "last_used_ts": prefix.last_used,
+        "served_tokens": prefix.tokens_served,
+        "last_used": {"ts": prefix.last_used, "time": iso(prefix.last_used)},
         "stored_by": stored_by,
         "cached_at_end": prefix.cached,
     }

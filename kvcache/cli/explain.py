@@ -46,7 +46,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
         found = explain_request(watched(), args.request)
     if args.json:
-        out.json([to_json(each) for each in found])
+        out.json({"requests": [to_json(each) for each in found]})
         return 0
     for each in found:
         _show(each, Times(args.time, first_ts[0]), out)
@@ -173,7 +173,7 @@ def _stay_json(stay: Stay) -> dict[str, Any]:
         "salt_digest": salt.hex() if salt is not None else None,
         "prompt_tokens": stay.num_tokens,
         "reused_tokens": stay.reused,
-        "computed_again": stay.computed_again,
+        "recomputed_tokens": stay.computed_again,
         "ended": _moment_json(stay.ended),
         "tokens_at_end": stay.tokens_at_end if stay.ended else None,
         "computed_at_end": stay.computed_at_end if stay.ended else None,
@@ -202,4 +202,4 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def _moment_json(moment: ex.Moment | None) -> Any:
-    return None if moment is None else {"batch": moment.batch, "time": iso(moment.at), "ts": moment.at}
+    return None if moment is None else {"seq": moment.batch, "ts": moment.at, "time": iso(moment.at)}
