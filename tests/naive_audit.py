@@ -119,8 +119,6 @@ class NaiveAudit:
         """By number, those of earlier epochs too."""
         self.running: dict[int, Running] = {}
         """By handle."""
-        self.prompts: list[Prompt] = []
-        """All that were ever admitted."""
         self.pages: dict[int, SymbolPage] = {}
         self.stores: list[tuple[int, Block]] = []
         """In this batch: window and block."""
@@ -247,7 +245,7 @@ class NaiveAudit:
         return "never_seen"
 
     def is_being_computed(self, block: Block) -> bool:
-        """Whether it is in the prompt of a running request."""
+        """Whether it is in the prompt of a running request, which has not computed it yet."""
         return any(
             block in self.blocks(each.prompt) and len(block[2]) > each.computed
             for each in self.running.values()
@@ -302,7 +300,6 @@ class NaiveAudit:
                     self.pages.pop(number, None)
             case ev.SequenceAdded():
                 prompt = Prompt(event.namespace, self.spelled(event.tokens))
-                self.prompts.append(prompt)
                 self.running[event.handle] = Running(prompt, list(prompt.tokens), event.reused)
             case ev.TokensAppended():
                 self.append(event)
@@ -384,7 +381,6 @@ class NaiveAudit:
         for each in event.sequences:
             tokens = self.spelled(each.tokens)
             prompt = Prompt(each.namespace, tokens[: each.num_prompt_tokens])
-            self.prompts.append(prompt)
             self.running[each.handle] = Running(prompt, tokens, each.computed)
         for window, created, exported in zip(self.windows, self.groups, event.groups, strict=True):
             window.lose_all("restarted")
