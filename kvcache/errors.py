@@ -191,36 +191,56 @@ class OutOfBlocks(CapacityError):
     """Too few primary blocks are blank or can be evicted.
 
     `index` is the first request of the batch (or sequence of the step) that does not fit; `needed` and
-    `available` count blocks, one entry per group.
+    `available` count blocks, one entry per group, whose `windows` are in tokens. `settings` names what to raise.
     """
 
-    def __init__(self, index: int, needed: Sequence[int], available: Sequence[int]) -> None:
-        super().__init__(index, tuple(needed), tuple(available))
+    def __init__(
+        self,
+        index: int,
+        needed: Sequence[int],
+        available: Sequence[int],
+        windows: Sequence[int],
+        settings: str = "primary_blocks",
+    ) -> None:
+        super().__init__(index, tuple(needed), tuple(available), tuple(windows), settings)
         self.index = index
         self.needed = tuple(needed)
         self.available = tuple(available)
+        self.windows = tuple(windows)
+        self.settings = settings
 
     def __str__(self) -> str:
-        groups = len(self.needed) > 1
+        several = len(self.windows) > 1
+        groups = zip(self.windows, self.needed, self.available, strict=True)
         short = ", ".join(
-            f"{needed} needed, {available} blank or evictable" + f" in group {group}" * groups
-            for group, (needed, available) in enumerate(zip(self.needed, self.available, strict=True))
+            f"{needed} needed, {available} blank or evictable"
+            + f" in group {index} (window {window})" * several
+            for index, (window, needed, available) in enumerate(groups)
             if needed > available
         )
         fewer = f"pass only what comes before entry {self.index} of the call, " if self.index else ""
-        return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise primary_blocks"
+        return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise {self.settings}"
 
 
 @dataclass(eq=False, repr=False)
 class PromptTooLong(CapacityError):
-    """A sequence would be longer than can ever be held; both in tokens."""
+    """A prompt, or a sequence, would be longer than can ever be held; both in tokens.
+
+    `window` is the attention window, in tokens, whose primary blocks hold no more; None: `max_sequence_length` is the
+    limit, or there is only one window. `settings` names what to raise.
+    """
 
     length: int
     limit: int
-    text = (
-        "{length} tokens are more than the {limit} that can be held: pass fewer, end the sequence, "
-        "or raise max_sequence_length and, if the pool is smaller, primary_blocks"
-    )
+    window: int | None = None
+    settings: str = "max_sequence_length and, if the pool is smaller, primary_blocks"
+
+    def __str__(self) -> str:
+        where = "" if self.window is None else f" in window {self.window}"
+        return (
+            f"{self.length} tokens are more than the {self.limit} that can be held{where}: pass fewer, "
+            f"end the sequence, or raise {self.settings}"
+        )
 
 
 @dataclass(eq=False, repr=False)

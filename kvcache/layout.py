@@ -19,11 +19,14 @@ from hashlib import sha256
 from itertools import cycle, islice
 from typing import Literal, NamedTuple
 
+from events.diagnostics import get_logger
 from events.types import GroupCreated, PoolCreated
 from kvcache.config import MAX_BYTES, PRIMARY_LIMITS, KVCacheConfig
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, PromptTooLong
 from kvcache.fold.shape import room_of
-from kvcache.sizes import block_counts
+from kvcache.sizes import block_counts, primary_settings
+
+_log = get_logger(__name__)
 
 Kind = Literal["full", "sliding"]
 
@@ -92,6 +95,20 @@ class CutWindow(NamedTuple):
     window: int
 
 
+class Bound(NamedTuple):
+    """How long something can be, in tokens, and why: the fields of the error that refuses more."""
+
+    tokens: int
+    window: int | None
+    """The window whose primary blocks hold no more; None: it is none, or the only one."""
+    settings: str
+    """What to raise."""
+
+    def exceeded_by(self, length: int) -> PromptTooLong:
+        """The error for so many tokens."""
+        return PromptTooLong(length, *self)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """All groups of a cache, ascending window."""
@@ -127,22 +144,45 @@ class Layout:
             for index, length in enumerate(sorted(by_length))
         )
         cut = tuple(
-            CutWindow(window.tokens, length)
+            CutWindow(window.given, length)
             for length, alike in by_length.items()
             for window in alike
             if window.tokens > length
         )
         return cls(groups, size, _content_id(config, groups), cut)
 
-    def max_tokens(self, max_sequence_length: int) -> int:
-        """Tokens of the longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
+    def longest_sequence(self, config: KVCacheConfig) -> Bound:
+        """The longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
         size = self.tokens_per_block
-        rooms = [room_of(group.num_blocks[0], group.window, group.kind, size) for group in self.groups]
-        return min(max_sequence_length, *rooms)
+        return self._bound(
+            config, [room_of(each.num_blocks[0], each.window, each.kind, size) for each in self.groups]
+        )
 
-    def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt: all of its blocks are there when it is admitted."""
-        return min(group.num_blocks[0] for group in self.groups) * self.tokens_per_block
+    def longest_prompt(self, config: KVCacheConfig) -> Bound:
+        """The longest prompt: all of its blocks are there when it is admitted, in sliding windows, too."""
+        return self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.groups])
+
+    def _bound(self, config: KVCacheConfig, rooms: Sequence[int]) -> Bound:
+        """The least of what each group holds and `max_sequence_length`."""
+        room, longest = min(rooms), config.max_sequence_length
+        settings = ["max_sequence_length"] * (longest <= room) + [primary_settings(config)] * (
+            room <= longest
+        )
+        several = room <= longest and len(rooms) > 1
+        window = self.groups[rooms.index(room)].window if several else None
+        return Bound(min(room, longest), window, " and ".join(settings))
+
+
+def warn_of_windows(layout: Layout, config: KVCacheConfig) -> None:
+    """Report the windows that are cut, and those that cannot slide, so that they limit every sequence."""
+    for cut in layout.cut_windows:
+        _log.warning("window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens")
+    lengths, longest = {cut.window for cut in layout.cut_windows}, layout.longest_sequence(config).tokens
+    for group in layout.groups:
+        room = room_of(group.num_blocks[0], group.window, group.kind, layout.tokens_per_block)
+        if group.kind == "sliding" and group.window not in lengths and room == longest:
+            reason = "no sequence gets longer: to slide, a window needs one block more than it is long"
+            _log.warning("window_full", window=group.window, max_tokens=longest, reason=reason)
 
 
 def with_primary_blocks(config: KVCacheConfig, free_bytes: int) -> KVCacheConfig:
@@ -159,7 +199,10 @@ def with_primary_blocks(config: KVCacheConfig, free_bytes: int) -> KVCacheConfig
 class _Window:
     """A window before it is cut to what its blocks hold."""
 
+    given: int
+    """In tokens, as it was given."""
     tokens: int
+    """At most `max_sequence_length`."""
     layers: tuple[int, ...]
     num_blocks: tuple[int, int]
     is_full: bool
@@ -167,7 +210,9 @@ class _Window:
 
 def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Window]:
     """The windows of all layers, ascending, with their blocks."""
-    by_window = _layers_by(_window_of_each_layer(config), range(config.num_layers))
+    given = _window_of_each_layer(config)
+    tokens_of = [min(window, config.max_sequence_length) for window in given]
+    by_window = _layers_by(tokens_of, range(config.num_layers))
     heads = _heads_of_each_layer(config)
     sizes = [
         sum(pool.bytes_per_block for pool in _pools(config, heads, layers)) for layers in by_window.values()
@@ -175,7 +220,13 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
     _refuse_immense_blocks(sum(sizes))
     counts = block_counts(config, list(by_window), sizes, free_bytes)
     return [
-        _Window(tokens, layers, num_blocks, tokens == config.max_sequence_length)
+        _Window(
+            max(given[layer] for layer in layers),
+            tokens,
+            layers,
+            num_blocks,
+            tokens == config.max_sequence_length,
+        )
         for (tokens, layers), num_blocks in zip(by_window.items(), counts, strict=True)
     ]
 
@@ -193,9 +244,9 @@ def _group(
 
 
 def _window_of_each_layer(config: KVCacheConfig) -> list[int]:
+    """In tokens, as given."""
     given = config.max_attention_window or (config.max_sequence_length,)
-    limit = config.max_sequence_length
-    return [min(window, limit) for window in islice(cycle(given), config.num_layers)]
+    return list(islice(cycle(given), config.num_layers))
 
 
 def _heads_of_each_layer(config: KVCacheConfig) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Self
 
-from events.diagnostics import get_logger
 from events.packed import TOKEN_BYTES
 from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
@@ -33,6 +32,7 @@ from kvcache.inputs.arguments import checked_flag, checked_integer, checked_rang
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, RequestChecker
 from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
+from kvcache.layout import warn_of_windows
 from kvcache.query import Query
 from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from sinks.router.feed import RouterFeed
 
 
-_log = get_logger(__name__)
 _of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
 
 
@@ -81,10 +80,7 @@ class KVCacheManager:
         refuse_no_order(eviction_order)
         self.config = config
         self.layout = served_layout(config)
-        for cut in self.layout.cut_windows:
-            _log.warning(
-                "window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens"
-            )
+        warn_of_windows(self.layout, config)
         self._guard = Guard()
         self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
         self._readiness = Readiness(self.transfers)
@@ -125,8 +121,8 @@ class KVCacheManager:
         self._checker = RequestChecker(
             state.handles,
             state.symbols,
-            self.layout.max_tokens(self.config.max_sequence_length),
-            self.layout.max_prompt_tokens(),
+            self.layout.longest_sequence(self.config),
+            self.layout.longest_prompt(self.config),
             block_hash=created.hash_algorithm,
             log_has_tokens=outputs.records_tokens,
         )
@@ -168,8 +164,13 @@ class KVCacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence that can be held."""
+        """Tokens of the longest sequence that can be held, prompt and output."""
         return self._checker.max_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that can be admitted: it has all its blocks at once, in each window."""
+        return self._checker.longest_prompt.tokens
 
     @property
     def num_free_blocks(self) -> int:
@@ -315,7 +316,7 @@ class KVCacheManager:
         packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
         if counts is None:
-            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.max_tokens)
+            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
             if not self._readiness.certain:
                 self._readiness.refuse_uncomputable(batch.sequences)
             with self._guard:
@@ -325,7 +326,7 @@ class KVCacheManager:
         if not self._readiness.certain:
             self._readiness.refuse_uncomputable(running)
         with self._guard:
-            return self._blocks.append(running, packed, sizes, self._checker.max_tokens)
+            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence)
 
     @exclusive
     def set_priority(

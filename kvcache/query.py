@@ -111,7 +111,8 @@ class Query:
         """The primary slot of each block of a sequence, int32 [blocks].
 
         With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
-        appends. `window` (in tokens) may be left out where there is only one.
+        appends. `window` is one of `num_free_blocks_per_window`, in tokens; for the layers that attend to everything,
+        any number from `max_sequence_length` on, too. It may be left out where there is only one.
         """
         group = self._group_of(window)
         return self._table_of(self._blocks.sequence(request_id), group)
@@ -123,9 +124,12 @@ class Query:
             if len(windows) > 1:
                 raise UsageError(f"say which window's blocks are meant: one of {windows}")
             return 0
-        if checked_integer(window, "a window") not in windows:
-            raise UsageError(f"there is no window of {window} tokens, only of {windows}")
-        return windows.index(window)
+        if checked_integer(window, "a window") in windows:
+            return windows.index(window)
+        longest = self._config.max_sequence_length
+        if self._layout.groups[-1].kind == "full" and window >= longest:
+            return len(windows) - 1
+        raise UsageError(f"there is no window of {window} tokens, only of {windows}")
 
     def admission(self, sequence: Sequence, plan: Plan) -> Admission:
         """What a call that has admitted this sequence returns."""

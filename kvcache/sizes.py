@@ -11,11 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from kvcache.config import MAX_BLOCKS, KVCacheConfig
+from kvcache.config import MAX_BLOCKS, PRIMARY_LIMITS, KVCacheConfig, windows_of
 from kvcache.errors import ConfigError
 
 INSTEAD = "primary_blocks, max_tokens or primary_bytes"
 """What gives the size of primary where free memory cannot be measured."""
+
+
+def primary_settings(config: KVCacheConfig) -> str:
+    """The settings that limit primary, as errors say what to raise."""
+    given = [name for name in PRIMARY_LIMITS if getattr(config, name) is not None]
+    names = " and ".join(given)
+    divided = not {"primary_bytes", "free_gpu_memory_fraction"}.isdisjoint(given)
+    return f"{names}, or its part by window_shares" if divided and len(windows_of(config)) > 1 else names
 
 
 def shares_of(weights: Sequence[float | Fraction]) -> tuple[Fraction, ...]:

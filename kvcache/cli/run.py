@@ -199,9 +199,7 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
 
 def _require_room(config: KVCacheConfig, source: Source) -> None:
     """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
-    fewest = min(group.num_blocks[0] for group in Layout.of(config).groups)
-    limits = Limits(config.max_sequence_length, fewest, config.tokens_per_block)
-    obstacle = limits.obstacle(source.sizes.shortest)
+    obstacle = Limits.of(config, Layout.of(config)).obstacle(source.sizes.shortest)
     if obstacle is not None:
         raise UsageError(f"none of the requests fits: {obstacle}")
 

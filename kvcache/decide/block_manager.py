@@ -24,7 +24,7 @@ from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
 from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.window_manager import WindowBlockManager
-from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, PromptTooLong, UnknownRequest, UsageError
+from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
@@ -32,7 +32,9 @@ from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
 from kvcache.inputs.requests import CheckedRequest
+from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
+from kvcache.sizes import primary_settings
 
 GIVEN_UP = "given up, since another copy failed"
 """Why a `TransferFailed` names a copy of which nothing is known."""
@@ -59,8 +61,7 @@ class BlockManager:
         recorded: bool,
         order: type[EvictionOrder] = LeastRecentlyUsed,
     ) -> None:
-        self._state = state
-        self._emit = emit
+        self._config, self._state, self._emit = config, state, emit
         self._decoding: DecodeBatch | None = None
         slots = sum(level.size for group in state.groups for level in group.levels)
         self._checkpoint_due = config.checkpoint_spacing * slots if recorded else math.inf
@@ -95,12 +96,17 @@ class BlockManager:
         plans, claims, misfit = fitting(self.windows, requests)
         if misfit is not None:
             needed, available = zip(*((claim.needed, claim.available) for claim in claims), strict=True)
-            raise OutOfBlocks(misfit, needed, available)
+            raise self._out_of_blocks(misfit, needed, available)
         rich = [request.rich for request in requests if request.rich is not None]
         if rich:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
         return list(zip(admit(self._state, self.windows, self._emit, plans, claims), plans, strict=True))
+
+    def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
+        """The refusal of a call, beginning with its entry `index`."""
+        windows = [window.window for window in self.windows]
+        return OutOfBlocks(index, needed, available, windows, primary_settings(self._config))
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, however often it is tried."""
@@ -158,7 +164,7 @@ class BlockManager:
             raise UsageError("add_tokens names a sequence twice: use counts to append several tokens")
         return running
 
-    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: int) -> DecodeBatch:
+    def decode_batch(self, request_ids: list[RequestId], num_tokens: int, limit: Bound) -> DecodeBatch:
         """The sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self._decoding
         # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
@@ -171,13 +177,13 @@ class BlockManager:
         ):
             windows = [window.window for window in self._sliding]
             size = self._state.tokens_per_block
-            batch = DecodeBatch(request_ids, self.running(request_ids), size, limit, windows)
+            batch = DecodeBatch(request_ids, self.running(request_ids), size, limit.tokens, windows)
         if num_tokens != len(batch.ids):
             raise InvalidTokens(
                 f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
             )
         if batch.ids and batch.at_limit:
-            raise PromptTooLong(limit + 1, limit)
+            raise limit.exceeded_by(limit.tokens + 1)
         self._decoding = batch
         return batch
 
@@ -203,12 +209,12 @@ class BlockManager:
         return changed
 
     def append(
-        self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: int
+        self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: Bound
     ) -> dict[RequestId, StoreResult]:
         """Append several tokens to each sequence; none may get longer than `limit`."""
         for sequence, count in zip(sequences, counts, strict=True):
-            if sequence.num_tokens + count > limit:
-                raise PromptTooLong(sequence.num_tokens + count, limit)
+            if sequence.num_tokens + count > limit.tokens:
+                raise limit.exceeded_by(sequence.num_tokens + count)
         if not sequences:
             return {}
         growing = self._growing(sequences, counts)
@@ -259,7 +265,7 @@ class BlockManager:
         if needed > min(available):
             taken = list(accumulate(blocks or [1] * len(growing)))
             first = growing[bisect_right(taken, min(available))]
-            raise OutOfBlocks(sequences.index(first), (needed,) * len(available), available)
+            raise self._out_of_blocks(sequences.index(first), (needed,) * len(available), available)
         for window in self.windows:
             if needed > len(window.primary.blank):
                 size, left = window.primary.size, window.primary.available

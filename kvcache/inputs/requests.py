@@ -16,6 +16,7 @@ from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsup
 from kvcache.inputs.arguments import checked_integer, checked_request_id, checked_text, listed
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.tokens import Tokens, pack_tokens
+from kvcache.layout import Bound
 
 
 def namespace_of(
@@ -75,16 +76,16 @@ class RequestChecker:
         self,
         running: Container[RequestId],
         symbols: SymbolTable,
-        max_tokens: int,
-        max_prompt_tokens: int,
+        longest_sequence: Bound,
+        longest_prompt: Bound,
         *,
         block_hash: str,
         log_has_tokens: bool,
     ) -> None:
         self._running, self._symbols = running, symbols
-        self.max_tokens = max_tokens
+        self.longest_sequence, self.longest_prompt = longest_sequence, longest_prompt
+        self.max_tokens = longest_sequence.tokens
         """Tokens of the longest sequence that can be held."""
-        self._max_prompt_tokens = min(max_prompt_tokens, max_tokens)
         self._knows_lora_ids_only = block_hash == "v1_block_key"
         self._names_tell_all = not log_has_tokens
 
@@ -109,11 +110,14 @@ class RequestChecker:
         request_id = checked_request_id(request.request_id)
         uses_extra_ids = request.extra_ids is not None
         namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids)
-        symbols = pack_tokens(request.tokens, self.max_tokens)
+        try:
+            symbols = pack_tokens(request.tokens, self.longest_prompt.tokens)
+        except PromptTooLong as error:
+            raise self.longest_prompt.exceeded_by(error.length) from None
         if not symbols:
             raise InvalidTokens("the prompt is empty: at least one token is needed")
-        if len(symbols) > self._max_prompt_tokens * TOKEN_BYTES:
-            raise PromptTooLong(len(symbols) // TOKEN_BYTES, self._max_prompt_tokens)
+        if len(symbols) > self.longest_prompt.tokens * TOKEN_BYTES:
+            raise self.longest_prompt.exceeded_by(len(symbols) // TOKEN_BYTES)
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
         return CheckedRequest(request_id, namespace, symbols, rich).with_symbols(self._symbols)
 

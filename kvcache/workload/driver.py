@@ -135,7 +135,7 @@ class Engine:
         windows = {group.window: WindowBlocks() for group in manager.layout.groups}
         self._result = RunResult(self._times, windows)
         config = manager.config
-        limits = Limits(config.max_sequence_length, manager.num_free_blocks, config.tokens_per_block)
+        limits = Limits.of(config, manager.layout)
         self._line = WaitingLine(trace, limits, clock, options.seed, self._result.refuse)
         self._running: dict[int, _Running] = {}
         """In the order of admission."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
+from kvcache.config import KVCacheConfig
 from kvcache.inputs.requests import Request
+from kvcache.layout import Layout
 from kvcache.workload.clock import StepClock
 from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
@@ -20,12 +23,21 @@ from kvcache.workload.tokens import Int32s, output_tokens, prompt_tokens
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the largest possible sequence is."""
+    """What the largest possible sequence is: one with all its blocks at once in each window, as if it began again."""
 
     max_sequence_length: int
     num_blocks: int
-    """Primary blocks of an idle cache."""
+    """Primary blocks of an idle cache, in the window that has the fewest."""
     tokens_per_block: int
+    window: int | None = None
+    """That window, in tokens; None: there is only one."""
+
+    @classmethod
+    def of(cls, config: KVCacheConfig, layout: Layout) -> Self:
+        """Of a cache."""
+        group = min(layout.groups, key=lambda each: each.num_blocks[0])
+        window = group.window if len(layout.groups) > 1 else None
+        return cls(config.max_sequence_length, group.num_blocks[0], config.tokens_per_block, window)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens take."""
@@ -35,8 +47,9 @@ class Limits:
         """Say why a sequence of this length can never be served, or None."""
         if num_tokens > self.max_sequence_length:
             return f"{num_tokens} tokens exceed max_sequence_length {self.max_sequence_length}"
-        if self.blocks_for(num_tokens) > self.num_blocks:
-            return f"{num_tokens} tokens need {self.blocks_for(num_tokens)} blocks, primary has {self.num_blocks}"
+        if (needed := self.blocks_for(num_tokens)) > self.num_blocks:
+            window = "" if self.window is None else f" for window {self.window}"
+            return f"{num_tokens} tokens need {needed} blocks, primary has {self.num_blocks}{window}"
         return None
 
 

@@ -55,8 +55,19 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
         "what": "appending to a log without tokens",
         "instead": "start a new log",
     },
-    OutOfBlocks(2, (5, 1), (3, 4)): {"index": 2, "needed": (5, 1), "available": (3, 4)},
-    PromptTooLong(100, 64): {"length": 100, "limit": 64},
+    OutOfBlocks(2, (5, 1), (3, 4), (256, 4096), "max_tokens"): {
+        "index": 2,
+        "needed": (5, 1),
+        "available": (3, 4),
+        "windows": (256, 4096),
+        "settings": "max_tokens",
+    },
+    PromptTooLong(100, 64, 32, "primary_bytes"): {
+        "length": 100,
+        "limit": 64,
+        "window": 32,
+        "settings": "primary_bytes",
+    },
     OutOfNumbers(): {},
     OutOfSymbols(3, 2): {"needed": 3, "available": 2},
     NotEnoughMemory(2048, 1024, "GPU memory", "primary_blocks"): {
@@ -140,8 +151,8 @@ def test_config_error_is_a_value_error() -> None:
 
 def test_out_of_blocks_names_only_the_groups_that_are_short() -> None:
     """The text speaks of the groups that lack blocks, not of those that have enough."""
-    text = str(OutOfBlocks(2, (5, 1), (3, 4)))
-    assert "5 needed, 3 blank or evictable in group 0;" in text
+    text = str(OutOfBlocks(2, (5, 1), (3, 4), (256, 4096)))
+    assert "5 needed, 3 blank or evictable in group 0 (window 256);" in text
     assert "group 1" not in text
 
 

@@ -138,11 +138,11 @@ REFUSALS: list[tuple[Call, str]] = [
     ),
     (
         lambda m: m.add_sequence("c", [1] * 17),
-        f"17 tokens are more than the 16 that can be held: pass fewer, end the sequence, {LONGER}",
+        "17 tokens are more than the 16 that can be held: pass fewer, end the sequence, or raise primary_blocks",
     ),
     (
         lambda m: m.add_tokens(["a"], [1] * 12, [12]),
-        f"17 tokens are more than the 16 that can be held: pass fewer, end the sequence, {LONGER}",
+        "17 tokens are more than the 16 that can be held: pass fewer, end the sequence, or raise primary_blocks",
     ),
     (
         lambda m: m.add_tokens(["a", "b"], range(33)),
@@ -252,7 +252,7 @@ ANY_THREAD = {
     "stats",
     "wait_subscribers",
 }
-FIXED = {"max_tokens"}
+FIXED = {"max_tokens", "max_prompt_tokens"}
 
 
 def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) -> Any:
