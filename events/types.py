@@ -268,7 +268,8 @@ class SequenceRemoved(Event, frozen=True):
 
     handle: Handle
     stored: tuple[int, ...]
-    """Per group: blocks that stay cached."""
+    """Per group: its leading blocks that have been stored. Of a sliding window those that it had left behind are
+    among them, which may have been evicted since; with full attention all of them stay cached."""
     freed: tuple[Slots, ...]
     """Per group: slots that become blank, in the order in which they do."""
     num_tokens: int

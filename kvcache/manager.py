@@ -154,6 +154,7 @@ class KVCacheManager:
 
     can_add = _of_query(Query.can_add)
     remaining_blocks_to_completion = _of_query(Query.remaining_blocks_to_completion)
+    remaining_blocks_per_window = _of_query(Query.remaining_blocks_per_window)
     match = _of_query(Query.match)
     count_reusable = _of_query(Query.count_reusable)
     block_table = _of_query(Query.block_table)
@@ -338,7 +339,8 @@ class KVCacheManager:
         secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
         are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
         the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
-        `stop` None, or beyond the end: up to the end. Returns the number of blocks whose priority changed.
+        `stop` None, or beyond the end: up to the end. Returns of how many blocks it changed, in the window with the
+        most; the events (`BlocksUpdated`) are of all windows.
         """
         priority = checked_integer(priority, "priority")
         if not 0 <= priority <= PRIORITY_MAX:

@@ -56,14 +56,22 @@ class Query:
         """How many requests of the batch, from the first on, could be admitted together now."""
         return self._blocks.count_fitting(self._checker.check(requests))
 
-    @exclusive
     def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
-        """Blocks that a sequence still needs, in each window, to grow by `max_new_tokens` tokens."""
+        """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.
+
+        In the window that needs the most, which may not be the one with the fewest free blocks: what each window needs,
+        to compare with `num_free_blocks_per_window`, is told by `remaining_blocks_per_window`.
+        """
+        return max(self.remaining_blocks_per_window(request_id, max_new_tokens).values())
+
+    @exclusive
+    def remaining_blocks_per_window(self, request_id: RequestId, max_new_tokens: int) -> dict[int, int]:
+        """The same for each window, by its tokens."""
         max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
             raise UsageError("max_new_tokens must not be negative")
         sequence = self._blocks.sequence(request_id)
-        return self._blocks.blocks_to_grow(sequence, max_new_tokens)
+        return {each.window: each.blocks_to_grow(sequence, max_new_tokens) for each in self._blocks.windows}
 
     @exclusive
     def match(
@@ -94,7 +102,7 @@ class Query:
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
     ) -> int:
-        """Full blocks that a prompt would reuse now: as many as `match` lists of each window, without the list."""
+        """Leading full blocks that a prompt would reuse now, without the list that `match` makes of each window's."""
         namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         return count_blocks(self._state, namespace, prompt) if self._config.enable_block_reuse else 0
@@ -179,7 +187,7 @@ class Query:
 
     @exclusive
     def num_free_blocks_per_window(self) -> dict[int, int]:
-        """The same for each window."""
+        """The same for each window, by its tokens."""
         groups = zip(self._layout.groups, self._state.groups, strict=True)
         return {layout.window: group.levels[PRIMARY].available for layout, group in groups}
 

@@ -84,7 +84,8 @@ class StoreResult:
     """What a call that stores blocks has changed."""
 
     stored_blocks: int
-    """Leading blocks of the sequence that are cached now."""
+    """Leading blocks of the sequence that have been stored, in the window with the fewest. Those that a sliding window
+    has left behind count, too, which may have been evicted since."""
     replaced: list[Replacement] = field(default_factory=list)
     """Another sequence had stored these blocks first, so the table points at its copy."""
 
@@ -122,7 +123,8 @@ class Match:
 
     num_tokens: int
     blocks: tuple[MatchedBlock, ...] = ()
-    """Full ones, window by window: as many in each, since a prefix is reused as far as all windows have it."""
+    """Full ones that would be held, window by window, ascending. A prefix is reused as far as all windows have it, so
+    they end at the same one; those of a sliding window begin with the first that it still sees from there."""
     partials: tuple[MatchedBlock, ...] = ()
     """In each window a block of which only the first `num_tokens` match; none if one has none."""
     tokens_by_level: tuple[int, int] = (0, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Totals since the manager started, and the state at the last flush."""
+    """Totals since the manager started, and the state at the last flush. Blocks are counted in all windows together."""
 
     requests: int = 0
     prompt_tokens: int = 0

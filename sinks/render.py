@@ -212,8 +212,8 @@ def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
 
 
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
-    freed = sum(len(slots) // SLOT_BYTES for slots in e.freed)
-    kept = f"stored={sum(e.stored)} freed={freed}"
+    freed = [len(slots) // SLOT_BYTES for slots in e.freed]
+    kept = f"stored={_per_group(e.stored)} freed={_per_group(freed)}"
     return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}"
 
 

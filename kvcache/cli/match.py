@@ -219,9 +219,10 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
             ("would reuse", f"{count(found.reused_tokens, 'token')}: {share(part)}"),
             ("", levels),
             ("would compute", count(computed, "token")),
+            *_unseen(found),
         ]
     )
-    blocks = [*found.blocks, *found.partials]
+    blocks = sorted([*found.blocks, *found.partials], key=lambda block: (block.window, block.index))
     if blocks:
         out.line()
         # Where there is only one window, it says nothing.
@@ -232,6 +233,19 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
             rows,
             right=("block", *windows, "slot"),
         )
+
+
+def _unseen(found: Match) -> Iterator[tuple[str, str]]:
+    """Say of each window that slides why its blocks do not begin with the prompt's first one."""
+    firsts: dict[int, int] = {}
+    for block in (*found.blocks, *found.partials):
+        firsts.setdefault(block.window, block.index)
+    for window, first in firsts.items():
+        if first:
+            yield (
+                f"window {window:,}",
+                f"sees nothing before block {first:,} from there on, and needs none of it",
+            )
 
 
 def _rows(blocks: Iterable[MatchedBlock], size: int, *, with_window: bool) -> Iterator[tuple[str, ...]]:

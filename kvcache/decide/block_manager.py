@@ -138,10 +138,6 @@ class BlockManager:
             replaced += window.store(sequence, partial=partial)
         return replaced
 
-    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that a sequence needs, in the window that needs the most, to grow by so many tokens."""
-        return max(window.blocks_to_grow(sequence, num_tokens) for window in self.windows)
-
     def sequence(self, request_id: RequestId) -> Sequence:
         """The sequence of a request; raises `UnknownRequest`, or `UsageError` for what is no request id."""
         if type(request_id) is not str and type(request_id) is not int:
@@ -276,7 +272,7 @@ class BlockManager:
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
         """Change the priority of the cached blocks that overlap its tokens [start, stop).
 
-        Returns of how many blocks it has changed, in some window.
+        Returns of how many blocks it has changed, in the window with the most.
         """
         first, last = start // self._state.tokens_per_block, self._blocks_for(stop)
         if start >= stop:

@@ -98,6 +98,28 @@ class TestRequest:
         assert len(rows) == len(numbers["blocks"]) + len(numbers["partials"])
         assert rows[1].split()[:3] == ["1", "16–31", numbers["blocks"][1]["level"]]
 
+    def test_window_that_slides(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Of each window the blocks that it still sees, the partial one behind them, and why they are not all."""
+        settings = KVCacheConfig(
+            max_sequence_length=64, tokens_per_block=4, primary_blocks=16, max_attention_window=(8, 64)
+        )
+        with KVCacheManager(settings, log=tmp_path / "windows") as manager:
+            manager.add_sequence("r", range_of(22))
+            manager.store_context_blocks("r", 22)
+            manager.remove_sequence("r")
+        done = kvcache("match", tmp_path / "windows", "--request", "r")
+        rows = [line.split()[:3] for line in done.out.split("name\n")[1].splitlines()]
+        narrow = [["3", "12–15", "8"], ["4", "16–19", "8"], ["5", "20–20", "8"]]
+        assert rows[:3] == narrow
+        assert [row[0] for row in rows[3:]] == ["0", "1", "2", "3", "4", "5"]
+        assert {row[2] for row in rows[3:]} == {"64"}
+        assert (
+            "  window 8       sees nothing before block 3 from there on, and needs none of it\n" in done.out
+        )
+        assert "window 64" not in done.out
+        blocks = found(kvcache("match", tmp_path / "windows", "--request", "r", "--json"))["blocks"]
+        assert [each["block"] for each in blocks if each["window"] == 8] == [3, 4]
+
     def test_unknown(self, kvcache: Kvcache, log: Path) -> None:
         """A request that never came is a wrong request."""
         done = kvcache("match", log, "--request", "nobody")

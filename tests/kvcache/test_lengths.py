@@ -144,3 +144,28 @@ def test_a_trace_is_refused_by_window() -> None:
     limits = Limits.of(cache.config, cache.layout)
     assert limits.obstacle(96) is None
     assert limits.obstacle(97) == "97 tokens need 7 blocks, primary has 6 for window 64"
+
+
+def test_what_a_sequence_still_needs_is_told_of_each_window() -> None:
+    """The window that needs the most may be another one than that with the fewest free blocks."""
+    cache = manager(primary_blocks=(6, 16))
+    cache.add_sequence("a", [1] * 64)
+    assert cache.remaining_blocks_per_window("a", 192) == {64: 1, 256: 12}
+    assert cache.remaining_blocks_to_completion("a", 192) == 12
+    assert cache.num_free_blocks == 2
+    assert cache.num_free_blocks_per_window() == {64: 2, 256: 12}
+    for _ in range(192):
+        cache.add_tokens(["a"], [1])
+
+
+def test_counts_of_blocks_say_of_which_window() -> None:
+    """Of a call the window with the most or the fewest, as it says; in statistics the sum."""
+    cache = manager()
+    cache.add_sequence("a", [1] * 96)
+    assert cache.store_context_blocks("a", 96).stored_blocks == 6
+    # The narrow window holds what it sees: 2 of the 6 blocks were let go of.
+    assert cache.set_priority("a", 80) == 6
+    cache.remove_sequence("a")
+    cache.flush()
+    assert cache.stats().blocks_updated == 6 + 4
+    assert cache.stats().blocks_stored == 6 + 6

@@ -230,6 +230,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("set_priority", ("a", 50)),
     ("remove_sequence", ("a",)),
     ("remaining_blocks_to_completion", ("a", 1)),
+    ("remaining_blocks_per_window", ("a", 1)),
     ("block_table", ("a",)),
     ("block_tables", (["a"],)),
     ("clear", ()),

@@ -52,7 +52,7 @@ LINES = [
     "TokensAppended    sequences=2 tokens=3",
     "ContextComputed   #7 tokens=40",
     "BlocksDetached    sequences=2 group=0 blocks=2 freed=1",
-    "SequenceRemoved   #7 tokens=815 computed=814 stored=3 freed=2",
+    "SequenceRemoved   #7 tokens=815 computed=814 stored=2/1 freed=2/0",
     "TransferLanded    transfers=12..14,16",
     "TransferFailed    transfer=12 reason='lost device'",
     "CacheCleared      removed=3+4/5+0 unnamed=2/1",
