@@ -214,10 +214,13 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         _OfLayers | None,
         BeforeValidator(_one_or_more),
         Field(json_schema_extra=_or_one),
-        Accepts("windows in tokens, one per layer or fewer, or none"),
+        Accepts(
+            "windows in tokens, from 1 on (full: max_sequence_length or more), one per layer or fewer, or none"
+        ),
     ] = None
-    """Attention windows of the layers, repeated cyclically; none: all layers attend to everything. Layers with the same
-    window share blocks; a sequence keeps those that its window has left."""
+    """Attention windows of the layers in tokens, repeated cyclically; any number from `max_sequence_length` on: the
+    layer attends to everything; none: all layers do. Layers with the same window share blocks; a sequence lets go of
+    those that its window has left behind."""
     primary_blocks: _MaybeBlocks = None
     """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
     max_tokens: _MaybeTokens = None
@@ -347,5 +350,7 @@ def _problems_of_lists(config: KVCacheConfig) -> list[str]:
     for name in ("primary_blocks", "secondary_blocks", "window_shares"):
         given, count = getattr(config, name), len(windows_of(config))
         if isinstance(given, tuple) and len(given) != count:
-            problems.append(f"{name}: given {len(given)} numbers; accepted: {count} (one per window)")
+            alike = len(set(windows or ())) > count
+            why = ", those of at least max_sequence_length being one" if alike else ""
+            problems.append(f"{name}: given {len(given)} numbers; accepted: {count} (one per window{why})")
     return problems

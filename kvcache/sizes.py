@@ -106,6 +106,8 @@ class _Level:
                 for index, (size, share) in enumerate(zip(self.bytes_per_block, shares, strict=True))
             )
             one = f"one block of window {self.windows[at]} has {self.bytes_per_block[at]}"
+            if field != "host_cache_size":
+                one += " (windows are cut to what their blocks hold)"
             least = f"{'0, or ' * (field == 'host_cache_size')}at least {needed} bytes"
             raise ConfigError([f"{field}: given {given or budget}; accepted: {least}, since {one}"])
         return counts

@@ -46,7 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="likewise of this sequence: 18, or #2.170 (the 170th of epoch 2), as lines show it",
     )
-    add("--block", metavar="NAME", help="only events that name this block: its first hex digits, at least 4")
+    add(
+        "--block",
+        metavar="NAME",
+        help="only events that name this block: its first hex digits, at least 4. With several windows a name stands "
+        "in the first one's event alone, and none where a window lets go of blocks: --request finds those",
+    )
 
 
 def _handle(text: str) -> int:

@@ -13,6 +13,7 @@ from kvcache.cli import settings
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output
 from kvcache.config import KVCacheConfig
+from kvcache.layout import Layout
 from kvcache.settings.environment import fields_of, variable_of
 from kvcache.settings.sources import Sources, look_up
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Shown is what KVCacheConfig.load gives an engine; what `kvcache run` has instead stands in brackets.\n"
+        "If nothing is missing, the windows and blocks that follow are shown, too.\n"
         "Settings that cannot be used exit with 2 and say why, so this checks a file, too. The JSON leaves out what\n"
         "`kvcache run` takes from its requests: an engine gives max_sequence_length, and primary_blocks or the like."
     )
@@ -60,7 +62,25 @@ def run(args: argparse.Namespace, out: Output) -> int:
         for name in fields_of(KVCacheConfig)
     ]
     out.table(("setting", "value", "from"), rows)
+    if not missing and config.free_gpu_memory_fraction is None:
+        _show_windows(Layout.of(config), out)
     return 0
+
+
+def _show_windows(layout: Layout, out: Output) -> None:
+    """What the settings come to."""
+    out.line()
+    rows = [
+        (
+            f"{group.window:,}",
+            group.kind,
+            f"{len(group.layers):,}",
+            *(f"{each:,}" for each in group.num_blocks),
+        )
+        for group in layout.groups
+    ]
+    header = ("window", "attention", "layers", "primary blocks", "secondary blocks")
+    out.table(header, rows, right=("window", "layers", "primary blocks", "secondary blocks"))
 
 
 def _origin(name: str, sources: Sources) -> str | None:

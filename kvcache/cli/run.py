@@ -177,6 +177,8 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
         raise InternalError(f"the router does not hold what the cache holds {faults}{_REPORT}")
     if result.refused:
         first = result.refusals[0]
+        if not (result.requests or result.interrupted):
+            raise UsageError(f"none of the requests fits: {first.reason}")
         example = f"number {first.request_id}: {first.reason}"
         out.note(f"{result.refused:,} of the requests did not fit, such as {example}")
     return stop.exit_code
@@ -235,7 +237,7 @@ class _Run:
         self._config = _config(args, self._source)
         if self._config.free_gpu_memory_fraction is not None and not args.no_pools:
             self._config = _pools_module().sized(self._config)
-        if not stop.is_set():
+        if not (stop.is_set() or args.json):  # a program gets the refusals in its summary
             _require_room(self._config, self._source)
         self._routed = (args.check_feed or chats) and self._config.block_hash != "none"
         self._pools: Pools | None = None

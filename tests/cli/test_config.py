@@ -23,7 +23,8 @@ def test_origins(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = kvcache(
         "config", "--config", file, "--set", "max_sequence_length=64", "--set", "max_attention_window=32,64"
     )
-    rows = {row[0]: row[1:] for row in (line.split() for line in done.out.splitlines())}
+    shown = done.out.partition("\n\n")[0].splitlines()
+    rows = {row[0]: row[1:] for row in (line.split() for line in shown)}
     assert done.code == 0
     assert rows["max_sequence_length"] == ["64", "--set"]
     assert rows["max_attention_window"] == ["32,64", "--set"]
@@ -33,6 +34,20 @@ def test_origins(kvcache: Kvcache, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert rows["log.overflow"] == ["block", "KVCACHE_LOG__OVERFLOW"]
     assert rows["log.record_tokens"] == ["true", "default"]
     assert rows["primary_blocks"] == ["none", "default"]
+
+
+def test_windows_that_follow(kvcache: Kvcache) -> None:
+    """Where nothing is missing, the blocks of each window are shown as a manager would have them."""
+    several = ("--set", "max_attention_window=32,256", "--set", "primary_bytes=40960")
+    done = kvcache("config", "--set", "max_sequence_length=256", *several)
+    assert (done.code, done.err) == (0, "")
+    rows = [line.split() for line in done.out.partition("\n\n")[2].splitlines()]
+    # Half of the bytes for each: 32 tokens x K and V x 2 heads x 8 dims x 2 bytes = 2048 in a block.
+    assert rows[1:] == [["32", "sliding", "1", "10", "0"], ["256", "full", "1", "10", "0"]]
+    for given in ((), ("--set", "max_sequence_length=256", "--set", "free_gpu_memory_fraction=0.5")):
+        assert "secondary blocks" not in kvcache("config", *given).out
+    done = kvcache("config", "--set", "max_sequence_length=256", "--set", "primary_bytes=100")
+    assert (done.code, "primary_bytes: given 100; accepted: at least" in done.err) == (2, True)
 
 
 def test_json(kvcache: Kvcache, tmp_path: Path) -> None:

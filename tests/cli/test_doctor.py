@@ -98,7 +98,10 @@ def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "KVCACHE_MAX_ATTENTION_WINDOW",
             "1,x",
-            "max_attention_window: given '1,x'; accepted: windows in tokens, one per layer or fewer, or none",
+            (
+                "max_attention_window: given '1,x'; accepted: windows in tokens, from 1 on "
+                "(full: max_sequence_length or more), one per layer or fewer, or none"
+            ),
         ),
     ],
 )

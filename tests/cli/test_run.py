@@ -393,6 +393,11 @@ class TestTraces:
             "",
             "kvcache: error: none of the requests fits: 2004 tokens need 32 blocks, primary has 4\n",
         )
+        done = kvcache("run", trace, "--no-pools", "--primary-blocks", 4, "--json")
+        assert done.code == 2
+        assert "none of the requests fits: 3004 tokens need 47 blocks, primary has 4\n" in done.err
+        summary = json.loads(done.out)
+        assert (summary["requests"], summary["refused"], len(summary["refusals"])) == (0, 3, 3)
 
 
 class TestLog:

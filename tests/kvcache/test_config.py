@@ -121,7 +121,10 @@ class TestProblems:
             ),
             (
                 {"max_attention_window": []},
-                "max_attention_window: given []; accepted: windows in tokens, one per layer or fewer, or none",
+                (
+                    "max_attention_window: given []; accepted: windows in tokens, from 1 on "
+                    "(full: max_sequence_length or more), one per layer or fewer, or none"
+                ),
             ),
             ({"kv_factor": 3}, "kv_factor: given 3; accepted: 2 or 1"),
             (

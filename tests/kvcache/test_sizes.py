@@ -108,7 +108,7 @@ class TestE14WindowShares:
         line = refusal(primary_bytes=4 * BLOCK - 1, window_shares=(1, 3))
         assert line == (
             f"primary_bytes: given {4 * BLOCK - 1}; accepted: at least {4 * BLOCK} bytes, "
-            f"since one block of window 64 has {BLOCK}"
+            f"since one block of window 64 has {BLOCK} (windows are cut to what their blocks hold)"
         )
         assert counts(primary_bytes=4 * BLOCK, window_shares=(1, 3))[0] == (1, 0)
         line = refusal(primary_blocks=16, host_cache_size=5 * BLOCK, num_kv_heads=(1, 3))
@@ -123,6 +123,10 @@ class TestE14WindowShares:
             with pytest.raises(ConfigError) as caught:
                 config(**{"primary_blocks": 4, name: (1, 2, 3)})
             assert caught.value.problems == (f"{name}: given 3 numbers; accepted: 2 (one per window)",)
+        with pytest.raises(ConfigError) as caught:
+            config(primary_blocks=(4, 4), max_attention_window=(256, 999))
+        (line,) = caught.value.problems
+        assert line.endswith("accepted: 1 (one per window, those of at least max_sequence_length being one)")
 
 
 class TestFreeMemory:
@@ -149,7 +153,8 @@ class TestFreeMemory:
         assert caught.value.problems == (
             (
                 "free_gpu_memory_fraction: given 0.01, which is 1024 of 102400 free bytes; "
-                "accepted: at least 2048 bytes, since one block of window 256 has 1024"
+                "accepted: at least 2048 bytes, since one block of window 256 has 1024 "
+                "(windows are cut to what their blocks hold)"
             ),
         )
 
