@@ -19,6 +19,7 @@ COMMANDS = {
     "match": "what a prompt would reuse, block by block",
     "explain": "why a request reused what it did, and computed the rest",
     "audit": "why prompt tokens were computed, over all requests",
+    "curve": "what a log's prompts would reuse in a smaller or larger cache",
     "subscribe": "listen to a live stream of KV events",
     "config": "the settings that an engine gets here, or their schema",
     "doctor": "what this machine offers, and what is missing",

@@ -1,0 +1,236 @@
+"""``kvcache curve``: what a log's prompts would reuse in a cache of any size."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from events.structs import LEVEL_NAMES
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, share, size
+from kvcache.cli.parser import positive
+from kvcache.cli.progress import progress
+from kvcache.curve.belady import best_hits
+from kvcache.curve.curve import Curve
+from kvcache.curve.prompts import LoggedPrompts
+from kvcache.curve.sampling import SAMPLES, Recorder
+
+_ROWS = 13
+"""Powers of two in the table: the largest ones that matter."""
+_BAR = 30
+"""Signs for a hit rate of 100 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All that there is to say."""
+
+    prompts: LoggedPrompts
+    curve: Curve
+    bounds: dict[int, int]
+    """The most hits that any eviction can have, by the sizes for which that was asked."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "How many blocks a log's prompts would reuse by size of the cache, if they came one after the other and what "
+        "is used least recently were evicted. With two levels, sizes are of both together."
+    )
+    parser.epilog = "docs/curve.md says what is counted, and in what a running cache differs."
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory; it must have token ids")
+    parser.add_argument(
+        "--sample",
+        type=_rate,
+        default=1.0,
+        metavar="RATE",
+        help=f"estimate from {SAMPLES} samples with this part of the blocks each, such as 0.01: takes less memory",
+    )
+    parser.add_argument(
+        "--bound",
+        type=_sizes,
+        default=(),
+        metavar="SIZES",
+        help="also the most that any eviction could reuse, at these sizes in blocks: 1000,2000",
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Read, count, print."""
+    recorder = Recorder(args.sample)
+    workload = recorder.reuses if args.bound else None  # says at once that samples do not go with it
+    with progress("reading", None, shown=not out.quiet) as update:
+        prompts = LoggedPrompts(args.log, update)
+        for blocks in prompts:
+            recorder.add(blocks)
+    bounds = {} if workload is None else {each: best_hits(workload, each) for each in args.bound}
+    found = Found(prompts, recorder.curve(), bounds)
+    if args.json:
+        out.json(to_json(found))
+    else:
+        _show(args.log, found, out)
+    return 0
+
+
+def to_json(found: Found) -> dict[str, Any]:
+    """The curve, and where today's cache is on it."""
+    prompts, curve, today = found.prompts, found.curve, found.prompts.size
+    return {
+        "seq": prompts.last_seq,
+        "prompts": prompts.admissions,
+        "skipped_prompts": prompts.skipped,
+        "num_gaps": prompts.gaps,
+        "window": prompts.window,
+        "tokens_per_block": prompts.tokens_per_block,
+        "bytes_per_block": today.bytes_per_block,
+        "block_requests": curve.block_requests,
+        "distinct_blocks": curve.distinct_blocks,
+        "sample_rate": curve.rate,
+        "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
+        "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(found), strict=True)),
+        "knee": curve.knee,
+        "sizes": [_size_json(found, blocks) for blocks in _table_sizes(found)],
+    }
+
+
+def _size_json(found: Found, blocks: int) -> dict[str, Any]:
+    return {
+        "blocks": blocks,
+        "hits": found.curve.hits(blocks),
+        "hits_by_level": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
+        "hit_rate": found.curve.hit_rate(blocks),
+        "standard_error": found.curve.error(blocks),
+        "best_hits": found.bounds.get(blocks),
+    }
+
+
+def _levels(found: Found, blocks: int) -> tuple[int, int]:
+    """Hits of a cache of so many blocks, of which as many are primary ones as there are today."""
+    primary = min(blocks, found.prompts.size.primary)
+    return found.curve.by_level(primary, blocks - primary)
+
+
+def _recorded(found: Found) -> tuple[float, float]:
+    """What the log's own cache had from each level, as parts of all tokens in the blocks that are counted."""
+    prompts = found.prompts
+    tokens = max(found.curve.block_requests * prompts.tokens_per_block, 1)
+    return prompts.reused_primary / tokens, prompts.reused_secondary / tokens
+
+
+def _table_sizes(found: Found) -> list[int]:
+    """Powers of two up to where nothing is gained any more, and the sizes that somebody has chosen.
+
+    Below one sampled block samples tell nothing.
+    """
+    last = max(found.curve.distinct_blocks - 1, 0).bit_length()
+    first = max(last + 1 - _ROWS, math.ceil(math.log2(1 / found.curve.rate)))
+    powers = {1 << exponent for exponent in range(first, last + 1)}
+    return sorted(powers | _marks(found).keys() | found.bounds.keys())
+
+
+def _marks(found: Found) -> dict[int, str]:
+    """What is special about a size."""
+    today = found.prompts.size
+    names = [(today.primary, "primary now")]
+    if today.secondary:
+        names.append((today.primary + today.secondary, "both levels now"))
+    if found.curve.knee is not None:
+        names.append((found.curve.knee, "knee"))
+    marks: dict[int, str] = {}
+    for blocks, name in names:
+        marks[blocks] = f"{marks[blocks]}, {name}" if blocks in marks else name
+    return marks
+
+
+def _show(log: Path, found: Found, out: Output) -> None:
+    out.heading(f"{printable(str(log))}: what its prompts would reuse, by size of the cache")
+    out.facts(_facts(found))
+    if not found.curve.block_requests:
+        return
+    out.line()
+    marks, sampled = _marks(found), found.curve.rate < 1
+    two_levels = bool(found.prompts.size.secondary)
+    columns = ["blocks", "bytes", "hit rate"]
+    columns += ["±"] * sampled + ["primary", "secondary"] * two_levels + ["at best"] * bool(found.bounds)
+    rows = [
+        [
+            *_row(found, blocks, two_levels=two_levels, sampled=sampled),
+            "█" * round(found.curve.hit_rate(blocks) * _BAR),
+            marks.get(blocks, ""),
+        ]
+        for blocks in _table_sizes(found)
+    ]
+    out.table([*columns, "", " "], rows, right=columns)
+
+
+def _row(found: Found, blocks: int, *, two_levels: bool, sampled: bool) -> list[str]:
+    curve, best = found.curve, found.bounds.get(blocks)
+    bytes_of_all = size(blocks * found.prompts.size.bytes_per_block)
+    row = [f"{blocks:,}", bytes_of_all, share(curve.hit_rate(blocks))]
+    row += [share(curve.error(blocks))] * sampled
+    row += [_part(found, hits) for hits in _levels(found, blocks)] * two_levels
+    return row + ["" if best is None else _part(found, best)] * bool(found.bounds)
+
+
+def _part(found: Found, hits: int) -> str:
+    return share(hits / max(found.curve.block_requests, 1))
+
+
+def _facts(found: Found) -> list[tuple[str, str]]:
+    prompts, curve = found.prompts, found.curve
+    asked = f"{curve.block_requests:,} full blocks of {prompts.tokens_per_block:,} tokens"
+    different = f"{curve.distinct_blocks:,} different ones"
+    rows = [("prompts", f"{prompts.admissions:,} with {asked}, {different}")]
+    if prompts.windows > 1:
+        rows.append(("window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"))
+    if prompts.gaps:
+        lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
+        missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
+        rows.append(("gaps", missing + lost * bool(prompts.skipped)))
+    if curve.rate < 1:
+        rows.append(
+            ("estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks; ± standard error")
+        )
+    primary, secondary = prompts.size.primary, prompts.size.secondary
+    rows += [
+        ("now", _by_level(f"{primary:,} + {secondary:,} blocks", _shares(curve, primary, secondary))),
+        ("recorded", _by_level("the cache itself, requests side by side", _recorded(found))),
+        ("knee", _knee(curve)),
+    ]
+    return rows
+
+
+def _shares(curve: Curve, primary: int, secondary: int) -> list[float]:
+    return [hits / max(curve.block_requests, 1) for hits in curve.by_level(primary, secondary)]
+
+
+def _by_level(what: str, parts: Iterable[float]) -> str:
+    primary, secondary = map(share, parts)
+    return f"{what}: {primary} from primary, {secondary} from secondary"
+
+
+def _knee(curve: Curve) -> str:
+    if curve.knee is None:
+        return "none: no block is asked for twice"
+    return f"{curve.knee:,} blocks: from there on no doubling gains a percentage point"
+
+
+def _rate(text: str) -> float:
+    """A part of all blocks."""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
+    return rate
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """Numbers of blocks."""
+    return tuple(positive(part.strip()) for part in text.split(","))
