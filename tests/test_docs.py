@@ -36,6 +36,7 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
+CURVE = (ROOT / "docs" / "curve.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -230,6 +231,12 @@ def test_api_examples_run(run_python: RunPython) -> None:
     pieces = re.findall(r"^```python\n(.*?)^```", API, re.MULTILINE | re.DOTALL)
     done = run_python("\n".join(pieces))
     assert len(pieces) == 3
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_curve_example_runs(run_python: RunPython) -> None:
+    """The example of the page is a program that runs, and its numbers are right."""
+    done = run_python(snippet(CURVE, "python", "measure("))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

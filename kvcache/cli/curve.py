@@ -19,6 +19,8 @@ from kvcache.curve.curve import Curve
 from kvcache.curve.prompts import LoggedPrompts
 from kvcache.curve.sampling import SAMPLES, Recorder
 
+_FEWEST = 8
+"""Blocks of a sample, below which it says little."""
 _ROWS = 13
 """Powers of two in the table: the largest ones that matter."""
 _BAR = 30
@@ -102,7 +104,7 @@ def _size_json(found: Found, blocks: int) -> dict[str, Any]:
     return {
         "blocks": blocks,
         "hits": found.curve.hits(blocks),
-        "hits_by_level": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
+        "level_hits": dict(zip(LEVEL_NAMES, _levels(found, blocks), strict=True)),
         "hit_rate": found.curve.hit_rate(blocks),
         "standard_error": found.curve.error(blocks),
         "best_hits": found.bounds.get(blocks),
@@ -125,10 +127,11 @@ def _recorded(found: Found) -> tuple[float, float]:
 def _table_sizes(found: Found) -> list[int]:
     """Powers of two up to where nothing is gained any more, and the sizes that somebody has chosen.
 
-    Below one sampled block samples tell nothing.
+    Of a sample only from `_FEWEST` of its blocks on.
     """
     last = max(found.curve.distinct_blocks - 1, 0).bit_length()
-    first = max(last + 1 - _ROWS, math.ceil(math.log2(1 / found.curve.rate)))
+    fewest = 1 if found.curve.rate == 1 else _FEWEST / found.curve.rate
+    first = max(last + 1 - _ROWS, math.ceil(math.log2(fewest)))
     powers = {1 << exponent for exponent in range(first, last + 1)}
     return sorted(powers | _marks(found).keys() | found.bounds.keys())
 
@@ -196,17 +199,19 @@ def _facts(found: Found) -> list[tuple[str, str]]:
         rows.append(
             ("estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks; ± standard error")
         )
-    primary, secondary = prompts.size.primary, prompts.size.secondary
-    rows += [
-        ("now", _by_level(f"{primary:,} + {secondary:,} blocks", _shares(curve, primary, secondary))),
-        ("recorded", _by_level("the cache itself, requests side by side", _recorded(found))),
-        ("knee", _knee(curve)),
-    ]
-    return rows
+    return [*rows, *_today(found), ("knee", _knee(curve))]
 
 
-def _shares(curve: Curve, primary: int, secondary: int) -> list[float]:
-    return [hits / max(curve.block_requests, 1) for hits in curve.by_level(primary, secondary)]
+def _today(found: Found) -> list[tuple[str, str]]:
+    """What the log's own size gives on the curve, and what its cache made of it."""
+    primary, secondary = found.prompts.size.primary, found.prompts.size.secondary
+    levels = [hits / max(found.curve.block_requests, 1) for hits in found.curve.by_level(primary, secondary)]
+    own = "requests side by side, in the cache itself"
+    if not secondary:
+        recorded, _ = map(share, _recorded(found))
+        return [("now", f"{count(primary, 'block')}: {share(levels[0])}"), ("recorded", f"{own}: {recorded}")]
+    blocks = f"{primary:,} + {secondary:,} blocks"
+    return [("now", _by_level(blocks, levels)), ("recorded", _by_level(own, _recorded(found)))]
 
 
 def _by_level(what: str, parts: Iterable[float]) -> str:

@@ -103,6 +103,7 @@ def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
         "match": [json.loads(answer("match", log, "--request", 3, "--at", 40).out)],
         "explain": [json.loads(answer("explain", log, "--request", 9).out)],
         "audit": [json.loads(answer("audit", log).out)],
+        "curve": [json.loads(answer("curve", log, "--bound", "30").out)],
         "subscribe": lines(heard.out),
         "doctor": [json.loads(answer("doctor").out)],
     }
@@ -197,16 +198,17 @@ AGAIN = AGES | {reason.label for reason in Reason} | {"35"}
 """Keys of an audit that come again and again, and are documented once; 35 is a priority."""
 
 
-@pytest.mark.parametrize("command", ["run", "replay", "match", "explain", "audit", "doctor"])
+@pytest.mark.parametrize("command", ["run", "replay", "match", "explain", "audit", "curve", "doctor"])
 def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path, command: str) -> None:
     """Each command's table has each key that it says, and no other ones on top."""
-    options = ("--no-pools",) if command in ("replay", "match", "explain", "audit") else ()
+    options = ("--no-pools",) if command not in ("run", "doctor") else ()
     summary = kvcache(
         *("run", TRACE, "--tokens-per-block", 16, "--primary-blocks", 60, "--check-feed", "--json", *options),
         *("--log", tmp_path / "log", "--set", "max_sequence_length=900"),
     )
-    of_log = ("match", tmp_path / "log", "--request", 3), ("explain", tmp_path / "log", "--request", 9)
-    args = {each[0]: each for each in (("replay", tmp_path / "log"), ("audit", tmp_path / "log"), *of_log)}
+    log = tmp_path / "log"
+    of_log = [("replay", log), ("match", log, "--request", 3), ("explain", log, "--request", 9), ("audit", log)]
+    args = {each[0]: each for each in [*of_log, ("curve", log)]}
     said = summary if command == "run" else kvcache(*args.get(command, [command]), "--json")
     found = {key for key in keys_of(json.loads(said.out)) if not AGAIN & {key.rpartition(".")[2]}}
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")

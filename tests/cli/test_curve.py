@@ -1,0 +1,153 @@
+"""`kvcache curve`: the table, its marks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.curve.belady import best_hits
+from kvcache.curve.prompts import LoggedPrompts
+from kvcache.curve.sampling import Recorder
+from tests.cli.conftest import Kvcache, run_log
+
+
+def recorded(log: Path) -> Recorder:
+    recorder = Recorder()
+    for blocks in LoggedPrompts(log):
+        recorder.add(blocks)
+    return recorder
+
+
+def found(kvcache: Kvcache, *args: Any) -> dict[str, Any]:
+    done = kvcache("curve", *args, "--json")
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+@pytest.fixture
+def turns(tmp_path: Path) -> Path:
+    """A log of four prompts of two full blocks, two after two, that all begin alike; 4 primary blocks, 2 secondary."""
+    config = KVCacheConfig(max_sequence_length=12, tokens_per_block=4, primary_blocks=4, secondary_blocks=2)
+    with KVCacheManager(config, log=tmp_path / "turns") as manager:
+        for number in (1, 2, 1, 2):
+            manager.add_sequence(number, [7] * 4 + [number] * 5)
+            manager.store_context_blocks(number, 8)
+            manager.remove_sequence(number)
+            manager.flush()
+    return tmp_path / "turns"
+
+
+def test_table(kvcache: Kvcache, turns: Path) -> None:
+    """Sizes, hit rates by level, the bound where it was asked, bars and marks; a block has 512 bytes."""
+    done = kvcache("curve", turns, "--bound", "2,3")
+    assert done.err == ""
+    assert done.out == TABLE.format(turns)
+
+
+TABLE = """\
+{}: what its prompts would reuse, by size of the cache
+  prompts   4 with 8 full blocks of 4 tokens, 3 different ones
+  now       4 + 2 blocks: 62.5 % from primary, 0.0 % from secondary
+  recorded  requests side by side, in the cache itself: 62.5 % from primary, 0.0 % from secondary
+  knee      3 blocks: from there on no doubling gains a percentage point
+
+  blocks    bytes  hit rate  primary  secondary  at best
+       1    512 B    37.5 %   37.5 %      0.0 %           ███████████
+       2  1.0 KiB    37.5 %   37.5 %      0.0 %   37.5 %  ███████████
+       3  1.5 KiB    62.5 %   62.5 %      0.0 %   62.5 %  ███████████████████  knee
+       4  2.0 KiB    62.5 %   62.5 %      0.0 %           ███████████████████  primary now
+       6  3.0 KiB    62.5 %   62.5 %      0.0 %           ███████████████████  both levels now
+"""
+
+
+def test_json(kvcache: Kvcache, log: Path) -> None:
+    """The numbers are those of the library, at powers of two, at the log's own sizes, the knee, and where asked."""
+    said = found(kvcache, log, "--bound", "50,100")
+    recorder = recorded(log)
+    curve = recorder.curve()
+    sizes = {each["blocks"]: each for each in said["sizes"]}
+    assert {50, 100, 120, 220, said["knee"], 64, 128, 256} <= sizes.keys()
+    assert list(sizes) == sorted(sizes)
+    assert max(sizes) >= curve.distinct_blocks
+    for size, each in sizes.items():
+        assert each["hits"] == curve.hits(size) == sum(each["level_hits"].values())
+        assert each["level_hits"]["primary"] == curve.hits(min(size, 120))
+        assert each["hit_rate"] == curve.hits(size) / curve.block_requests
+        assert each["best_hits"] == (best_hits(recorder.reuses, size) if size in (50, 100) else None)
+        assert each["standard_error"] == 0
+    assert (said["knee"], said["block_requests"]) == (curve.knee, curve.block_requests)
+    assert said["num_blocks"] == {"primary": 120, "secondary": 100}
+    assert said["recorded_hit_rate"]["secondary"] > 0
+    assert said["bytes_per_block"] == 2048
+
+
+def test_sample(kvcache: Kvcache, log: Path) -> None:
+    """Samples say how far off they may be, and begin at sizes for which they have some blocks."""
+    said, exact = found(kvcache, log, "--sample", "0.25"), recorded(log).curve()
+    assert said["sample_rate"] == 0.25
+    assert min(each["blocks"] for each in said["sizes"]) >= 32
+    assert any(each["standard_error"] > 0 for each in said["sizes"])
+    for each in said["sizes"]:
+        assert abs(each["hit_rate"] - exact.hit_rate(each["blocks"])) < 0.2
+    last = said["sizes"][-1]
+    assert 0 < abs(last["hit_rate"] - exact.hit_rate(last["blocks"])) < 0.05
+    done = kvcache("curve", log, "--sample", "0.25")
+    assert "from 4 samples of 0.25 of the blocks" in done.out
+    assert " ± " in done.out
+    assert " ± " not in kvcache("curve", log).out
+
+
+def test_one_level(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Where there is no secondary level the table does not speak of it."""
+    out = kvcache("curve", run_log(tmp_path / "log", "--primary-blocks", 120, "--secondary-blocks", 0)).out
+    assert "120 blocks: " in out
+    assert "secondary" not in out
+
+
+def test_no_prompts(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A log in which nothing was admitted has no table, and no numbers but 0."""
+    config = KVCacheConfig(max_sequence_length=8, primary_blocks=2)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        manager.flush()
+    done = kvcache("curve", tmp_path / "log")
+    assert (done.code, done.err) == (0, "")
+    assert "none: no block is asked for twice" in done.out
+    assert found(kvcache, tmp_path / "log")["block_requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--sample", "0"), "'0' is not a number above 0 and at most 1"),
+        (("--sample", "1.5"), "is not a number above 0"),
+        (("--sample", "x"), "is not a number above 0"),
+        (("--bound", "0"), "'0' is not an integer of at least 1"),
+        (("--bound", "1,,2"), "'' is not an integer"),
+        (("--bound", "2", "--sample", "0.5"), "the bound needs all blocks, not samples"),
+    ],
+)
+def test_usage(kvcache: Kvcache, log: Path, options: tuple[str, ...], says: str) -> None:
+    """What cannot be asked is one line, and exit code 2."""
+    done = kvcache("curve", log, *options)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert says in done.err
+
+
+def test_log_without_tokens(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A log without tokens is refused, and how to get one with tokens is said."""
+    bare = run_log(tmp_path / "bare", "--primary-blocks", 120, "--set", "log.record_tokens=false")
+    done = kvcache("curve", bare)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "the log records no tokens" in done.err
+    assert "log.record_tokens=true" in done.err
+
+
+def test_windows(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Of several windows the one with full attention is named."""
+    options = ("--set", "max_attention_window=64,900", "--set", "max_sequence_length=900")
+    out = kvcache("curve", run_log(tmp_path / "log", "--primary-blocks", 120, *options)).out
+    assert "900, with full attention; sliding ones are not looked at" in out
