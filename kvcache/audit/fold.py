@@ -82,9 +82,8 @@ class HistoryFold(History):
         self.tokens_recorded = event.tokens_recorded
 
     def _on_created(self, event: ev.CacheCreated) -> None:
+        """What ran before is forgotten by the state that follows, as far as it does not go on."""
         self._lose_all(Reason.RESTARTED)
-        self.running.clear()
-        self._tokens.forget_row()
         self.contents.learn((), anew=True)
         self.pending["count"].fill(0)
         settings = msgspec.json.decode(event.config)

@@ -1,0 +1,103 @@
+"""A log, opened for programs: its batches, and what they tell as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from events.errors import NotALog
+from events.log import LogReader
+from events.log.segments import is_log
+from events.types import EventBatch, Gap
+from kvcache.audit.collecting import Collector, Several
+from kvcache.audit.evictions import Evictions
+from kvcache.audit.fold import HistoryFold
+from kvcache.audit.lives import Lives
+from kvcache.audit.requests import Requests
+from kvcache.audit.rows import BlockLife, EvictionRow, RequestRow, StepRow
+from kvcache.audit.steps import Steps
+from kvcache.replay import fitting
+
+TableName = Literal["requests", "blocks", "evictions", "steps"]
+_COLLECTORS: dict[TableName, type[Collector[Any]]] = {
+    "requests": Requests,
+    "blocks": Lives,
+    "evictions": Evictions,
+}
+
+
+class Log:
+    """A log directory. Each iteration, and each call, reads it anew from its first batch to its end.
+
+    Rows come as soon as they are known and are not kept: a request's when it ends, a block's when it is gone, and at the
+    end what is not over. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not follow from
+    those before them; what was read until then has been given.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[EventBatch]:
+        """The batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by `events.packed`."""
+        return iter(LogReader(self.path))
+
+    def requests(self) -> Iterator[RequestRow]:
+        """Each admission with its outcome, in the order in which they ended, and requests that were only refused."""
+        return self._rows("requests")
+
+    def block_lives(self) -> Iterator[BlockLife]:
+        """Each life of a full block in a window, in the order in which they ended."""
+        return self._rows("blocks")
+
+    def evictions(self) -> Iterator[EvictionRow]:
+        """Each removal of cached content, in order."""
+        return self._rows("evictions")
+
+    def steps(self) -> Iterator[StepRow]:
+        """Each batch, and the cache after it."""
+        return self._rows("steps")
+
+    def _rows(self, name: TableName) -> Iterator[Any]:
+        for _, rows in tables_of(self, name):
+            yield from rows
+
+
+def open_log(path: str | PathLike[str]) -> Log:
+    """Open a log for reading; a writer may be at work in it. Raises `NotALog`."""
+    directory = Path(path)
+    if not is_log(directory):
+        raise NotALog(directory)
+    return Log(directory)
+
+
+def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tuple[TableName, list[Any]]]:
+    """The rows of several tables in one pass, each list with the name of its table."""
+    collectors = {name: _COLLECTORS[name]() for name in names if name in _COLLECTORS}
+    history = HistoryFold(Several(list(collectors.values())))
+    steps = Steps() if "steps" in names else None
+    for batch in map(_known, batches):
+        if collectors:
+            with fitting(batch.seq):
+                history.fold(batch)
+        yield from _taken(collectors)
+        if steps is not None:
+            yield "steps", [steps.fold(batch)]
+    for collector in collectors.values():
+        collector.log_ended(history)
+    yield from _taken(collectors)
+
+
+def _known(batch: EventBatch) -> EventBatch:
+    """Behind a `Gap` stands the whole state; what the batch says before it continues what is missing."""
+    gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
+    return msgspec.structs.replace(batch, events=batch.events[gaps[-1] :]) if gaps else batch
+
+
+def _taken(collectors: dict[TableName, Collector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:
+    for name, collector in collectors.items():
+        if collector.rows:
+            yield name, collector.take()
