@@ -49,7 +49,8 @@ class _Alive:
     def lost(self) -> Ids:
         """Those that are cached no more, of which nobody has told yet."""
         ids = self.known()
-        return ids[self.window.of["level"][ids] == NOWHERE]
+        gone: Ids = ids[self.window.of["level"][ids] == NOWHERE]
+        return gone
 
 
 class Lives(Collector[BlockLife]):
@@ -152,7 +153,7 @@ def _rows(history: History, alive: _Alive, ids: Ids, eviction: int | None) -> li
         [None if each < 0 else LEVEL_NAMES[each] for each in level.tolist()],
         _where(gone, known["gone_batch"][ids]),
         _where(gone, known["gone_at"][ids]),
-        [_LABELS[why] if is_gone else None for why, is_gone in zip(known["why"][ids].tolist(), gone.tolist(), strict=True)],
+        [None if why is None else _LABELS[why] for why in _where(gone, known["why"][ids])],
         [_request(requests, number) for number in gone_by],
         [None if number < 0 else number for number in gone_by],
         [eviction] * count,
@@ -169,4 +170,6 @@ def _request(requests: list[RequestId], number: int) -> RequestId | None:
 
 def _where(there: Any, values: Any) -> list[int | None]:
     """The values that there are; None elsewhere."""
-    return [value if is_there else None for value, is_there in zip(values.tolist(), there.tolist(), strict=True)]
+    return [
+        value if is_there else None for value, is_there in zip(values.tolist(), there.tolist(), strict=True)
+    ]

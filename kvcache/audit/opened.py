@@ -33,9 +33,9 @@ _COLLECTORS: dict[TableName, type[Collector[Any]]] = {
 class Log:
     """A log directory. Each iteration, and each call, reads it anew from its first batch to its end.
 
-    Rows come as soon as they are known and are not kept: a request's when it ends, a block's when it is gone, and at the
-    end what is not over. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not follow from
-    those before them; what was read until then has been given.
+    Rows come as soon as they are known and are not kept: a request's when it ends, a block's when it is gone, and at
+    the end what is not over. Reading raises `LogDamaged`, `LogTooNew`, and `Unreplayable` where batches do not follow
+    from those before them; what was read until then has been given.
     """
 
     def __init__(self, path: Path) -> None:

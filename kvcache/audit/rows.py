@@ -1,8 +1,8 @@
 """What a log is read as from Python: rows of plain values. docs/export.md says what each column means.
 
-Times are the writer's wall clock in nanoseconds since 1970 (UTC), `batch` and `..._batch` numbers of batches, windows in
-tokens, levels by name. A request is named twice: by its id as the engine gave it, which may come again, and by the number
-of its admission in the log, which does not.
+Times are the writer's wall clock in nanoseconds since 1970 (UTC), `batch` and `..._batch` numbers of batches, windows
+in tokens, levels by name. A request is named twice: by its id as the engine gave it, which may come again, and by the
+number of its admission in the log, which does not.
 """
 
 from __future__ import annotations

@@ -1,0 +1,67 @@
+"""Where an export goes: it is there when it is complete, and what was there before is kept until then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcache.errors import UsageError
+from kvcache.export.schema import COLUMNS
+
+
+@dataclass(eq=False, repr=False)
+class TargetExists(UsageError):
+    """The path is taken. `replaceable`: by an earlier export, as far as its names tell."""
+
+    path: Path
+    replaceable: bool
+
+    def __str__(self) -> str:
+        if self.replaceable:
+            return f"{self.path} exists already: choose another path, or replace it with --force"
+        return f"{self.path} exists already, and is no earlier export of that form: choose another path"
+
+
+@contextmanager
+def replacing(path: Path, *, directory: bool, force: bool) -> Iterator[Path]:
+    """Give a path to write to, beside the one that is meant; takes its place when the block ends without an error.
+
+    `directory` says what is written there. Raises `TargetExists`, and FileNotFoundError where the path's own directory
+    is missing. Until the end, what is at `path` stays.
+    """
+    _refuse(path, directory, force)
+    parent = path.absolute().parent
+    if not parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
+    work = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}.", suffix=".partial"))
+    try:
+        yield work / "new"
+        # Somebody may have been faster.
+        _refuse(path, directory, force)
+        if directory and os.path.lexists(path):
+            path.rename(work / "old")
+        (work / "new").replace(path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _refuse(path: Path, directory: bool, force: bool) -> None:
+    if os.path.lexists(path):
+        replaceable = _is_export(path) if directory else path.is_file()
+        if not (force and replaceable):
+            raise TargetExists(path, replaceable)
+
+
+def _is_export(path: Path) -> bool:
+    """Whether nothing would be lost but tables."""
+    if not path.is_dir():
+        return False
+    return all(
+        each.stem in COLUMNS and each.suffix in (".csv", ".jsonl", ".parquet") for each in path.iterdir()
+    )

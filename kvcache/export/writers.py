@@ -1,0 +1,123 @@
+"""Tables as files: one for each table, or a database with all of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvcache.export.schema import COLUMNS, Column, Values
+from kvcache.export.spelling import texts, times
+
+
+class Writer(Protocol):
+    """Writes the columns of tables, some rows at a time; every table of the schema is there in the end."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin at a path where nothing is yet."""
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+
+    def close(self) -> None:
+        """Complete it."""
+
+
+class CsvWriter:
+    """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._open = ExitStack()
+        self._writers: dict[str, Any] = {}
+        for table, columns in COLUMNS.items():
+            file = self._open.enter_context((path / f"{table}.csv").open("w", encoding="utf-8", newline=""))
+            self._writers[table] = csv.writer(file, lineterminator="\n")
+            self._writers[table].writerow([column.name for column in columns])
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        spelled = [_for_csv(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
+        self._writers[table].writerows(zip(*spelled, strict=True))
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+
+
+def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
+    if column.kind == "time":
+        return times(values)
+    return [str(value).lower() for value in values] if column.kind == "boolean" else values
+
+
+class JsonlWriter:
+    """A directory with a file per table, one JSON object per row and line."""
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir()
+        self._open = ExitStack()
+        self._files = {
+            table: self._open.enter_context((path / f"{table}.jsonl").open("w", encoding="utf-8"))
+            for table in COLUMNS
+        }
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        columns = COLUMNS[table]
+        names = [column.name for column in columns]
+        spelled = [
+            times(own) if column.kind == "time" else own for column, own in zip(columns, values, strict=True)
+        ]
+        self._files[table].writelines(
+            json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in zip(*spelled, strict=True)
+        )
+
+    def close(self) -> None:
+        """Close all files."""
+        self._open.close()
+
+
+_SQL = {"integer": "INTEGER", "text": "TEXT", "boolean": "INTEGER", "time": "TEXT"}
+
+
+class SqliteWriter:
+    """One database with all tables. Booleans are 0 and 1, times text."""
+
+    def __init__(self, path: Path) -> None:
+        # Whole or not at all is seen to by who names the file; no need for a journal on the way.
+        self._database = sqlite3.connect(path, isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA synchronous = OFF")
+        for table, columns in COLUMNS.items():
+            spelled = ", ".join(
+                f"{column.name} {_SQL[column.kind]}{'' if column.optional else ' NOT NULL'}"
+                for column in columns
+            )
+            self._database.execute(f"CREATE TABLE {table} ({spelled})")
+
+    def write(self, table: str, values: Values) -> None:
+        """Append rows."""
+        places = ", ".join("?" * len(COLUMNS[table]))
+        spelled = [_for_sqlite(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
+        self._database.execute("BEGIN")
+        # SECURITY: the names are the schema's own; values are bound.
+        self._database.executemany(
+            f"INSERT INTO {table} VALUES ({places})",  # noqa: S608
+            zip(*spelled, strict=True),
+        )
+        self._database.execute("COMMIT")
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()
+
+
+def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:
+    if column.kind == "time":
+        return times(values)
+    return texts(values) if column.kind == "text" else values
