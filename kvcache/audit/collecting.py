@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 from events import types as ev
@@ -28,8 +28,9 @@ class Collector(Listener, Generic[Row]):
         rows, self.rows = self.rows, []
         return rows
 
-    def log_ended(self, history: History) -> None:
-        """Add rows for what is not over at the log's end."""
+    def remaining(self, history: History) -> Iterator[list[Row]]:
+        """Rows of what is not over at the log's end, some at a time."""
+        yield from ()
 
 
 class Several(Listener):

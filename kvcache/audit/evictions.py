@@ -24,7 +24,7 @@ class Evictions(Collector[EvictionRow]):
         sequence = None if event.handle is None else history.running.get(event.handle)
         row = EvictionRow(
             eviction=self._count,
-            batch=history.batch,
+            seq=history.batch,
             ts=history.now,
             window=window.created.window,
             level=LEVEL_NAMES[event.level],

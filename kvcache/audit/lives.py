@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,11 @@ class Lives(Collector[BlockLife]):
         self._evictions = 0
 
     def _of(self, history: History, window: Window) -> _Alive:
+        self._reach(history)
         return self._windows[history.windows.index(window)]
+
+    def _reach(self, history: History) -> None:
+        self._windows += [_Alive(window) for window in history.windows[len(self._windows) :]]
 
     def stored(self, history: History, window: Window, ids: Ids) -> None:
         """Lives begin."""
@@ -95,21 +100,19 @@ class Lives(Collector[BlockLife]):
         """Lives end but for what the exported state has; what it has besides begins to be known."""
         for alive in self._windows:
             self._end(history, alive, alive.lost())
-        for at, window in enumerate(history.windows):
-            if at == len(self._windows):
-                self._windows.append(_Alive(window))
-            alive = self._windows[at]
+        self._reach(history)
+        for alive, window in zip(self._windows, history.windows, strict=False):
             alive.window = window
             cached = np.flatnonzero(window.of["level"] != NOWHERE)
             alive.of.reach(len(window.of["level"]))
             alive.begin(cached[~alive.of["alive"][cached]], NOWHERE, history.batch, history.now)
 
-    def log_ended(self, history: History) -> None:
-        """Tell of what is cached."""
+    def remaining(self, history: History) -> Iterator[list[BlockLife]]:
+        """What is cached."""
         for alive in self._windows:
             ids = alive.known()
             for begin in range(0, len(ids), _MOST):
-                self.rows += _rows(history, alive, ids[begin : begin + _MOST], None)
+                yield _rows(history, alive, ids[begin : begin + _MOST], None)
 
     def _end(self, history: History, alive: _Alive, ids: Ids, eviction: int | None = None) -> None:
         if len(ids):
@@ -117,7 +120,7 @@ class Lives(Collector[BlockLife]):
             alive.of["alive"][ids] = False
 
 
-_MOST = 1 << 16
+_MOST = 1 << 13
 """Rows that are made at once."""
 _COPIES = {
     MoveReason.OFFLOAD: ("offloads", "offloaded_ts"),

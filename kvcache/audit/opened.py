@@ -86,9 +86,9 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
         yield from _taken(collectors)
         if steps is not None:
             yield "steps", [steps.fold(batch)]
-    for collector in collectors.values():
-        collector.log_ended(history)
-    yield from _taken(collectors)
+    for name, collector in collectors.items():
+        for rows in collector.remaining(history):
+            yield name, rows
 
 
 def _known(batch: EventBatch) -> EventBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class _Refused:
 class _End:
     outcome: str
     output_tokens: int | None = None
-    batch: int | None = None
+    seq: int | None = None
     ts: int | None = None
 
 
@@ -76,11 +77,12 @@ class Requests(Collector[RequestRow]):
         known = self._running.pop(sequence.number, None)
         self.rows.append(_unknown(sequence, end) if known is None else _row(*known, end))
 
-    def log_ended(self, history: History) -> None:
+    def remaining(self, history: History) -> Iterator[list[RequestRow]]:
         """What runs still, and what was refused to the last."""
         for sequence in history.running.values():
             self._add(sequence, _End("running", sequence.num_tokens - sequence.num_prompt_tokens))
-        self.rows += [_never(request_id, refused) for request_id, refused in self._refused.items()]
+        yield self.take()
+        yield [_never(request_id, refused) for request_id, refused in self._refused.items()]
 
 
 def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRow:
@@ -92,21 +94,21 @@ def _row(admission: Admission, refused: _Refused | None, end: _End) -> RequestRo
         **_fields(admission.namespace),
         refusals=0 if refused is None else refused.times,
         first_refused_ts=None if refused is None else refused.first_ts,
-        admitted_batch=admission.batch,
+        admitted_seq=admission.batch,
         admitted_ts=admission.at,
-        ended_batch=end.batch,
+        ended_seq=end.seq,
         ended_ts=end.ts,
         prompt_tokens=admission.num_tokens,
         output_tokens=end.output_tokens,
         reused_tokens=admission.reused,
-        tokens={reason.label: count for reason, count in counts},
+        tokens_by_reason={reason.label: count for reason, count in counts},
     )
 
 
 def _unknown(sequence: Running, end: _End) -> RequestRow:
     """One that came with an exported state: its admission is not in the log."""
     return _bare(sequence.request_id, end.outcome, sequence.namespace)._replace(
-        ended_batch=end.batch,
+        ended_seq=end.seq,
         ended_ts=end.ts,
         prompt_tokens=sequence.num_prompt_tokens,
         output_tokens=end.output_tokens,
@@ -126,14 +128,14 @@ def _bare(request_id: RequestId, outcome: str, namespace: Namespace) -> RequestR
         **_fields(namespace),
         refusals=0,
         first_refused_ts=None,
-        admitted_batch=None,
+        admitted_seq=None,
         admitted_ts=None,
-        ended_batch=None,
+        ended_seq=None,
         ended_ts=None,
         prompt_tokens=None,
         output_tokens=None,
         reused_tokens=None,
-        tokens={},
+        tokens_by_reason={},
     )
 
 

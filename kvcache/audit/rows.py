@@ -1,6 +1,6 @@
 """What a log is read as from Python: rows of plain values. docs/export.md says what each column means.
 
-Times are the writer's wall clock in nanoseconds since 1970 (UTC), `batch` and `..._batch` numbers of batches, windows
+Times are the writer's wall clock in nanoseconds since 1970 (UTC), `seq` and `..._seq` numbers of batches, windows
 in tokens, levels by name. A request is named twice: by its id as the engine gave it, which may come again, and by the
 number of its admission in the log, which does not.
 """
@@ -28,15 +28,15 @@ class RequestRow(NamedTuple):
     refusals: int
     """Noted before the admission, since the one before."""
     first_refused_ts: int | None
-    admitted_batch: int | None
+    admitted_seq: int | None
     admitted_ts: int | None
-    ended_batch: int | None
+    ended_seq: int | None
     ended_ts: int | None
     prompt_tokens: int | None
     output_tokens: int | None
     """So far, where it has not ended."""
     reused_tokens: int | None
-    tokens: dict[str, int]
+    tokens_by_reason: dict[str, int]
     """Prompt tokens by reason (docs/audit.md), all of them; empty where the admission is not in the log."""
 
 
@@ -46,11 +46,11 @@ class BlockLife(NamedTuple):
     window: int
     content: int
     """Equal numbers: equal tokens, equal tokens before them, equal namespace."""
-    tokens: int
+    num_tokens: int
     stored_by: RequestId | None
     stored_by_admission: int | None
     """None, as `stored_by`: it came with an exported state."""
-    stored_batch: int
+    stored_seq: int
     stored_ts: int
     priority: int
     """The last one."""
@@ -64,7 +64,7 @@ class BlockLife(NamedTuple):
     last_onboarded_ts: int | None
     level: str | None
     """Where it is cached at the end of the log; None if it is gone."""
-    gone_batch: int | None
+    gone_seq: int | None
     gone_ts: int | None
     gone_why: str | None
     """``evicted``, ``dropped``, ``cleared``, ``copy_failed`` or ``restarted``, as docs/audit.md has them."""
@@ -79,7 +79,7 @@ class EvictionRow(NamedTuple):
 
     eviction: int
     """Counts from 0."""
-    batch: int
+    seq: int
     ts: int
     window: int
     level: str
@@ -110,7 +110,7 @@ class OccupancyRow(NamedTuple):
 class StepRow(NamedTuple):
     """One batch: what it did, and the cache after it."""
 
-    batch: int
+    seq: int
     ts: int
     admitted: int
     refused: int

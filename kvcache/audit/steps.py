@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from events import types as ev
-from events.packed import COUNT_BYTES, HANDLE_BYTES, SLOT_BYTES, unpack_u32
+from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch, MoveReason
 from kvcache.audit.rows import OccupancyRow, StepRow
@@ -26,7 +26,7 @@ class Steps:
         for event in batch.events:
             _count(event, counts)
         return StepRow(
-            batch=batch.seq,
+            seq=batch.seq,
             ts=batch.ts,
             admitted=counts["admitted"],
             refused=counts["refused"],
@@ -71,7 +71,6 @@ def _count(event: ev.Event, counts: Counter[str]) -> None:
 
 def _appended(event: ev.TokensAppended) -> int:
     if event.counts:
-        assert len(event.counts) % COUNT_BYTES == 0
         return int(unpack_u32(event.counts).sum())
     return len(event.handles) // HANDLE_BYTES
 

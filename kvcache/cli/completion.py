@@ -36,7 +36,13 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("completion needs shtab: pip install 'kvcache[cli]'") from error
     parser = build_parser()
     colon = r"\:" if args.shell == "zsh" else ":"  # a bare one would end the list there
-    paths = {"FILE": shtab.FILE, "TRACE": shtab.FILE, "DIR": shtab.DIRECTORY, "LOG": shtab.DIRECTORY}
+    paths = {
+        "FILE": shtab.FILE,
+        "TRACE": shtab.FILE,
+        "DIR": shtab.DIRECTORY,
+        "LOG": shtab.DIRECTORY,
+        "PATH": shtab.FILE,
+    }
     for action in _arguments(parser):
         if action.metavar in paths:
             action.complete = paths[action.metavar]  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ _OF_EXTRAS = {
     "pyyaml": ("cli", "settings in YAML"),
     "rich": ("cli", "tables and progress bars"),
     "shtab": ("cli", "`kvcache completion`"),
+    "pyarrow": ("export", "`kvcache export --to parquet`"),
     "xxhash": ("hash", "block_hash=xxh3_64"),
 }
 _FEW_FILES = 1024

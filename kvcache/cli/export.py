@@ -8,6 +8,7 @@ from pathlib import Path
 
 from events.log import LogReader
 from events.types import EventBatch
+from kvcache.audit import open_log
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count
 from kvcache.cli.progress import Update, progress
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read once, write all tables, tell their rows."""
-    reader = LogReader(args.log)
+    reader = LogReader(open_log(args.log).path)
     with progress("exporting", None, shown=not out.quiet) as update:
         rows = export(_watched(reader, update), args.to, args.output, force=args.force)
     if reader.end.kind == "torn":

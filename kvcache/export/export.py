@@ -21,7 +21,7 @@ FORMATS: dict[str, type[Writer]] = {
     "jsonl": JsonlWriter,
     "sqlite": SqliteWriter,
 }
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 15
 """Rows of a table that wait to be written together."""
 
 

@@ -60,9 +60,9 @@ COLUMNS: dict[str, list[Column]] = {
         *_of("boolean", "uses_extra_ids"),
         *_numbers("refusals"),
         *_moment("first_refused_", "?"),
-        *_numbers("admitted_batch?"),
+        *_numbers("admitted_seq?"),
         *_moment("admitted_", "?"),
-        *_numbers("ended_batch?"),
+        *_numbers("ended_seq?"),
         *_moment("ended_", "?"),
         *_numbers("prompt_tokens? output_tokens? reused_tokens?", "tokens"),
         *_numbers(" ".join(f"tokens_{reason.label}?" for reason in Reason), "tokens"),
@@ -70,9 +70,9 @@ COLUMNS: dict[str, list[Column]] = {
     "blocks": [
         *_numbers("window", "tokens"),
         *_numbers("content"),
-        *_numbers("tokens", "tokens"),
+        *_numbers("num_tokens", "tokens"),
         *_texts("stored_by?"),
-        *_numbers("stored_by_admission? stored_batch"),
+        *_numbers("stored_by_admission? stored_seq"),
         *_moment("stored_"),
         *_numbers("priority reused"),
         *_moment("last_used_"),
@@ -81,13 +81,13 @@ COLUMNS: dict[str, list[Column]] = {
         *_numbers("onboards"),
         *_moment("last_onboarded_", "?"),
         *_texts("level?"),
-        *_numbers("gone_batch?"),
+        *_numbers("gone_seq?"),
         *_moment("gone_", "?"),
         *_texts("gone_why? gone_for?"),
         *_numbers("gone_for_admission? eviction?"),
     ],
     "evictions": [
-        *_numbers("eviction batch"),
+        *_numbers("eviction seq"),
         *_moment(),
         *_numbers("window", "tokens"),
         *_texts("level why"),
@@ -96,13 +96,13 @@ COLUMNS: dict[str, list[Column]] = {
         *_numbers("for_admission?"),
     ],
     "steps": [
-        *_numbers("batch"),
+        *_numbers("seq"),
         *_moment(),
         *_numbers("admitted refused ended running", "requests"),
         *_numbers("prompt_tokens reused_tokens computed_tokens output_tokens", "tokens"),
         *_numbers("stored_blocks removed_blocks cleared_blocks offloaded_blocks onboarded_blocks", "blocks"),
     ],
-    "occupancy": [*_numbers("batch"), *_moment(), *_OCCUPANCY],
+    "occupancy": [*_numbers("seq"), *_moment(), *_OCCUPANCY],
 }
 """By table, in order."""
 
@@ -129,11 +129,11 @@ def _column(column: Column, of_field: dict[str, Any]) -> list[Any]:
     if name in of_field:
         return list(of_field[name])
     reason = name.removeprefix("tokens_")
-    return [tokens.get(reason) for tokens in of_field["tokens"]]
+    return [tokens.get(reason) for tokens in of_field["tokens_by_reason"]]
 
 
 def _occupancy(rows: Sequence[StepRow]) -> Values:
-    times = [(row.batch, row.ts, row.ts) for row in rows for _ in row.occupancy]
+    times = [(row.seq, row.ts, row.ts) for row in rows for _ in row.occupancy]
     levels: list[OccupancyRow] = [level for row in rows for level in row.occupancy]
     if not levels:
         return [[] for _ in COLUMNS["occupancy"]]

@@ -23,6 +23,8 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
     ("words", "expected"),
     [
         ("re", {"replay"}),
+        ("export log --to ", {"csv", "jsonl", "parquet", "sqlite"}),
+        ("export log --output a_", {"a_file", "a_directory"}),
         ("", set(COMMANDS)),
         ("--ver", {"--version", "--verbose"}),
         ("replay --", {"--at", "--time", "--verify", "--json"} | SHARED),

@@ -23,6 +23,7 @@ READERS = {
     "replay": ["replay", "LOG", "--verify"],
     "events": ["events", "LOG"],
     "match": ["match", "LOG", "--request", "3"],
+    "export": ["export", "LOG", "--to", "csv", "-o", "OUT"],
     "config": ["config", "--set", "max_sequence_length=64", "--set", "primary_blocks=4"],
     "completion": ["completion", "bash"],
     "run": ["run", str(TRACE), "--no-pools", "--limit", "2"],
@@ -43,6 +44,10 @@ class TestErrors:
             (["replay", "/nowhere/log"], "/nowhere/log is not a log directory"),
             (["events", "/nowhere/log"], "/nowhere/log is not a log directory"),
             (["match", "/nowhere/log", "--request", "1"], "/nowhere/log is not a log directory"),
+            (
+                ["export", "/nowhere/log", "--to", "csv", "-o", "/nowhere/t"],
+                "/nowhere/log is not a log directory",
+            ),
             (["replay", "x", "--at", "-1"], "'-1' is no moment of a log"),
             (["replay", "x", "--at", "1.5"], "'1.5' is no moment of a log"),
             (["run", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file or directory"),
@@ -150,7 +155,9 @@ def test_version(kvcache: Kvcache) -> None:
     assert kvcache("--version") == (0, f"kvcache {__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", ["run", "replay", "events", "match", "config", "doctor", "completion"])
+@pytest.mark.parametrize(
+    "command", ["run", "replay", "events", "match", "export", "config", "doctor", "completion"]
+)
 def test_every_command_has_help(kvcache: Kvcache, command: str) -> None:
     """Each command explains itself, and is listed with a line in the general help."""
     assert f"usage: kvcache {command}" in kvcache(command, "--help").out
