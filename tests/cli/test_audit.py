@@ -98,7 +98,12 @@ def test_audit_of_a_run_agrees_with_its_summary(kvcache: Kvcache, log: Path) -> 
 def test_of_a_log_without_tokens_it_is_said(kvcache: Kvcache, tmp_path: Path) -> None:
     """Reuse is known; why the rest was computed is not."""
     config = KVCacheConfig.model_validate(
-        {"max_sequence_length": 16, "tokens_per_block": 4, "primary_blocks": 8, "log": {"record_tokens": False}}
+        {
+            "max_sequence_length": 16,
+            "tokens_per_block": 4,
+            "primary_blocks": 8,
+            "log": {"record_tokens": False},
+        }
     )
     with KVCacheManager(config, log=tmp_path / "log") as manager:
         for name in ("a", "b"):

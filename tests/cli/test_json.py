@@ -207,7 +207,12 @@ def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path, command: str)
         *("--log", tmp_path / "log", "--set", "max_sequence_length=900"),
     )
     log = tmp_path / "log"
-    of_log = [("replay", log), ("match", log, "--request", 3), ("explain", log, "--request", 9), ("audit", log)]
+    of_log = [
+        ("replay", log),
+        ("match", log, "--request", 3),
+        ("explain", log, "--request", 9),
+        ("audit", log),
+    ]
     args = {each[0]: each for each in [*of_log, ("curve", log)]}
     said = summary if command == "run" else kvcache(*args.get(command, [command]), "--json")
     found = {key for key in keys_of(json.loads(said.out)) if not AGAIN & {key.rpartition(".")[2]}}
