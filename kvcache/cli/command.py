@@ -4,7 +4,7 @@
 
     0    done
     1    the data is wrong: a damaged log, one that could not be written to its end, a replay or a checkpoint that
-         disagrees, wrong bytes in a block
+         disagrees, wrong bytes in a block; or, of `diff`, the logs differ
     2    the request was wrong: usage, settings, a missing file, a log of a newer version, or nothing was found:
          no such request, batch or event
     130  ended by Ctrl-C (SIGINT); 143: ended by SIGTERM; 141: nobody reads the output any more

@@ -1,8 +1,8 @@
 """``kvcache completion``: a script that lets a shell complete commands, options and what options take.
 
 shtab makes it from the parser itself, so it knows every option, and only those. The metavar of an argument says what
-its values are: FILE, TRACE, DIR and LOG files, URL a sink's scheme, words in lower case themselves (``real|N|max``),
-all others nothing that could be offered.
+its values are: FILE, TRACE, DIR, LOG, LOG_A and LOG_B files, URL a sink's scheme, words in lower case themselves
+(``real|N|max``), all others nothing that could be offered.
 """
 
 from __future__ import annotations
@@ -36,13 +36,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("completion needs shtab: pip install 'kvcache[cli]'") from error
     parser = build_parser()
     colon = r"\:" if args.shell == "zsh" else ":"  # a bare one would end the list there
-    paths = {
-        "FILE": shtab.FILE,
-        "TRACE": shtab.FILE,
-        "DIR": shtab.DIRECTORY,
-        "LOG": shtab.DIRECTORY,
-        "PATH": shtab.FILE,
-    }
+    paths = dict.fromkeys(("FILE", "TRACE", "PATH"), shtab.FILE)
+    paths |= dict.fromkeys(("DIR", "LOG", "LOG_A", "LOG_B"), shtab.DIRECTORY)
     for action in _arguments(parser):
         if action.metavar in paths:
             action.complete = paths[action.metavar]  # type: ignore[attr-defined]

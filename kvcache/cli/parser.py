@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "play a trace, or generated chats, and verify the log",
     "replay": "the state that a log records, at any point",
     "events": "the events of a log, all or a choice",
+    "diff": "where two logs first differ, and how their reuse does",
     "match": "what a prompt would reuse, block by block",
     "explain": "why a request reused what it did, and computed the rest",
     "audit": "why prompt tokens were computed, over all requests",

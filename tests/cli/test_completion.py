@@ -40,6 +40,7 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
         ("run --config a_", {"a_file", "a_directory"}),
         ("run --log ", {"a_directory"}),
         ("replay a", {"a_directory"}),
+        ("diff a_directory a", {"a_directory"}),
         ("match a_directory --tokens a_f", {"a_file"}),
     ],
 )

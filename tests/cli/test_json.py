@@ -13,7 +13,7 @@ import pytest
 from events.structs import LEVEL_NAMES
 from kvcache.audit.reasons import Reason
 from kvcache.config import KVCacheConfig
-from tests.cli.conftest import TRACE, Done, Kvcache
+from tests.cli.conftest import TRACE, Done, Kvcache, run_log
 from tests.conftest import ROOT
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 
@@ -21,6 +21,8 @@ NOW = 1_790_000_000.25
 NAME = re.compile("[0-9a-f]{16}")
 TIME = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z")
 NUMBERS = ("seq", "first_seq", "last_seq", "index", "handle")
+LOGS = ("a", "b")
+"""What of two logs each has, of `diff`."""
 PER_LEVEL = ("num_blocks", "blank_slots")
 PER_GROUP = ("removed", "num_cached")
 """For each group, one value for each level."""
@@ -104,6 +106,7 @@ def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
         "explain": [json.loads(answer("explain", log, "--request", 9).out)],
         "audit": [json.loads(answer("audit", log).out)],
         "curve": [json.loads(answer("curve", log, "--bound", "30").out)],
+        "diff": [json.loads(answer("diff", log, log).out)],
         "subscribe": lines(heard.out),
         "doctor": [json.loads(answer("doctor").out)],
     }
@@ -182,11 +185,11 @@ def test_nothing_found(kvcache: Kvcache, log: Path, asked: tuple[Any, ...]) -> N
 
 
 def keys_of(value: Any, place: str = "") -> Iterator[str]:
-    """The keys in JSON by their path; levels and places in lists are no part of it."""
+    """The keys in JSON by their path; levels, which of two logs, and places in lists are no part of it."""
     for item in value if isinstance(value, list) else ():
         yield from keys_of(item, place)
     for key, inner in value.items() if isinstance(value, dict) else ():
-        if key in LEVEL_NAMES:
+        if key in (*LEVEL_NAMES, *LOGS):
             yield from keys_of(inner, place)
         else:
             yield place + key
@@ -198,7 +201,7 @@ AGAIN = AGES | {reason.label for reason in Reason} | {"35"}
 """Keys of an audit that come again and again, and are documented once; 35 is a priority."""
 
 
-@pytest.mark.parametrize("command", ["run", "replay", "match", "explain", "audit", "curve", "doctor"])
+@pytest.mark.parametrize("command", ["run", "replay", "match", "explain", "audit", "curve", "diff", "doctor"])
 def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path, command: str) -> None:
     """Each command's table has each key that it says, and no other ones on top."""
     options = ("--no-pools",) if command not in ("run", "doctor") else ()
@@ -214,6 +217,9 @@ def test_every_key_is_documented(kvcache: Kvcache, tmp_path: Path, command: str)
         ("audit", log),
     ]
     args = {each[0]: each for each in [*of_log, ("curve", log)]}
+    if command == "diff":
+        hashed = ("--limit", 30, "--set", "block_hash=v2_sha256_64")
+        args["diff"] = ("diff", log, run_log(tmp_path / "other", "--primary-blocks", 50, *hashed))
     said = summary if command == "run" else kvcache(*args.get(command, [command]), "--json")
     found = {key for key in keys_of(json.loads(said.out)) if not AGAIN & {key.rpartition(".")[2]}}
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ READERS = {
     "events": ["events", "LOG"],
     "match": ["match", "LOG", "--request", "3"],
     "export": ["export", "LOG", "--to", "csv", "-o", "OUT"],
+    "diff": ["diff", "LOG", "LOG"],
     "config": ["config", "--set", "max_sequence_length=64", "--set", "primary_blocks=4"],
     "completion": ["completion", "bash"],
     "run": ["run", str(TRACE), "--no-pools", "--limit", "2"],
