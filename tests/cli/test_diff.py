@@ -129,8 +129,12 @@ def test_fields(kvcache: Kvcache, tmp_path: Path) -> None:
 
 def test_requests_are_named(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
     """A request that was admitted just before the first difference, in the same batch, is named, not its handle."""
-    first = next(iter(LogReader(log)))
-    place = next(at for at, event in enumerate(first.events) if isinstance(event, BlocksAllocated))
+    first, place = next(
+        (batch, at)
+        for batch in LogReader(log)
+        for at, event in enumerate(batch.events)
+        if isinstance(event, BlocksAllocated)
+    )
     changed = replace(first.events[place], why=AllocateReason.COPY)
     events = (*first.events[:place], changed, *first.events[place + 1 :])
     with LogWriter(tmp_path / "changed") as writer:
