@@ -321,7 +321,7 @@ def test_cleared(tmp_path: Path) -> None:
     """Cleared is what nobody holds, and what a running request holds as well, which has computed it."""
     log = Logged(tmp_path)
     log.serve("a", [1, 2, 3, 4, 5])
-    log.add("b", [11, 12, 13, 14, 15], computed=5)
+    log.add("b", [11, 12, 13, 14, 15], computed=4)
     log.manager.clear()
     log.add("c", [11, 12, 13, 14, 16])
     log.manager.remove_sequence("b", store=False)
@@ -574,10 +574,12 @@ def test_other_namespace(tmp_path: Path) -> None:
     log.add("b", [1, 2, 3, 4, 5])
     log.add("c", [1, 2, 3, 4, 5], lora_id=1)
     log.add("d", [1, 2, 3, 4, 5], cache_salt="tenant")
+    log.add("e", [1, 9, 3])
     assert [told(each) for each in log.audit()[1:]] == [
         "4 other_namespace, 1 last_token",
         "4 other_namespace, 1 last_token",
         "4 primary, 1 last_token",
+        "2 never_seen, 1 last_token",
     ]
 
 
