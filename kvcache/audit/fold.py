@@ -304,8 +304,9 @@ class HistoryFold(History):
         window = self.windows[event.group]
         window.move(event.from_level, event.from_slots, event.to_level, event.to_slots)
         if event.why == MoveReason.RECOMPUTED and event.handle is not None:
-            ids = window.contents(event.to_level, event.to_slots)
-            self.running[event.handle].take(event.group, event.first_block, ids)
+            ids, sequence = window.contents(event.to_level, event.to_slots), self.running[event.handle]
+            sequence.take(event.group, event.first_block, ids)
+            sequence.name(event.first_block - (len(event.names) // NAME_BYTES - len(ids)), event.names)
             window.hold(ids[ids >= 0])
         self.listener.moved(self, window, event)
 

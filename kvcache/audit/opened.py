@@ -7,12 +7,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from events.errors import NotALog
 from events.log import LogReader
 from events.log.segments import is_log
-from events.types import EventBatch, Gap
+from events.types import EventBatch
 from kvcache.audit.collecting import Collector, Several
 from kvcache.audit.evictions import Evictions
 from kvcache.audit.fold import HistoryFold
@@ -79,7 +77,7 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
     collectors = {name: _COLLECTORS[name]() for name in names if name in _COLLECTORS}
     history = HistoryFold(Several(list(collectors.values())))
     steps = Steps() if "steps" in names else None
-    for batch in map(_known, batches):
+    for batch in batches:
         if collectors:
             with fitting(batch.seq):
                 history.fold(batch)
@@ -89,12 +87,6 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
     for name, collector in collectors.items():
         for rows in collector.remaining(history):
             yield name, rows
-
-
-def _known(batch: EventBatch) -> EventBatch:
-    """Behind a `Gap` stands the whole state; what the batch says before it continues what is missing."""
-    gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
-    return msgspec.structs.replace(batch, events=batch.events[gaps[-1] :]) if gaps else batch
 
 
 def _taken(collectors: dict[TableName, Collector[Any]]) -> Iterator[tuple[TableName, list[Any]]]:

@@ -23,7 +23,9 @@ class Steps:
         """The row of a batch. Raises `Unreplayable`."""
         self._replayed.fold(batch, verify=False)
         counts: Counter[str] = Counter()
-        for event in batch.events:
+        # What stands before a gap continues what is missing.
+        gaps = [index for index, event in enumerate(batch.events) if type(event) is ev.Gap]
+        for event in batch.events[gaps[-1] if gaps else 0 :]:
             _count(event, counts)
         return StepRow(
             seq=batch.seq,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +119,8 @@ def test_block_lives_are_those_of_slots(log: Log, raw: RawLog) -> None:
     rows = list(log.block_lives())
     found = Counter(
         (
-            row.window,
-            str(row.stored_by),
-            row.stored_seq,
-            row.priority,
-            row.reused,
-            row.offloads,
-            row.onboards,
-            row.level,
-            row.gone_seq,
-            row.gone_why,
+            *(row.window, str(row.stored_by), row.stored_seq, row.priority),
+            *(row.reused, row.offloads, row.onboards, row.level, row.gone_seq, row.gone_why),
         )
         for row in rows
     )
@@ -149,7 +141,7 @@ def test_equal_contents_have_equal_numbers(log: Log, raw: RawLog) -> None:
         ends.setdefault((row.window, row.content), []).append((row.stored_seq, end))
     for lives in ends.values():
         ordered = sorted(lives)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ordered))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ordered))
 
 
 def test_evictions_are_the_removals(log: Log, raw: RawLog) -> None:
