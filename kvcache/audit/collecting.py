@@ -71,6 +71,10 @@ class Several(Listener):
         for each in self._listeners:
             each.removed(history, window, ids, event)
 
+    def losing(self, history: History) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.losing(history)
+
     def cleared(self, history: History, event: ev.CacheCleared, why: Reason) -> None:  # noqa: D102
         for each in self._listeners:
             each.cleared(history, event, why)

@@ -141,6 +141,7 @@ class HistoryFold(History):
         self.contents.learn(event.pages)
 
     def _lose_all(self, why: Reason) -> None:
+        self.listener.losing(self)
         for window in self.windows:
             window.remove_all(why, self.batch, self.now)
         for sequence in self.running.values():
@@ -289,6 +290,10 @@ class HistoryFold(History):
             names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
             ids = np.array(self.contents.named(bytes(names)), np.intp)
         self.reach()
+        if self.names is not None:
+            names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
+            self.names.reach(len(self.contents))
+            self.names["name"][ids] = np.frombuffer(names, np.uint64)
         window = self.windows[group]
         window.store(ids, slots, PRIMARY, priority, sequence.number, self.batch, self.now)
         sequence.take(group, first, ids)

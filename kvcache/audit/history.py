@@ -25,6 +25,8 @@ class History:
         self.reuse = True
         self.tokens_per_block = 0
         self.key_bytes = 0
+        self.names: Columns | None = None
+        """Per content its name as the log has it (`name`); None unless somebody asks for them."""
         self.batch, self.now = -1, 0
         """The batch that is folded, and its wall clock in ns."""
         self.requests: list[RequestId] = []

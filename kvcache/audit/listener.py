@@ -41,6 +41,9 @@ class Listener:
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Full blocks are gone."""
 
+    def losing(self, history: History) -> None:
+        """Everything cached is about to go, or to be exported anew."""
+
     def cleared(self, history: History, event: ev.CacheCleared, why: Reason) -> None:
         """Everything cached is gone."""
 

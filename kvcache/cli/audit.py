@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import MOST_USES, Audit, LevelLives, audit_batches
 from kvcache.cli import moments, times
 from kvcache.cli.audit_json import to_json
+from kvcache.cli.fleet import logs_in
+from kvcache.cli.fleet import run as run_fleet
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo, span
 from kvcache.cli.output import Output, count, duration, share
@@ -37,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"docs/audit.md defines the reasons; `kvcache explain` tells of one request.\n\n{moments.FORMS_HELP}"
     )
-    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument(
+        "log", type=Path, metavar="LOG", help="a log directory, or a directory of the logs of several workers"
+    )
     parser.add_argument(
         "--since", type=moments.argument, metavar=moments.METAVAR, help="count what happens from then on"
     )
@@ -45,12 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=positive, default=10, metavar="N", help="evictions and prefixes to name (10)"
     )
+    fleet = parser.add_argument_group("several workers")
+    fleet.add_argument(
+        "--jobs",
+        type=positive,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="logs to read at once (one per core)",
+    )
+    fleet.add_argument(
+        "--engine", choices=("processes", "ray"), default="processes", help="where logs are read (processes)"
+    )
     times.add_option(parser)
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
+    if logs := logs_in(args.log):
+        return run_fleet(args, logs, out)
     batches = UpTo(LogReader(args.log), args.until)
     with progress("reading", None, shown=not out.quiet) as update:
         audit = audit_batches(_watched(batches, args, update), top=args.top)

@@ -30,9 +30,9 @@ def to_json(audit: Audit) -> dict[str, Any]:
         "refusals": audit.refusals,
         "prompt_tokens": audit.prompt_tokens,
         "reused_tokens": audit.reused,
-        "reasons": _reasons_json(audit.reasons),
+        "reasons": reasons_json(audit.reasons),
         "namespaces": [
-            {**_namespace_json(namespace), "reasons": _reasons_json(tokens)}
+            {**_namespace_json(namespace), "reasons": reasons_json(tokens)}
             for namespace, tokens in audit.by_namespace.items()
         ],
         "over_time": _time_json(audit),
@@ -78,7 +78,8 @@ def _evictions_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
+def reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Prompt tokens by reason."""
     return {reason.label: int(tokens[reason]) for reason in Reason}
 
 
@@ -99,7 +100,7 @@ def _time_json(audit: Audit) -> dict[str, Any]:
         "ts": timeline.start,
         "time": iso(timeline.start),
         "seconds": timeline.width / 1e9,
-        "parts": [_reasons_json(row) for row in timeline.rows],
+        "parts": [reasons_json(row) for row in timeline.rows],
     }
 
 

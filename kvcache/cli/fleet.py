@@ -1,0 +1,103 @@
+"""``kvcache audit`` of a directory of logs: the workers of a fleet beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from events.log.segments import is_log
+from kvcache.audit.engines import in_processes, on_ray
+from kvcache.audit.fleet import Fleet, WorkerAudit, together
+from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.cli.audit_json import reasons_json
+from kvcache.cli.audit_json import to_json as audit_json
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, share
+from kvcache.cli.progress import progress
+from kvcache.errors import UsageError
+
+
+def logs_in(directory: Path) -> list[Path]:
+    """The logs that lie directly in a directory; none if it is a log itself, or no directory."""
+    if is_log(directory) or not directory.is_dir():
+        return []
+    return sorted(path for path in directory.iterdir() if is_log(path))
+
+
+def run(args: argparse.Namespace, logs: list[Path], out: Output) -> int:
+    """Audit each log, and compare."""
+    if args.since is not None or args.until is not None:
+        raise UsageError("--since and --until are for one log: give that of one worker")
+    with progress("reading logs", len(logs), shown=not out.quiet) as update:
+        engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
+        workers: list[WorkerAudit] = []
+        for worker in engine:
+            workers.append(worker)
+            update(len(workers))
+    fleet = together(workers)
+    if args.json:
+        out.json(to_json(fleet))
+    else:
+        _show(args.log, fleet, out)
+    return 0
+
+
+def _show(directory: Path, fleet: Fleet, out: Output) -> None:
+    out.heading(f"{printable(str(directory))}: {count(len(fleet.workers), 'worker')}")
+    prompt, elsewhere = int(fleet.reasons.sum()), sum(fleet.elsewhere)
+    reused = int(fleet.reasons[: Reason.PARTIAL + 1].sum())
+    part, other = share(reused / max(prompt, 1)), share(elsewhere / max(prompt, 1))
+    out.facts(
+        [
+            ("requests", f"{sum(each.audit.requests for each in fleet.workers):,} admitted"),
+            ("prompt tokens", f"{prompt:,}, of which {reused:,} were reused: {part}"),
+            ("elsewhere", f"{elsewhere:,} were computed while another worker had them cached: {other}"),
+            ("blocks", _computed(fleet)),
+        ]
+    )
+    out.line()
+    rows = [_row(worker, tokens) for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)]
+    columns = ["worker", "requests", "prompt tokens", "reused", "cached elsewhere", "refusals"]
+    out.table(columns, rows, right=columns[1:])
+    out.line()
+    reasons = [
+        [IN_WORDS[reason], f"{tokens:,}", share(tokens / prompt)]
+        for reason in Reason
+        if (tokens := int(fleet.reasons[reason]))
+    ]
+    out.table(["prompt tokens of all", "count", "share"], reasons, right=["count", "share"])
+
+
+def _computed(fleet: Fleet) -> str:
+    several = sum(blocks for workers, blocks in fleet.computed_on.items() if workers > 1)
+    total = sum(fleet.computed_on.values())
+    return f"{total:,} different ones of prompts were computed, {several:,} on several workers"
+
+
+def _row(worker: WorkerAudit, elsewhere: int) -> list[str]:
+    audit = worker.audit
+    total = max(audit.prompt_tokens, 1)
+    return [
+        printable(worker.name),
+        f"{audit.requests:,}",
+        f"{audit.prompt_tokens:,}",
+        share(audit.reused / total),
+        share(elsewhere / total),
+        f"{audit.refusals:,}",
+    ]
+
+
+def to_json(fleet: Fleet) -> dict[str, Any]:
+    """All of a fleet."""
+    return {
+        "prompt_tokens": int(fleet.reasons.sum()),
+        "reused_tokens": int(fleet.reasons[: Reason.PARTIAL + 1].sum()),
+        "elsewhere_tokens": sum(fleet.elsewhere),
+        "reasons": reasons_json(fleet.reasons),
+        "blocks_computed_on": {str(workers): blocks for workers, blocks in fleet.computed_on.items()},
+        "workers": [
+            {"name": worker.name, "elsewhere_tokens": tokens, "audit": audit_json(worker.audit)}
+            for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
+        ],
+    }
