@@ -191,18 +191,18 @@ class BlockManager:
         if due is not None:
             self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
-        changed: dict[RequestId, StoreResult] = {}
+        others: dict[Sequence, list[Replacement]] = {}
         if due is not None:
             for window in self.windows:
                 for sequence in window.store_filled(due.sequences):
-                    _note(changed, sequence, window.store(sequence))
+                    others.setdefault(sequence, []).extend(window.store(sequence))
         if self._sliding:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
                 if leaving:
                     sliding.detach(leaving)
         batch.advance()
-        return changed
+        return _changed(others)
 
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: Bound
@@ -227,10 +227,7 @@ class BlockManager:
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
-        changed: dict[RequestId, StoreResult] = {}
-        for sequence in sequences:
-            _note(changed, sequence, self._store_in_all(sequence))
-        return changed
+        return _changed({sequence: self._store_in_all(sequence) for sequence in sequences})
 
     def _growing(self, sequences: list[Sequence], counts: array[int]) -> list[tuple[Sequence, int]]:
         """The sequences that need more blocks, and how many."""
@@ -359,10 +356,10 @@ class BlockManager:
         )
 
 
-def _note(changed: dict[RequestId, StoreResult], sequence: Sequence, replaced: list[Replacement]) -> None:
-    """Add what a sequence's tables point at instead, in one more window."""
-    if replaced:
-        before = changed.get(sequence.request_id)
-        changed[sequence.request_id] = StoreResult(
-            min(sequence.stored), replaced if before is None else before.replaced + replaced
-        )
+def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:
+    """The sequences whose tables point at other blocks in some window, after all windows have stored."""
+    return {
+        sequence.request_id: StoreResult(min(sequence.stored), blocks)
+        for sequence, blocks in replaced.items()
+        if blocks
+    }

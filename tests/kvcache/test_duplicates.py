@@ -132,3 +132,19 @@ def test_namespaces_are_never_merged() -> None:
     manager.store_context_blocks("a", 4)
     assert manager.store_context_blocks("b", 4).replaced == []
     assert len(strategies.cached_blocks(manager.state)) == 4
+
+
+def test_what_is_stored_is_told_after_all_windows_have_stored() -> None:
+    """In a decode step with two windows, where one of them finds another sequence's block and the other does not."""
+    manager = KVCacheManager(
+        strategies.config(
+            primary_blocks=11, max_attention_window=(1, 3), num_layers=2, enable_partial_reuse=False
+        )
+    )
+    for request_id, prompt in ((0, [1, 1]), (1, [1, 1, 1, 0, 1, 0]), (2, [1, 0, 1, 0, 0, 0])):
+        manager.add_sequence(request_id, prompt)
+    for tokens in ([1, 0, 1], [0, 1, 1]):
+        manager.add_tokens([0, 1, 2], tokens)
+    result = manager.add_tokens([0, 1, 2], [0, 1, 1])
+    assert [each.window for each in result[0].replaced] == [1]
+    assert result[0].stored_blocks == min(manager._blocks.sequence(0).stored) == 2
