@@ -18,6 +18,7 @@ from kvcache.audit.lives import Lives
 from kvcache.audit.requests import Requests
 from kvcache.audit.rows import BlockLife, EvictionRow, RequestRow, StepRow
 from kvcache.audit.steps import Steps
+from kvcache.errors import invariant
 from kvcache.replay import fitting
 
 TableName = Literal["requests", "blocks", "evictions", "steps"]
@@ -26,6 +27,8 @@ _COLLECTORS: dict[TableName, type[Collector[Any]]] = {
     "blocks": Lives,
     "evictions": Evictions,
 }
+_MOST_NS = 1 << 63
+"""Wall-clock ns that fit into a column."""
 
 
 class Log:
@@ -78,8 +81,9 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
     history = HistoryFold(Several(list(collectors.values())))
     steps = Steps() if "steps" in names else None
     for batch in batches:
-        if collectors:
-            with fitting(batch.seq):
+        with fitting(batch.seq):
+            invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time is beyond 64 bits")
+            if collectors:
                 history.fold(batch)
         yield from _taken(collectors)
         if steps is not None:

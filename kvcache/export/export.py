@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,15 @@ from kvcache.export.parquet import ParquetWriter
 from kvcache.export.schema import COLUMNS, tables_in
 from kvcache.export.target import replacing
 from kvcache.export.writers import CsvWriter, JsonlWriter, SqliteWriter, Writer
+
+
+@dataclass(eq=False, repr=False)
+class NumberTooLarge(UsageError):
+    """The log holds a number that the format has no room for: beyond 64 bits, with a sign."""
+
+    table: str
+    text = "a number in the table {table} is beyond 64 bits: write csv or jsonl, which hold any"
+
 
 FORMATS: dict[str, type[Writer]] = {
     "parquet": ParquetWriter,
@@ -39,7 +49,10 @@ def _write(batches: Iterable[EventBatch], writer: Writer) -> dict[str, int]:
     written = dict.fromkeys(COLUMNS, 0)
     for name, rows in _gathered(batches):
         for table, values in tables_in(name, rows).items():
-            writer.write(table, values)
+            try:
+                writer.write(table, values)
+            except OverflowError as error:
+                raise NumberTooLarge(table) from error
             written[table] += len(values[0])
     if not written["steps"]:
         raise UsageError("the log holds no batch yet: there is nothing to export")

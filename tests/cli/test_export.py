@@ -17,8 +17,10 @@ import pytest
 from events.log import LogReader
 from events.packed import unpack_i32
 from events.types import BlocksMoved, BlocksRemoved, MoveReason, SequenceAdded
+from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit import open_log
 from kvcache.audit.rows import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
+from kvcache.cli import times
 from kvcache.export.export import FORMATS
 from kvcache.export.schema import COLUMNS, Column
 from kvcache.export.spelling import iso
@@ -228,6 +230,27 @@ def test_ids_and_times_in_json(kvcache: Kvcache, tmp_path: Path, log: Path) -> N
         assert row["ts"] == int(at.timestamp()) * 10**9 + int(digits)
         assert len(digits) == 9
     assert {row["level"] for row in read(path, "jsonl", "occupancy")} == {"primary", "secondary"}
+
+
+def test_times_are_spelled_as_by_other_commands() -> None:
+    """One time is the same text everywhere."""
+    for ts in (0, 1, -1, 1767225600480000000, (1 << 63) - 1, -(1 << 63)):
+        assert iso(ts) == times.iso(ts)
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+def test_numbers_beyond_64_bits(kvcache: Kvcache, tmp_path: Path, to: str) -> None:
+    """Where a format has no room for a number, that is said with what to do; ids of requests are text."""
+    config = KVCacheConfig(max_sequence_length=8, tokens_per_block=4, primary_blocks=4)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        manager.add_sequence((1 << 64) - 1, [1] * 5, lora_id=(1 << 64) - 1)
+    done = kvcache("export", tmp_path / "log", "--to", to, "-o", tmp_path / "t")
+    if to in ("csv", "jsonl"):
+        [row] = read(tmp_path / "t", to, "requests")
+        assert (int(row["request_id"]), int(row["lora_id"])) == ((1 << 64) - 1,) * 2
+    else:
+        says = "a number in the table requests is beyond 64 bits: write csv or jsonl, which hold any"
+        assert (done.code, done.err) == (2, f"kvcache: error: {says}\n")
 
 
 class TestTarget:

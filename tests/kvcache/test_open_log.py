@@ -319,6 +319,8 @@ def test_what_cannot_be_read(path: Path, tmp_path: Path) -> None:
         open_log(tmp_path)
     with pytest.raises(Unreplayable, match="batch 3 does not follow"):
         list(tables_of([batch for batch in LogReader(path) if batch.seq not in (0, 1, 2)], "requests"))
+    with pytest.raises(Unreplayable, match="its time is beyond 64 bits"):
+        list(tables_of([EventBatch(0, 1 << 63, ())], "steps"))
 
 
 def test_needs_no_heavy_library(path: Path, run_python: RunPython) -> None:
