@@ -59,16 +59,12 @@ class Requests(Collector[RequestRow]):
 
     def restarted(self, history: History, before: list[Ids]) -> None:
         """What the exported state has not is lost."""
-        self._tell()
         known = {sequence.number for sequence in history.running.values()}
         for number in [number for number in self._running if number not in known]:
             self.rows.append(_row(*self._running.pop(number), _End("lost")))
 
     def batch_ended(self, history: History) -> None:
         """Tell the ends."""
-        self._tell()
-
-    def _tell(self) -> None:
         for sequence, end in self._over:
             self._add(sequence, end)
         self._over.clear()

@@ -7,7 +7,7 @@ from collections import Counter
 from events import types as ev
 from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch, MoveReason
+from events.types import EventBatch
 from kvcache.audit.rows import OccupancyRow, StepRow
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed
@@ -67,7 +67,7 @@ def _count(event: ev.Event, counts: Counter[str]) -> None:
         case ev.CacheCleared():
             # What sequences hold keeps its slots, but is cached no more.
             counts["cleared"] += sum(map(sum, event.removed)) + sum(event.unnamed)
-        case ev.BlocksMoved() if event.why != MoveReason.RECOMPUTED:
+        case ev.BlocksMoved():
             counts[event.why] += len(event.from_slots) // SLOT_BYTES
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import sqlite3
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,14 +17,15 @@ import pytest
 
 from events.log import LogReader
 from events.packed import unpack_i32
-from events.types import BlocksMoved, BlocksRemoved, MoveReason, SequenceAdded
+from events.types import BlocksMoved, BlocksRemoved, EventBatch, MoveReason, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit import open_log
 from kvcache.audit.rows import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
 from kvcache.cli import times
-from kvcache.export.export import FORMATS
+from kvcache.export.export import FORMATS, export
 from kvcache.export.schema import COLUMNS, Column
 from kvcache.export.spelling import iso
+from kvcache.export.target import TargetExists
 from tests.cli.conftest import Kvcache, run_log, segments
 from tests.conftest import ROOT, RunPython
 
@@ -309,6 +311,22 @@ class TestTarget:
         assert read(path, to, "steps") == before
         assert kvcache("export", log, "--to", to, "-o", tmp_path / "new").code == 1
         assert sorted(each.name for each in tmp_path.iterdir()) == ["log", path.name]
+
+    def test_who_is_faster_keeps_the_place(self, tmp_path: Path, log: Path) -> None:
+        """What appears at the path while tables are written is not overwritten."""
+
+        def watched() -> Iterator[EventBatch]:
+            for batch in LogReader(log):
+                (tmp_path / "t").write_text("mine")
+                yield batch
+
+        for to in ("csv", "sqlite"):
+            (tmp_path / "t").unlink(missing_ok=True)
+            with pytest.raises(TargetExists) as raised:
+                export(watched(), to, tmp_path / "t")
+            assert raised.value.replaceable == (to == "sqlite")
+            assert (tmp_path / "t").read_text() == "mine"
+            assert [each.name for each in tmp_path.iterdir()] == ["t"]
 
     def test_a_place_that_is_not_there(self, kvcache: Kvcache, tmp_path: Path, log: Path) -> None:
         """A missing directory is named."""

@@ -283,12 +283,38 @@ def test_behind_lost_batches() -> None:
     }
     assert unknown == met != set()
     assert any(row.stored_by is None for row in tables["blocks"])
+    # What stands before the gap continues what is missing.
+    assert [(row.output_tokens, row.running) for row in tables["steps"][:2]] == [(0, 0), (0, len(met))]
     last = tables["steps"][-1]
     cached = [level.unreferenced for level in last.occupancy]
     assert cached == [level.unreferenced for level in manager.state.groups[0].levels]
     alive = Counter(row.level for row in tables["blocks"] if row.level is not None)
     slots = [(level, part) for level, part, _, _ in manager.state.groups[0].cached()]
     assert alive.total() <= sum(len(part) for _, part in slots)
+    manager.close()
+
+
+def test_a_block_that_came_back_unseen() -> None:
+    """What was gone, and is cached again behind lost batches, begins a life there, whose storing nobody has seen."""
+    manager = KVCacheManager(strategies.config(), wall_ns=iter(range(100, 1000, 100)).__next__)
+    assert manager.state.created is not None
+    batches: list[EventBatch | None] = [EventBatch(0, 0, (manager.state.created,))]
+    for _ in range(2):
+        manager.add_sequence("a", [1] * 5)
+        manager.store_context_blocks("a", 5)
+        manager.remove_sequence("a")
+        batches.append(manager.flush())
+        manager.add_sequence("all", [2] * 16)  # evicts it
+        batches.append(manager.flush())
+        manager.remove_sequence("all")
+    del batches[-2:]
+    manager.add_sequence("a", [1] * 5)
+    manager.store_context_blocks("a", 5)
+    batches += lossy(manager, 3, 4)
+    rows = [row for _, rows in tables_of(filter(None, batches), "blocks") for row in rows]
+    assert [(row.stored_by, row.gone_why) for row in rows] == [("a", "evicted")] * 2 + [(None, None)] * 2
+    assert [row.content for row in rows] == [1, 0, 0, 1]
+    assert {(row.stored_ts, row.last_used_ts) for row in rows[2:]} == {(600, 600)}
     manager.close()
 
 
