@@ -234,6 +234,12 @@ def test_ids_and_times_in_json(kvcache: Kvcache, tmp_path: Path, log: Path) -> N
     assert {row["level"] for row in read(path, "jsonl", "occupancy")} == {"primary", "secondary"}
 
 
+def test_what_csv_has_no_type_for(kvcache: Kvcache, tmp_path: Path, log: Path) -> None:
+    """In CSV booleans are words, and null is nothing."""
+    rows = read(exported(kvcache, log, "csv", tmp_path), "csv", "requests")
+    assert {(row["uses_extra_ids"], row["lora_name"]) for row in rows} == {("false", None)}
+
+
 def test_times_are_spelled_as_by_other_commands() -> None:
     """One time is the same text everywhere."""
     for ts in (0, 1, -1, 1767225600480000000, (1 << 63) - 1, -(1 << 63)):
