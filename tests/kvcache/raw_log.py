@@ -29,6 +29,8 @@ class RawLog:
         """By handle."""
         self.totals: Counter[str] = Counter()
         self.removed: list[tuple[int, int, int, str, int]] = []
+        self.failed = -1
+        """The last batch in which a copy failed."""
         for batch in batches:
             for event in batch.events:
                 handler = getattr(self, f"on_{type(event).__name__}", None)
@@ -115,9 +117,13 @@ class RawLog:
             life = self.cached.pop((event.group, event.level, slot))
             self.lives.append(life | {"gone": seq, "why": ("evicted", "dropped")[event.level], "level": None})
 
+    def on_TransferFailed(self, event: ev.TransferFailed, seq: int) -> None:  # noqa: N802
+        self.failed = seq
+
     def on_CacheCleared(self, event: ev.CacheCleared, seq: int) -> None:  # noqa: N802
         for group, counts in enumerate(event.removed):
             self.blank[group].update(dict(enumerate(counts)))
         self.totals["cleared"] += len(self.cached)
-        self.lives += [life | {"gone": seq, "why": "cleared", "level": None} for life in self.cached.values()]
+        why = "copy_failed" if self.failed == seq else "cleared"
+        self.lives += [life | {"gone": seq, "why": why, "level": None} for life in self.cached.values()]
         self.cached.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import pytest
 from events.errors import NotALog
 from events.log import LogReader, LogWriter
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch
+from events.types import EventBatch, StateExported
 from kvcache.audit import Log, open_log
 from kvcache.audit.opened import tables_of
 from kvcache.audit.reasons import Reason
+from kvcache.audit.rows import BlockLife
 from kvcache.errors import CapacityError
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Unreplayable, replay
@@ -24,6 +26,7 @@ from tests.cli.conftest import run_log
 from tests.conftest import RunPython
 from tests.kvcache.raw_log import Life, RawLog
 from tests.kvcache.test_replay import Traffic, config, lossy
+from tests.random_logs import random_log
 
 LEVELS = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 TWO = ("--set", "max_attention_window=64,1048576", "--set", "num_layers=2")
@@ -85,6 +88,19 @@ def told(life: Life) -> tuple[Any, ...]:
     )
 
 
+def told_by(row: BlockLife) -> tuple[Any, ...]:
+    life = (
+        row.window,
+        str(row.stored_by),
+        row.stored_seq,
+        row.priority,
+        row.reused,
+        row.offloads,
+        row.onboards,
+    )
+    return (*life, row.level, row.gone_seq, row.gone_why)
+
+
 def test_batches(log: Log, path: Path) -> None:
     """Iterating gives the batches as the log has them, as often as one likes."""
     assert list(log) == list(LogReader(path))
@@ -117,20 +133,40 @@ def test_requests_add_up(log: Log, raw: RawLog) -> None:
 def test_block_lives_are_those_of_slots(log: Log, raw: RawLog) -> None:
     """Each full block lives as what follows its slot says: stored, reused, moved, gone."""
     rows = list(log.block_lives())
-    found = Counter(
-        (
-            *(row.window, str(row.stored_by), row.stored_seq, row.priority),
-            *(row.reused, row.offloads, row.onboards, row.level, row.gone_seq, row.gone_why),
-        )
-        for row in rows
-    )
-    assert found == Counter(map(told, raw.full()))
+    assert Counter(map(told_by, rows)) == Counter(map(told, raw.full()))
     assert len({row.gone_why for row in rows}) > 1
     for row in rows:
         assert row.stored_ts <= row.last_used_ts <= (row.gone_ts or row.last_used_ts)
         assert (row.level is None) == (row.gone_seq is not None)
         assert (row.last_offloaded_ts is None) == (row.offloads == 0)
         assert (row.eviction is not None) == (row.gone_why in ("evicted", "dropped"))
+
+
+def whole_part(batches: Iterable[EventBatch]) -> Iterator[EventBatch]:
+    """Up to where a state is told anew: what follows slots knows no contents."""
+    exports = 0
+    for batch in batches:
+        exports += sum(isinstance(event, StateExported) for event in batch.events)
+        if exports > 1:
+            return
+        yield batch
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rows_of_random_logs(tmp_path: Path, seed: int) -> None:
+    """Up to three windows, images, late and failing copies, caches that are cleared: lives and blank slots agree."""
+    batches = list(whole_part(LogReader(random_log(seed, tmp_path / "log"))))
+    raw = RawLog(batches)
+    tables: dict[str, list[Any]] = {"requests": [], "blocks": [], "steps": []}
+    for name, rows in tables_of(batches, "requests", "blocks", "steps"):
+        tables[name] += rows
+    assert Counter(map(told_by, tables["blocks"])) == Counter(map(told, raw.full()))
+    for row in tables["steps"]:
+        blank = [level.blank for level in row.occupancy]
+        assert blank == [count for levels in raw.blank_after[row.seq] for count in levels]
+    admitted = [row for row in tables["requests"] if row.admission is not None]
+    assert sum(row.output_tokens for row in admitted) == raw.totals["output"]
+    assert sum(row.reused_tokens for row in admitted) == raw.totals["reused"]
 
 
 def test_equal_contents_have_equal_numbers(log: Log, raw: RawLog) -> None:
