@@ -169,6 +169,28 @@ def test_rows_of_random_logs(tmp_path: Path, seed: int) -> None:
     assert sum(row.reused_tokens for row in admitted) == raw.totals["reused"]
 
 
+@pytest.mark.parametrize("seed", range(16))
+def test_what_lives_at_the_end_of_random_logs(tmp_path: Path, seed: int) -> None:
+    """Behind lost batches and restarts, too, the lives that are not over are the full blocks of the replayed state."""
+    log = random_log(seed, tmp_path / "log")
+    found = Counter((row.window, row.level) for row in open_log(log).block_lives() if row.level is not None)
+    state = replay(log).state
+    assert state.created is not None
+    expected: Counter[tuple[int, str]] = Counter()
+    for created, group in zip(state.created.groups, state.groups, strict=True):
+        for run in group.tree.runs.values():
+            for part in group.parts(run):
+                ends_partly = bool(run.partial) and part.end == len(run.slots)
+                blocks = part.end - part.begin - ends_partly
+                expected[created.window, LEVEL_NAMES[part.level]] += blocks
+    assert found == +expected
+    rows = list(open_log(log).requests())
+    assert sum(row.outcome == "running" for row in rows) == len(state.sequences)
+    assert all(
+        sum(row.tokens_by_reason.values()) == row.prompt_tokens for row in rows if row.tokens_by_reason
+    )
+
+
 def test_equal_contents_have_equal_numbers(log: Log, raw: RawLog) -> None:
     """In one window a content has one life at a time."""
     ends: dict[tuple[int, int], list[tuple[int, float]]] = {}
