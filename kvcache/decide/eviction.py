@@ -56,7 +56,7 @@ class Evictor:
             together = False
             run = self.order.next(PRIMARY)
             assert run is not None, "counted before"
-            take = min(short, len(run.slots))
+            take = self.order.alike(run, min(short, len(run.slots)))
             room = self._room_in_secondary(run, take, handle, spares) if self._offloads else 0
             if room:
                 self._offload([(run, min(take, room))], handle)
@@ -94,7 +94,8 @@ class Evictor:
             if lower is None or not self.order.precedes(lower, run):
                 return 0
             behind = next((n for n, slot in enumerate(reversed(lower.slots)) if slot in spares), take)
-            self.remove_tail(lower, min(take, behind, len(lower.slots)), RemoveReason.CAPACITY, handle)
+            going = self.order.alike(lower, min(take, behind, len(lower.slots)), run)
+            self.remove_tail(lower, going, RemoveReason.CAPACITY, handle)
         return len(secondary.blank)
 
     def _offload(self, victims: list[tuple[Run, int]], handle: Handle | None) -> None:

@@ -38,6 +38,12 @@ class EvictionOrder(Watcher, ABC):
         one whose turn comes only when these are gone.
         """
 
+    def alike(self, run: Run, count: int, other: Run | None = None) -> int:
+        """How many of the last `count` blocks of the next run go before any other run's, and before `other`: all of
+        them, unless an order tells the blocks of a run apart.
+        """
+        return count
+
     @abstractmethod
     def precedes(self, run: Run, other: Run) -> bool:
         """Whether a run, perhaps of another level, goes before the other, or neither before the other."""
