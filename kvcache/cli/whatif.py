@@ -1,0 +1,198 @@
+"""``kvcache whatif``: the requests of a log under other settings and other orders of eviction, beside what happened."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from kvcache.cli import logs
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, share
+from kvcache.cli.parser import positive
+from kvcache.cli.process import StopSignals
+from kvcache.cli.progress import progress
+from kvcache.cli.settings import parse_sets
+from kvcache.errors import UsageError
+from kvcache.settings.sources import look_up
+from kvcache.whatif.comparison import Row, compared, with_bounds
+from kvcache.whatif.policies.registry import BOUND, policy
+from kvcache.whatif.tally import Tally
+from kvcache.whatif.trial import Outcome, Trial, first_config
+from kvcache.whatif.workers import Stopped, play_side_by_side
+
+_EPILOG = """\
+Every combination of the values and policies is played: kvcache whatif LOG --set primary_blocks=1000,2000
+--set secondary_blocks=0,4000 --policy lru,levels plays eight. One number per window stands in brackets:
+--set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
+tokens: max_tokens gives room in tokens. Under the log's own settings and lru, exactly what was recorded happens again.
+
+Policies: lru, as the cache has it; levels and lfu, which count uses; belady and returns, which know the prompts to
+come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
+windows with full attention.
+"""
+_MOST = 256
+"""Combinations that are played at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Play the requests of a log again under other settings and other orders of eviction."
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add("log", type=Path, metavar="LOG", help="a log directory, with tokens")
+    add(
+        "--set",
+        metavar="FIELD=VALUE,...",
+        action="append",
+        default=[],
+        dest="sets",
+        help="a setting and the values to try, as in primary_blocks=1000,2000",
+    )
+    add(
+        "--policy",
+        metavar="NAME,...",
+        action="append",
+        default=[],
+        dest="policies",
+        help="orders of eviction (lru)",
+    )
+    add("--no-bound", action="store_true", help=f"do not play {BOUND}, too, to compare the others with")
+    add("--jobs", type=positive, metavar="N", help="processes beside each other (as many as there are cores)")
+    add("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Play, compare, print."""
+    axes = [alternatives(text) for text in args.sets]
+    trials = combinations(axes, _policies(args.policies))
+    config = first_config(args.log)
+    for trial in trials:
+        trial.settings(config)  # what is wrong with settings should be known before a long log is played
+    played = trials if args.no_bound else with_bounds(trials)
+    with StopSignals() as stop:
+        try:
+            outcomes = _play(args, out, stop, played)
+        except Stopped:
+            return stop.exit_code
+    rows = compared(played, outcomes, len(trials))
+    if args.json:
+        out.json(
+            {
+                "log": str(args.log),
+                "recorded": rows[0].to_json(),
+                "trials": [row.to_json() for row in rows[1:]],
+            }
+        )
+    else:
+        _show(args.log, rows, [axis[0][0] for axis in axes], out)
+    return 0
+
+
+def _play(args: argparse.Namespace, out: Output, stop: StopSignals, trials: Sequence[Trial]) -> list[Outcome]:
+    # What a cache warns of when it is made would be told again for each.
+    prepare = partial(logs.configure, as_json=args.log_json, verbose=False, quiet=True)
+    prepare()
+    with progress("playing batches", None, shown=not out.quiet) as update:
+        return play_side_by_side(
+            args.log,
+            trials,
+            args.jobs or os.cpu_count() or 1,
+            stop=stop.is_set,
+            progress=update,
+            prepare=prepare,
+        )
+
+
+# -- what to play
+
+
+def alternatives(text: str) -> list[tuple[str, str]]:
+    """The values of one ``--set``, each with its field; commas inside brackets belong to a value."""
+    name, equals, values = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"--set {text}: write FIELD=VALUE,VALUE, as in --set primary_blocks=1000,2000")
+    found, depth = [""], 0
+    for letter in values:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [(name, value.strip()) for value in found]
+
+
+def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[str]) -> list[Trial]:
+    """A trial for each choice of a value from each axis, and each policy. Raises `UsageError` if these are too many."""
+    names = [axis[0][0] for axis in axes]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(
+                f"--set {name} is given twice: write all its values once, with commas between them"
+            )
+    chosen = [parse_sets([f"{name}={value}" for name, value in choice]) for choice in product(*axes)]
+    trials = [Trial(sets, name) for sets in chosen for name in policies]
+    if len(trials) > _MOST:
+        raise UsageError(f"that makes {len(trials):,} combinations: choose {_MOST} of them at most")
+    return trials
+
+
+def _policies(given: Sequence[str]) -> list[str]:
+    """The policies to play, each once; raises `UnknownPolicy`."""
+    names = [name.strip() for text in given for name in text.split(",")] or ["lru"]
+    for name in names:
+        policy(name)
+    return list(dict.fromkeys(names))
+
+
+# -- what came out
+
+_NUMBERS: dict[str, Callable[[Tally], int]] = {
+    "computed": lambda tally: tally.computed_tokens,
+    "secondary": lambda tally: tally.reused_secondary,
+    "waited": lambda tally: tally.waited,
+    "preempted": lambda tally: tally.preempted,
+    "not served": lambda tally: tally.too_long + tally.cut_short + tally.unserved,
+    "offloaded": lambda tally: tally.offloaded_blocks,
+    "onboarded": lambda tally: tally.onboarded_blocks,
+    "dropped": lambda tally: tally.removed_primary + tally.removed_secondary,
+}
+"""Columns of which those are shown that have something in them."""
+
+
+def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) -> None:
+    then = rows[0].outcome.tally
+    out.heading(
+        f"{printable(str(log))}: {count(then.requests, 'request')}, {count(then.prompt_tokens, 'prompt token')}"
+    )
+    shown = [name for name, of in _NUMBERS.items() if any(of(row.outcome.tally) for row in rows)]
+    bounded = any(row.of_bound is not None for row in rows)
+    columns = ["", *fields, "reused", "hit rate", *([f"of {BOUND}"] * bounded), *shown]
+    cells = [
+        [
+            "recorded" if row.trial is None else row.trial.policy,
+            *(_setting(row, name) for name in fields),
+            f"{row.outcome.tally.reused_tokens:,}",
+            share(row.hit_rate),
+            *([_part(row)] * bounded),
+            *(f"{_NUMBERS[name](row.outcome.tally):,}" for name in shown),
+        ]
+        for row in rows
+    ]
+    out.table(columns, cells, right=columns[1:])
+    out.line()
+    out.line("reused, computed, secondary: tokens of prompts; offloaded, onboarded, dropped: blocks")
+
+
+def _setting(row: Row, name: str) -> str:
+    value = look_up(row.outcome.config.model_dump(), name)
+    if isinstance(value, tuple):
+        return "[" + ",".join(map(str, value)) + "]"
+    return "-" if value is None else str(value)
+
+
+def _part(row: Row) -> str:
+    return "-" if row.of_bound is None else share(row.of_bound)

@@ -1,0 +1,1 @@
+"""The recorded requests again, under other settings and other orders of eviction."""

@@ -1,0 +1,149 @@
+"""What an engine asked of a cache, as calls that can be made again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.tokens.rich import RichTokens
+from events.types import AnyEvent, Namespace
+from kvcache.config import KVCacheConfig
+from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import Request, namespace_of
+from kvcache.inputs.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a request gave when it was admitted."""
+
+    handle: int
+    """Its number in the log, which is never used twice there: the request's id in what is played again."""
+    namespace: Namespace
+    content: RichTokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.content)
+
+    @property
+    def played_namespace(self) -> Namespace:
+        """The namespace of the request when it is played. A log knows salts by their digests only, so a digest's digits
+        stand for the salt: what was shared is shared.
+        """
+        mine = self.namespace
+        return namespace_of(mine.lora_id, mine.lora_name, self._salt, mine.uses_extra_ids)
+
+    @property
+    def _salt(self) -> str | None:
+        return None if self.namespace.salt_digest is None else self.namespace.salt_digest.hex()
+
+    def request(self, tokens: Tokens | None = None) -> Request:
+        """The request for a manager. `tokens` are those of the sequence if it has grown since."""
+        content, namespace = self.content, self.namespace
+        tokens = memoryview(content.tokens).cast("i") if tokens is None else tokens
+        items = [
+            MultimodalItem(item.digest, item.begin, item.end - item.begin, item.uuid)
+            for item in content.items
+        ]
+        extra_ids = None
+        if namespace.uses_extra_ids:
+            sampled = len(tokens) - self.num_tokens
+            extra_ids = [*content.extra_ids_at(0, self.num_tokens).tolist(), *[0] * sampled]
+        return Request(
+            self.handle, tokens, namespace.lora_id, namespace.lora_name, self._salt, items, extra_ids
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """A manager was made."""
+
+    config: KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """One call of `add_sequences`, which admitted all of these."""
+
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """`store_context_blocks`."""
+
+    handle: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """`add_tokens`."""
+
+    handles: tuple[int, ...]
+    counts: tuple[int, ...] | None
+    """None: one token each."""
+    tokens: memoryview
+    """int32."""
+
+    @classmethod
+    def of(cls, parts: list[tuple[int, memoryview]]) -> Append:
+        """The tokens of several sequences in one call."""
+        tokens = memoryview(b"".join(part for _, part in parts)).cast("i")
+        return cls(tuple(handle for handle, _ in parts), tuple(len(part) for _, part in parts), tokens)
+
+    def without(self, handle: int) -> Append:
+        """The call without one sequence."""
+        return Append.of([part for part in self.parts() if part[0] != handle])
+
+    def parts(self) -> list[tuple[int, memoryview]]:
+        """The tokens of each sequence."""
+        found, start = [], 0
+        for index, handle in enumerate(self.handles):
+            stop = start + (1 if self.counts is None else self.counts[index])
+            found.append((handle, self.tokens[start:stop]))
+            start = stop
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prioritize:
+    """`set_priority`, of the blocks whose priority it changed."""
+
+    handle: int
+    priority: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """`remove_sequence`."""
+
+    handle: int
+    store: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """`clear`; also what the cache did when a copy failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """`poll`, or the end of a step: copies have landed."""
+
+
+Command = Create | Admit | Compute | Append | Prioritize | Remove | Clear | Poll
+OfOne = Compute | Prioritize | Remove
+"""Commands about one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBatch:
+    """A batch of a log, and the commands that made it. A command never makes more than one batch."""
+
+    seq: int
+    events: tuple[AnyEvent, ...]
+    commands: tuple[Command, ...]

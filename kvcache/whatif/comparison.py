@@ -1,0 +1,82 @@
+"""What was recorded beside what would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcache.whatif.policies.registry import BOUND
+from kvcache.whatif.trial import Outcome, Trial
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination, or what was recorded."""
+
+    trial: Trial | None
+    """None: it was recorded."""
+    outcome: Outcome
+    of_bound: float | None
+    """Its reused tokens, as a part of those of the bound with the same settings; None: that reused none, or was not
+    played."""
+
+    @property
+    def hit_rate(self) -> float:
+        """The reused part of the prompt tokens, from 0 to 1."""
+        tally = self.outcome.tally
+        return tally.reused_tokens / tally.prompt_tokens if tally.prompt_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, and the settings of the last cache."""
+        tally = self.outcome.tally
+        return {
+            "policy": None if self.trial is None else self.trial.policy,
+            "requests": tally.requests,
+            "prompt_tokens": tally.prompt_tokens,
+            "reused_tokens": tally.reused_tokens,
+            "reused_tokens_primary": tally.reused_primary,
+            "reused_tokens_secondary": tally.reused_secondary,
+            "reused_tokens_partial": tally.reused_partial,
+            "hit_rate": self.hit_rate,
+            "of_bound": self.of_bound,
+            "computed_tokens": tally.computed_tokens,
+            "recomputed_tokens": tally.recomputed_tokens,
+            "waited": tally.waited,
+            "waited_batches": tally.waited_batches,
+            "preempted": tally.preempted,
+            "cut_short": tally.cut_short,
+            "too_long": tally.too_long,
+            "unserved": tally.unserved,
+            "blocks_offloaded": tally.offloaded_blocks,
+            "blocks_onboarded": tally.onboarded_blocks,
+            "blocks_removed_primary": tally.removed_primary,
+            "blocks_removed_secondary": tally.removed_secondary,
+            "config": self.outcome.config.model_dump(mode="json"),
+        }
+
+
+def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, and behind them those that they are compared with, as far as these are not among them."""
+    return [*trials, *{repr(bound): bound for bound in _bounds(trials) if bound not in trials}.values()]
+
+
+def _bounds(trials: Sequence[Trial]) -> list[Trial]:
+    return [Trial(trial.sets, BOUND) for trial in trials]
+
+
+def compared(trials: Sequence[Trial], outcomes: Sequence[Outcome], shown: int) -> list[Row]:
+    """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
+    then, *played = outcomes
+    bounds = {
+        outcome.config.model_dump_json(): outcome.tally.reused_tokens
+        for trial, outcome in zip(trials, played, strict=True)
+        if trial.policy == BOUND
+    }
+    rows: list[tuple[Trial | None, Outcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
+    return [Row(trial, outcome, _part(outcome, bounds)) for trial, outcome in rows]
+
+
+def _part(outcome: Outcome, bounds: dict[str, int]) -> float | None:
+    bound = bounds.get(outcome.config.model_dump_json())
+    return outcome.tally.reused_tokens / bound if bound else None

@@ -1,0 +1,77 @@
+"""Requests that are played again: those that are on time, those that are late, and those that wait."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import deque
+
+from kvcache.inputs.requests import Request
+from kvcache.whatif.commands import Append, OfOne, Prompt
+
+Step = OfOne | Append
+"""A command about one sequence."""
+
+
+class Played:
+    """One request, its recorded steps that are still to be done, and how far it is behind."""
+
+    __slots__ = ("delay", "preempted", "prompt", "sampled", "steps", "stopped_at")
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt = prompt
+        self.steps: deque[tuple[int, Step]] = deque()
+        """With the batch in which each was recorded."""
+        self.delay = 0
+        """Batches by which its steps come later than recorded."""
+        self.stopped_at = 0
+        """The batch in which it began to wait last."""
+        self.sampled = array("i")
+        """What a preempted one had sampled when it was removed."""
+        self.preempted = False
+
+    @property
+    def handle(self) -> int:
+        """Its number in the log, and its id in the manager."""
+        return self.prompt.handle
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with which it is admitted."""
+        return self.prompt.num_tokens + len(self.sampled)
+
+    def request(self) -> Request:
+        """For the manager."""
+        if not self.sampled:
+            return self.prompt.request()
+        return self.prompt.request(array("i", self.prompt.content.tokens) + self.sampled)
+
+    def is_due(self, now: int) -> bool:
+        """Whether its next step is to be done in this batch."""
+        return bool(self.steps) and self.steps[0][0] + self.delay <= now
+
+
+class Line:
+    """Who waits for admission, in the order in which the log has them admitted."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Played] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def join(self, request: Played, now: int) -> None:
+        """Begin to wait."""
+        request.stopped_at = now
+        insort(self._waiting, request, key=lambda each: each.handle)
+
+    @property
+    def first(self) -> Played:
+        """Who is to be admitted next."""
+        return self._waiting[0]
+
+    def leave(self, now: int) -> Played:
+        """The first one was admitted at the end of a batch: it goes on in the next one."""
+        request = self._waiting.pop(0)
+        request.delay += now + 1 - request.stopped_at
+        return request

@@ -1,0 +1,111 @@
+"""What became of the requests: counted from events, those of a log and those of a manager alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.packed import SLOT_BYTES
+from events.types import (
+    PRIMARY,
+    AdmissionRefused,
+    AnyEvent,
+    BlocksMoved,
+    BlocksRemoved,
+    Event,
+    MoveReason,
+    RemoveReason,
+    SequenceAdded,
+)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Blocks are counted over all attention windows."""
+
+    requests: int = 0
+    """Admitted."""
+    prompt_tokens: int = 0
+    """Of all admitted."""
+    reused_primary: int = 0
+    """Prompt tokens in full blocks that lay in primary in all windows."""
+    reused_secondary: int = 0
+    """Those that some window had to bring back from secondary."""
+    reused_partial: int = 0
+    """Tokens copied from a block of which only the start matched."""
+    waited: int = 0
+    """Requests that did not fit when the log had them admitted; as recorded, refusals that the log notes."""
+    waited_batches: int = 0
+    """How many batches later they were admitted, over all of them."""
+    preempted: int = 0
+    """How often a running request was removed because there was no block for a sampled token."""
+    recomputed_tokens: int = 0
+    """Tokens that preempted requests had to compute again."""
+    cut_short: int = 0
+    """Requests that were ended before their end, since they alone were larger than the cache."""
+    too_long: int = 0
+    """Requests whose prompt is larger than the cache."""
+    unserved: int = 0
+    """Requests that still waited when nothing was left that would end."""
+    offloaded_blocks: int = 0
+    """Evicted from primary, kept in secondary."""
+    onboarded_blocks: int = 0
+    """Brought back from secondary."""
+    removed_primary: int = 0
+    """Blocks evicted from primary for good."""
+    removed_secondary: int = 0
+    """Blocks evicted from secondary."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that needed no computing."""
+        return self.reused_primary + self.reused_secondary + self.reused_partial
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were computed, and what was computed again."""
+        return self.prompt_tokens - self.reused_tokens + self.recomputed_tokens
+
+    def count(self, event: AnyEvent | Event) -> None:
+        """Follow any event of a log."""
+        if isinstance(event, SequenceAdded):
+            self.admitted(event)
+        elif isinstance(event, AdmissionRefused):
+            self.waited += 1
+        else:
+            self.follow(event)
+
+    def follow(self, event: AnyEvent | Event) -> None:
+        """Follow what happens to blocks."""
+        if isinstance(event, BlocksMoved):
+            self._moved(event)
+        elif isinstance(event, BlocksRemoved):
+            self._removed(event)
+
+    def admitted(self, event: SequenceAdded) -> None:
+        """A request came in for the first time."""
+        secondary = max(event.reused_secondary)
+        self.requests += 1
+        self.prompt_tokens += event.num_tokens
+        self.reused_primary += event.reused - event.reused_partial - secondary
+        self.reused_secondary += secondary
+        self.reused_partial += event.reused_partial
+
+    def admitted_again(self, event: SequenceAdded) -> None:
+        """A preempted request came in again."""
+        self.recomputed_tokens += event.num_tokens - event.reused
+
+    def _moved(self, event: BlocksMoved) -> None:
+        blocks = len(event.from_slots) // SLOT_BYTES
+        if event.why == MoveReason.OFFLOAD:
+            self.offloaded_blocks += blocks
+        elif event.why == MoveReason.ONBOARD:
+            self.onboarded_blocks += blocks
+
+    def _removed(self, event: BlocksRemoved) -> None:
+        if event.why in (RemoveReason.SUPERSEDED, RemoveReason.CLEARED):
+            return
+        blocks = len(event.slots) // SLOT_BYTES
+        if event.level == PRIMARY:
+            self.removed_primary += blocks
+        else:
+            self.removed_secondary += blocks

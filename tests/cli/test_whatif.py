@@ -1,0 +1,219 @@
+"""`kvcache whatif`: the table beside what happened, its choices, and its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.log import LogReader
+from events.types import SequenceAdded
+from kvcache.cli.whatif import alternatives, combinations
+from kvcache.errors import UsageError
+from tests.cli.conftest import Kvcache, Start, run_log
+from tests.conftest import RunPython
+
+COUNTED = (
+    "requests",
+    "prompt_tokens",
+    "reused_tokens",
+    "computed_tokens",
+    "blocks_offloaded",
+    "blocks_onboarded",
+)
+
+
+def found(done: Any) -> dict[str, Any]:
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+class TestResult:
+    """What comes out."""
+
+    def test_nothing_changed_is_what_happened(self, kvcache: Kvcache, log: Path) -> None:
+        """Without options the recorded numbers come out again, and they are those of the log's own events."""
+        done = found(kvcache("whatif", log, "--jobs", 1, "--json"))
+        then, [again] = done["recorded"], done["trials"]
+        assert (then.pop("policy"), again.pop("policy")) == (None, "lru")
+        assert again == then
+        added = [
+            event for batch in LogReader(log) for event in batch.events if isinstance(event, SequenceAdded)
+        ]
+        assert then["requests"] == len(added)
+        assert then["reused_tokens"] == sum(event.reused for event in added)
+        assert 0 < then["of_bound"] <= 1
+
+    def test_more_room_reuses_more(self, kvcache: Kvcache, log: Path) -> None:
+        """Each combination is there, in order, with its settings; the largest cache reuses all that comes again."""
+        sizes = ("--set", "primary_blocks=70,120,2000", "--set", "secondary_blocks=0, 50")
+        done = found(
+            kvcache("whatif", log, *sizes, "--policy", "lru,levels", "--no-bound", "--jobs", 1, "--json")
+        )
+        trials = done["trials"]
+        chosen = [
+            (each["config"]["primary_blocks"], each["config"]["secondary_blocks"]) for each in trials[::2]
+        ]
+        assert chosen == [(70, 0), (70, 50), (120, 0), (120, 50), (2000, 0), (2000, 50)]
+        assert [each["policy"] for each in trials] == ["lru", "levels"] * 6
+        reused = [each["reused_tokens"] for each in trials[::2]]
+        assert reused[0] < reused[1] < reused[3] < reused[4] == reused[5]
+        assert {each["of_bound"] for each in trials} == {None}
+
+    def test_table(self, kvcache: Kvcache, log: Path) -> None:
+        """A row for what was recorded, then one for each combination, with what was set."""
+        done = kvcache("whatif", log, "--set", "primary_blocks=120,80", "--policy", "lru,belady", "--jobs", 1)
+        lines = [line.split() for line in done.out.splitlines()]
+        assert lines[1][:5] == ["primary_blocks", "reused", "hit", "rate", "of"]
+        assert [line[:2] for line in lines[2:7]] == [
+            ["recorded", "120"],
+            ["lru", "120"],
+            ["belady", "120"],
+            ["lru", "80"],
+            ["belady", "80"],
+        ]
+        assert lines[2][2:] == lines[3][2:]
+        assert lines[4][5:7] == ["100.0", "%"]
+
+    def test_processes_find_the_same(self, kvcache: Kvcache, log: Path) -> None:
+        """Trials divided over processes come out in the order in which they were asked for."""
+        args = ("whatif", log, "--set", "tokens_per_block=8,16,32", "--policy", "lfu,returns", "--json")
+        assert found(kvcache(*args, "--jobs", 3)) == found(kvcache(*args, "--jobs", 1))
+
+
+@pytest.mark.parametrize("size", ["8", "16"])
+def test_every_policy_plays_chats(kvcache: Kvcache, log: Path, size: str) -> None:
+    """Prefixes that branch, with a secondary level that is too small: nothing comes out above the bound."""
+    sets = (
+        "--set",
+        f"tokens_per_block={size}",
+        "--set",
+        "primary_blocks=140",
+        "--set",
+        "secondary_blocks=0,40",
+    )
+    policies = "lru,levels,lfu,returns,belady"
+    done = found(kvcache("whatif", log, *sets, "--policy", policies, "--jobs", 1, "--json"))
+    assert len(done["trials"]) == 10
+    assert all(0.5 < each["of_bound"] < 1.02 for each in done["trials"])
+
+
+class TestChoice:
+    """What is to be played."""
+
+    def test_commas_inside_brackets(self) -> None:
+        """A number per window stands in brackets."""
+        assert alternatives("primary_blocks=[5,6], 7") == [
+            ("primary_blocks", "[5,6]"),
+            ("primary_blocks", "7"),
+        ]
+
+    def test_every_combination(self) -> None:
+        """The last axis changes first, and policies before it."""
+        trials = combinations([alternatives("a=1,2"), alternatives("log.b=x,y")], ["p", "q"])
+        assert len(trials) == 8
+        assert [(trial.sets["a"], trial.sets["log"]["b"], trial.policy) for trial in trials[:3]] == [
+            ("1", "x", "p"),
+            ("1", "x", "q"),
+            ("1", "y", "p"),
+        ]
+
+    def test_too_many(self) -> None:
+        """A slip that would take days is refused."""
+        axis = alternatives("primary_blocks=" + ",".join(map(str, range(1, 258))))
+        with pytest.raises(UsageError, match="257 combinations: choose 256"):
+            combinations([axis], ["lru"])
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--set", "primary_blocks"], "--set primary_blocks: write FIELD=VALUE,VALUE"),
+            (
+                ["--set", "primary_blocks=1", "--set", "primary_blocks=2"],
+                "--set primary_blocks is given twice",
+            ),
+            (["--set", "primary_blocks=100,x"], "primary_blocks: given 'x'; accepted: an integer from 1"),
+            (["--set", "primary_block=100"], "primary_block: no such field; did you mean primary_blocks?"),
+            (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, returns, belady"),
+        ],
+    )
+    def test_what_is_wrong_is_told_first(
+        self, kvcache: Kvcache, log: Path, options: list[str], message: str
+    ) -> None:
+        """A wrong value among right ones is refused before anything is played."""
+        done = kvcache("whatif", log, *options)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
+
+    def test_a_log_without_tokens(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """It is refused with what would help."""
+        log = run_log(tmp_path / "log", "--set", "log.record_tokens=false", "--limit", 3)
+        done = kvcache("whatif", log)
+        assert (done.code, done.out) == (2, "")
+        assert (
+            "cannot be played again: it records no tokens. Write it with log.record_tokens=true" in done.err
+        )
+
+
+ORDER = """
+from kvcache.decide.eviction_order import LeastRecentlyUsed
+
+class Mine(LeastRecentlyUsed):
+    def key(self, run):
+        return (run.priority, -run.released_at, -run.end)
+"""
+
+
+def test_an_order_of_ones_own(tmp_path: Path, log: Path, run_python: RunPython) -> None:
+    """An order of another package is found by its entry point, also in the processes beside this one."""
+    site = tmp_path / "site"
+    info = site / "mine-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "mine.py").write_text(ORDER)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[kvcache.eviction_orders]\nmru = mine:Mine\nnone = mine:ORDER\n")
+    code = (
+        "import sys\nfrom kvcache.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))\n"
+    )
+    (tmp_path / "play.py").write_text(code)
+    call = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(tmp_path / 'play.py')!r}, *ARGS]))"
+    args = ["whatif", str(log), "--policy", "lru,mru", "--no-bound", "--jobs", "2", "--json"]
+    done = run_python(call.replace("ARGS", repr(args)), path=[site])
+    assert done.returncode == 0, done.stderr
+    lru, mru = json.loads(done.stdout)["trials"]
+    assert (lru["policy"], mru["policy"]) == ("lru", "mru")
+    assert mru["reused_tokens"] < lru["reused_tokens"]
+    done = run_python(call.replace("ARGS", repr([*args[:3], "none"])), path=[site])
+    assert "policy 'none': mine:ORDER provides it but cannot be imported" in done.stderr
+
+
+def is_running(group: int) -> bool:
+    """Whether a group has processes."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ctrl_c_ends_all_processes(start: Start, tmp_path: Path) -> None:
+    """Ctrl-C in the middle leaves no result, no traceback and no process."""
+    log = run_log(tmp_path / "log", "--primary-blocks", 120)
+    sizes = ",".join(map(str, range(60, 180)))
+    process = start("whatif", log, "--set", f"primary_blocks={sizes}", "--jobs", 2, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 30
+    while len(children.read_text().split()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+    while is_running(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

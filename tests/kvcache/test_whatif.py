@@ -1,0 +1,477 @@
+"""Recorded requests played again: exactly as it was under the log's own settings, evidently under others."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events import types as ev
+from events.log import LogWriter
+from events.tokens.rich import RichTokens
+from kvcache.config import KVCacheConfig, LogConfig
+from kvcache.errors import ConfigError, OutOfBlocks, PromptTooLong
+from kvcache.manager import KVCacheManager
+from kvcache.whatif.commands import Compute, Prompt, Remove
+from kvcache.whatif.playback import Playback
+from kvcache.whatif.policies.registry import known_policies
+from kvcache.whatif.recorded import Unplayable, prompts, recorded
+from kvcache.whatif.requests import Line, Played
+from kvcache.whatif.tally import Tally
+from kvcache.whatif.trial import Trial, play, playback_of
+from tests import strategies
+
+IMAGES = (b"\x11" * 32, b"\x22" * 32)
+
+
+class Program:
+    """A random engine, which does whatever an engine may do."""
+
+    def __init__(self, manager: KVCacheManager, seed: int) -> None:
+        self._manager, self._rng = manager, random.Random(seed)
+        self._running: list[int] = []
+        self._next = 0
+        self._prompts: list[tuple[Any, list[Any]]] = []
+
+    def run(self, steps: int) -> None:
+        calls = [self._add] * 4 + [self._compute] * 4 + [self._append] * 4 + [self._remove] * 3
+        calls += [self._prioritize, self._flush, self._flush]
+        for _ in range(steps):
+            self._rng.choice(calls)()
+            if self._rng.random() < 0.02:
+                self._manager.clear()
+            if self._rng.random() < 0.1:
+                self._manager.poll()
+        self._flush()
+
+    def _prompt(self) -> tuple[Any, list[Any]]:
+        rng = self._rng
+        if self._prompts and rng.random() < 0.7:
+            space, before = rng.choice(self._prompts)
+            kept = before[: rng.randrange(len(before) + 1)]
+        else:
+            space, kept = (
+                rng.choice((strategies.NAMESPACES[0],) * 5 + (*strategies.NAMESPACES, strategies.EXTRA)),
+                [],
+            )
+        more: list[Any] = [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+        if rng.random() < 0.2:
+            digest = rng.choice(IMAGES)
+            more += [(7, 0, digest, offset) for offset in range(rng.randrange(1, 5))]
+        prompt = (space, [*kept, *more][: strategies.LIMIT - 2])
+        self._prompts.append(prompt)
+        return prompt
+
+    def _add(self) -> None:
+        requests = []
+        for _ in range(self._rng.choice([1, 1, 2, 3])):
+            self._next += 1
+            requests.append(strategies.request(self._next, *self._prompt()))
+        try:
+            self._manager.add_sequences(requests)
+        except (OutOfBlocks, PromptTooLong):
+            return
+        self._running += [int(request.request_id) for request in requests]
+
+    def _length(self, request_id: int) -> int:
+        state = self._manager.state
+        return state.sequences[state.handles[request_id]].num_tokens
+
+    def _compute(self) -> None:
+        if self._running:
+            request_id = self._rng.choice(self._running)
+            self._manager.store_context_blocks(request_id, self._rng.randint(0, self._length(request_id)))
+
+    def _append(self) -> None:
+        chosen = [each for each in self._running if self._rng.random() < 0.7]
+        counts = [self._rng.randint(1, 3) for _ in chosen] if self._rng.random() < 0.3 else None
+        tokens = [self._rng.randrange(3) for _ in range(len(chosen) if counts is None else sum(counts))]
+        try:
+            self._manager.add_tokens(chosen, tokens, counts)
+        except (OutOfBlocks, PromptTooLong):
+            self._remove()
+
+    def _remove(self) -> None:
+        if self._running:
+            request_id = self._running.pop(self._rng.randrange(len(self._running)))
+            self._manager.remove_sequence(request_id, store=self._rng.random() < 0.7)
+
+    def _prioritize(self) -> None:
+        if self._running:
+            start = self._rng.randrange(10)
+            stop = start + self._rng.randrange(10)
+            priority = self._rng.choice([0, 20, 80])
+            self._manager.set_priority(self._rng.choice(self._running), priority, start=start, stop=stop)
+
+    def _flush(self) -> None:
+        self._manager.flush()
+
+
+def told(event: Any) -> Any:
+    """What must be the same: everything but names, and the numbers of requests."""
+    match event:
+        case ev.SequenceAdded():
+            reused = (event.reused, event.reused_primary, event.reused_secondary, event.reused_partial)
+            return "added", event.tokens, *reused
+        case ev.BlocksMoved():
+            return "moved", event.group, event.from_level, event.from_slots, event.to_slots, event.why
+        case ev.BlocksRemoved():
+            return "removed", event.group, event.level, event.slots, event.why
+        case ev.BlocksAllocated():
+            return "allocated", event.group, event.slots, event.why
+        case ev.SequenceRemoved():
+            return "ended", event.stored, event.freed, event.num_tokens, event.computed
+    return None
+
+
+def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
+    """What was told and counted then, and what is now."""
+    then: list[Any] = []
+    now: list[Any] = []
+    tally = Tally()
+    playback = Playback(hear=lambda event: now.append(told(event)))
+    for batch in recorded(log):
+        then += map(told, batch.events)
+        for event in batch.events:
+            tally.count(event)
+        playback.play(batch)
+    again = playback.finish()
+    return [each for each in then if each], [each for each in now if each], tally, again
+
+
+@settings(max_examples=150)
+@given(strategies.configs(), st.integers(0, 10**9))
+def test_random_logs_play_again_as_they_were(config: KVCacheConfig, seed: int) -> None:
+    """Under a log's own settings each request reuses what it did, and the same blocks are evicted in the same order."""
+    with TemporaryDirectory() as parent:
+        log = strategies.log_directory(parent)
+        with KVCacheManager(config, log=log) as manager:
+            Program(manager, seed).run(80)
+        then, now, counted, tally = play_again(log)
+    assert now == then
+    counted.waited = 0  # requests that were refused and never admitted have left no tokens
+    assert tally == counted
+
+
+def log_of(parent: Path, config: KVCacheConfig, program: Any) -> Path:
+    """The log of what a program does with a manager."""
+    with KVCacheManager(config, log=parent / "log") as manager:
+        program(manager)
+    return parent / "log"
+
+
+def play_one(log: Path, policy: str = "lru", **sets: Any) -> Tally:
+    """What one combination counts."""
+    return play(log, [Trial(sets, policy)])[1].tally
+
+
+def serve(manager: KVCacheManager, request_id: Any, prompt: list[int], outputs: int = 0) -> None:
+    """One request from its beginning to its end, a batch for each step."""
+    manager.add_sequence(request_id, prompt)
+    manager.store_context_blocks(request_id, len(prompt))
+    manager.flush()
+    for number in range(outputs):
+        manager.add_tokens([request_id], [number])
+        manager.flush()
+    manager.remove_sequence(request_id)
+    manager.flush()
+
+
+class TestCommands:
+    """What is read off events that do not name the command."""
+
+    def test_an_end_that_stores_nothing(self, tmp_path: Path) -> None:
+        """Whether the end of a request stored what was left is known by what is not stored."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number, store in enumerate((True, False, True)):
+                manager.add_sequence(number, [number] * 7)
+                manager.store_context_blocks(number, 7)
+                manager.remove_sequence(number, store=store)
+                manager.flush()
+
+        log = log_of(tmp_path, strategies.config(), program)
+        commands = [command for batch in recorded(log) for command in batch.commands]
+        assert [each.store for each in commands if isinstance(each, Remove)] == [True, False, True]
+
+    def test_what_is_stored_again_behind_a_clear(self, tmp_path: Path) -> None:
+        """A call that had nothing new computed to tell is found by the blocks that it stored."""
+
+        def program(manager: KVCacheManager) -> None:
+            manager.add_sequence("a", [1] * 6)
+            manager.store_context_blocks("a", 6)
+            manager.clear()
+            manager.store_context_blocks("a", 4)
+            manager.flush()
+
+        log = log_of(tmp_path, strategies.config(), program)
+        commands = [command for batch in recorded(log) for command in batch.commands]
+        assert [each.num_tokens for each in commands if isinstance(each, Compute)] == [6, 6]
+        then, now, *_ = play_again(log)
+        assert now == then
+
+    def test_every_call_is_read_once(self, tmp_path: Path) -> None:
+        """What the end of a request stores is no call of its own."""
+
+        def program(manager: KVCacheManager) -> None:
+            manager.add_sequence("a", [1, 1, 1])
+            manager.store_context_blocks("a", 3)
+            manager.add_tokens(["a"], [2])
+            manager.remove_sequence("a")
+            manager.clear()
+
+        log = log_of(tmp_path, strategies.config(), program)
+        commands = [type(command).__name__ for batch in recorded(log) for command in batch.commands]
+        assert commands == ["Create", "Admit", "Compute", "Append", "Remove", "Clear"]
+
+    def test_a_log_without_tokens(self, tmp_path: Path) -> None:
+        """It cannot be played, and says what to do."""
+        config = strategies.config(log=LogConfig(record_tokens=False, fsync="never"))
+        log = log_of(tmp_path, config, lambda manager: serve(manager, 1, [1, 2, 3]))
+        for read in (recorded, prompts):
+            with pytest.raises(Unplayable, match=r"records no tokens.*log\.record_tokens=true"):
+                list(read(log))
+
+    def test_a_log_that_begins_with_a_state(self, tmp_path: Path) -> None:
+        """Nothing tells how what was cached at its beginning came there."""
+        with KVCacheManager(strategies.config()) as first:
+            serve(first, 1, [1] * 8)
+            state = first.state
+            with KVCacheManager.resume(state, log=tmp_path / "log") as manager:
+                serve(manager, 2, [1] * 8)
+        with pytest.raises(Unplayable, match="holds something already"):
+            list(recorded(tmp_path / "log"))
+
+    def test_epochs_begin_empty(self, tmp_path: Path) -> None:
+        """A process that began anew had nothing cached, and has nothing when it is played."""
+        for resume in (False, True):
+            writer = LogWriter(tmp_path / "log", fsync="never", resume=resume)
+            with KVCacheManager(strategies.config(), log=writer) as manager:
+                serve(manager, "same", [1] * 8)
+                serve(manager, "again", [1] * 8)
+        then, now, counted, tally = play_again(tmp_path / "log")
+        assert now == then
+        assert tally.requests == counted.requests == 4
+        assert tally.reused_tokens == 2 * 7
+
+
+class TestLack:
+    """Requests that do not fit when the log has them admitted."""
+
+    def both(self, manager: KVCacheManager) -> None:
+        """Two requests side by side, of 8 tokens and 2 outputs each."""
+        for number in (1, 2):
+            manager.add_sequence(number, [number] * 8)
+            manager.store_context_blocks(number, 8)
+            manager.flush()
+        for _ in range(2):
+            manager.add_tokens([1, 2], [7, 7])
+            manager.flush()
+        for number in (1, 2):
+            manager.remove_sequence(number)
+        manager.flush()
+
+    def test_who_waits_comes_as_much_later(self, tmp_path: Path) -> None:
+        """The second request waits for the first one's end, and then does all that it did, as much later."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=10), self.both)
+        ended: list[Any] = []
+        trial = Trial({"primary_blocks": 6})
+        playback = Playback(trial.settings, hear=ended.append)
+        for batch in recorded(log):
+            playback.play(batch)
+        tally = playback.finish()
+        assert (tally.requests, tally.waited, tally.unserved, tally.preempted) == (2, 1, 0, 0)
+        # It was admitted in the batch in which the first one ended, so it went on in the one after that.
+        assert tally.waited_batches == 4
+        removed = [event for event in ended if isinstance(event, ev.SequenceRemoved)]
+        assert [(event.handle, event.num_tokens, event.computed) for event in removed] == [
+            (1, 10, 9),
+            (2, 10, 9),
+        ]
+
+    def test_who_was_admitted_last_gives_way_to_tokens(self, tmp_path: Path) -> None:
+        """Without a block for a sampled token the last request goes, and comes again with what it had."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=10), self.both)
+        tally = play_one(log, primary_blocks=9)
+        assert (tally.requests, tally.waited, tally.preempted) == (2, 0, 1)
+        assert tally.prompt_tokens == 16
+        # All 8 tokens of the prompt were stored; the last one is computed again, since some token has to be.
+        assert tally.recomputed_tokens == 1
+        assert tally.computed_tokens == 17
+
+    def test_steps_come_as_much_later_as_the_admission(self) -> None:
+        """A request that begins to wait in batch 3 and is admitted at the end of batch 7 goes on in batch 8."""
+        line = Line()
+        request = Played(Prompt(5, ev.Namespace(), RichTokens(b"")))
+        line.join(request, 3)
+        assert line.leave(7) is request
+        request.steps += [(3, Remove(5, store=True)), (4, Remove(5, store=True))]
+        assert [now for now in range(12) if request.is_due(now)] == [8, 9, 10, 11]
+        request.steps.popleft()
+        assert [now for now in range(12) if request.is_due(now)] == [9, 10, 11]
+
+    def test_the_line_is_in_recorded_order(self) -> None:
+        """Who was admitted first in the log is first, whenever it began to wait."""
+        line = Line()
+        for handle in (5, 3, 4):
+            line.join(Played(Prompt(handle, ev.Namespace(), RichTokens(b""))), 0)
+        assert [line.leave(0).handle for _ in range(3)] == [3, 4, 5]
+
+    def test_what_never_fits(self, tmp_path: Path) -> None:
+        """A prompt that is longer than the cache is refused, an output that gets longer is cut short."""
+
+        def program(manager: KVCacheManager) -> None:
+            serve(manager, 1, [1] * 12)
+            serve(manager, 2, [2] * 7, outputs=4)
+            serve(manager, 3, [3] * 4)
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=10), program)
+        tally = play_one(log, primary_blocks=4)
+        assert (tally.too_long, tally.cut_short, tally.requests) == (1, 1, 2)
+
+    def test_who_waits_for_nobody(self, tmp_path: Path) -> None:
+        """What holds its blocks for ever leaves others unserved, and the play ends."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number in (1, 2):
+                manager.add_sequence(number, [number] * 8)
+                manager.flush()
+
+        tally = play_one(log_of(tmp_path, strategies.config(), program), primary_blocks=4)
+        assert (tally.requests, tally.waited, tally.unserved) == (1, 1, 1)
+
+
+class TestSettings:
+    """What takes the place of recorded settings."""
+
+    def test_a_given_size_is_not_limited_by_recorded_ones(self) -> None:
+        """Whatever limited a level in the log is gone when another limit is given for it."""
+        recorded_config = strategies.config(primary_blocks=None, max_tokens=8, host_cache_size=1 << 20)
+        config = Trial({"primary_blocks": "30", "secondary_blocks": "7"}).settings(recorded_config)
+        assert (config.primary_blocks, config.max_tokens) == (30, None)
+        assert (config.secondary_blocks, config.host_cache_size) == (7, None)
+        assert Trial({"tokens_per_block": "4"}).settings(recorded_config).max_tokens == 8
+
+    def test_wrong_values_are_told_as_ever(self) -> None:
+        """The settings' own errors say what is accepted."""
+        with pytest.raises(ConfigError, match="primary_blocks: given 'many'; accepted: an integer from 1"):
+            Trial({"primary_blocks": "many"}).settings(strategies.config())
+
+
+def hits(blocks: list[int], capacity: int, policy: str) -> int:
+    """How many uses of blocks find them, in a cache of single blocks, worked out by hand."""
+    cached: list[int] = []  # least recently used first
+    found = 0
+    for now, block in enumerate(blocks):
+        coming = blocks[now + 1 :]
+        if block in cached:
+            found += 1
+            cached.remove(block)
+        elif len(cached) == capacity:
+            never = len(blocks)
+            distance = {each: coming.index(each) if each in coming else never for each in cached}
+            if policy == "belady":
+                cached.remove(max(cached, key=lambda each: distance[each]))
+            elif policy == "returns":
+                cached.remove(next((each for each in cached if distance[each] == never), cached[0]))
+            else:
+                cached.pop(0)
+        cached.append(block)
+    return found
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 6))
+def test_clairvoyants_do_what_they_promise(blocks: list[int], capacity: int) -> None:
+    """One block after the other, each order finds what a simple cache of that order finds."""
+
+    def program(manager: KVCacheManager) -> None:
+        for number, block in enumerate(blocks):
+            serve(manager, number, [block, block, 99])
+
+    config = strategies.config(primary_blocks=40, enable_partial_reuse=False)
+    with TemporaryDirectory() as parent:
+        log = log_of(Path(parent), config, program)
+        names = ("lru", "returns", "belady")
+        # One more for the last token, which is not cached.
+        _, *played = play(log, [Trial({"primary_blocks": capacity + 1}, name) for name in names])
+    for name, outcome in zip(names, played, strict=True):
+        assert outcome.tally.reused_primary == 2 * hits(blocks, capacity, name), name
+
+
+def test_siblings_of_which_the_parent_returns(tmp_path: Path) -> None:
+    """Several leaves go at once although the parent of two of them becomes one run with the second when the first is
+    gone; the parent is kept, since a prompt to come has it.
+    """
+
+    def program(manager: KVCacheManager) -> None:
+        prompts = ([1, 1, 2, 2, 9], [1, 1, 3, 3, 9], [4, 4, 9], [6] * 13, [1, 1, 9])
+        for number, prompt in enumerate(prompts):
+            serve(manager, number, prompt)
+
+    config = strategies.config(primary_blocks=8, enable_partial_reuse=False)
+    log = log_of(tmp_path, config, program)
+    assert [play_one(log, policy).reused_tokens for policy in ("lru", "returns", "belady")] == [2, 4, 4]
+
+
+def test_blocks_of_one_run_go_at_different_times(tmp_path: Path) -> None:
+    """With a secondary level that keeps what it has, the end of a run goes, then another run, and its start stays."""
+
+    def program(manager: KVCacheManager) -> None:
+        serve(manager, "kept", [8, 8, 9])
+        for name, prompt in (("run", [1, 1, 2, 2, 9]), ("other", [4, 4, 9])):
+            manager.add_sequence(name, prompt)
+            manager.store_context_blocks(name, len(prompt))
+        manager.add_sequence("first", [6] * 5)  # takes the only block that nobody holds to secondary
+        for name in ("run", "other"):
+            manager.remove_sequence(name)
+        manager.flush()
+        manager.add_sequence("second", [5] * 7)  # two blocks have to go
+        for name in ("first", "second"):
+            manager.remove_sequence(name, store=False)
+        serve(manager, "kept again", [8, 8, 9])
+        serve(manager, "run again", [1, 1, 9])
+
+    config = strategies.config(primary_blocks=8, secondary_blocks=1, enable_partial_reuse=False)
+    log = log_of(tmp_path, config, program)
+    assert play_one(log, "belady").reused_tokens == 4
+
+
+def test_uses_are_counted_by_content(tmp_path: Path) -> None:
+    """What was used more often is kept, though it was released before: blocks are known by their content."""
+
+    def program(manager: KVCacheManager) -> None:
+        for number, block in enumerate([1, 1, 1, 2, 3, 4, 1]):
+            serve(manager, number, [block, block, 9])
+
+    config = strategies.config(primary_blocks=8, enable_partial_reuse=False)
+    log = log_of(tmp_path, config, program)
+    # Room for two blocks, and one for the last token.
+    reused = {name: play_one(log, name, primary_blocks=3).reused_tokens for name in ("lru", "lfu", "belady")}
+    assert reused == {"lru": 4, "lfu": 6, "belady": 6}
+
+
+@settings(max_examples=80)
+@given(strategies.configs(), st.integers(0, 10**9), st.sampled_from(known_policies()), st.data())
+def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: str, data: Any) -> None:
+    """Under other settings and orders no request is lost, and the cache keeps its laws in every batch."""
+    sets = {
+        "primary_blocks": data.draw(st.integers(2, 14)),
+        "secondary_blocks": data.draw(st.integers(0, 8)),
+        "tokens_per_block": data.draw(st.sampled_from([1, 2, 4])),
+    }
+    with TemporaryDirectory() as parent:
+        log = log_of(Path(parent), config, lambda manager: Program(manager, seed).run(60))
+        playback, admitted = playback_of(log, Trial(sets, policy), {}), 0
+        for batch in recorded(log):
+            admitted += sum(isinstance(event, ev.SequenceAdded) for event in batch.events)
+            playback.play(batch)
+            playback.manager.check()
+        tally = playback.finish()
+    assert tally.requests + tally.too_long + tally.unserved >= admitted
+    assert 0 <= tally.reused_tokens <= tally.prompt_tokens
