@@ -290,7 +290,7 @@ class HistoryFold(History):
             names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
             ids = np.array(self.contents.named(bytes(names)), np.intp)
         self.reach()
-        if self.names is not None:
+        if self.names is not None and self.key_bytes:
             names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
             self.names.reach(len(self.contents))
             self.names["name"][ids] = np.frombuffer(names, np.uint64)

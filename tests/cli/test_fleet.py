@@ -1,0 +1,129 @@
+"""Several workers' logs together, in a case worked out by hand, and against every life looked at one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.audit.engines import in_processes, on_ray
+from kvcache.audit.fleet import WorkerAudit, audit_worker, together
+from kvcache.audit.totals import Audit
+from kvcache.errors import Unsupported
+from tests.cli.conftest import Kvcache
+
+SECOND = 10**9
+A, B = list(range(100, 113)), list(range(200, 213))
+"""Two prompts of three blocks of four tokens, and one token more."""
+
+
+def worker(directory: Path, steps: Sequence[tuple[int, str, list[int]]], **settings: object) -> None:
+    """A worker that serves a prompt at each of these seconds, and has room for four blocks."""
+    config = KVCacheConfig.model_validate(
+        {"max_sequence_length": 16, "tokens_per_block": 4, "primary_blocks": 4, "enable_partial_reuse": False}
+        | settings
+    )
+    now = [0]
+    with KVCacheManager(
+        config, log=directory, wall_ns=lambda: 1_790_000_000 * SECOND + now[0] * SECOND
+    ) as manager:
+        for second, name, prompt in steps:
+            now[0] = second
+            manager.add_sequence(name, prompt)
+            manager.store_context_blocks(name, len(prompt))
+            manager.remove_sequence(name)
+            manager.flush()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    """East has A from second 0 until B takes its place at 4; west asks for A at 2 and at 6, and lost it between."""
+    worker(tmp_path / "east", [(0, "a", A), (4, "b", B)])
+    worker(tmp_path / "west", [(2, "a", A), (3, "c", [7] * 13), (6, "again", A)])
+    return tmp_path
+
+
+def test_what_another_worker_had(fleet: Path) -> None:
+    """Of three misses of A in west and east, one came while the other had it."""
+    found = together(in_processes([fleet / "east", fleet / "west"], 1))
+    assert [each.name for each in found.workers] == ["east", "west"]
+    assert found.elsewhere == [0, 12]
+    assert found.computed_on == {1: 6, 2: 3}
+    assert int(found.reasons.sum()) == 5 * 13
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_processes_agree(fleet: Path, jobs: int, kvcache: Kvcache) -> None:
+    """However many read."""
+    found = json.loads(kvcache("audit", fleet, "--jobs", jobs, "--json").out)
+    assert found["elsewhere_tokens"] == 12
+    assert [each["name"] for each in found["workers"]] == ["east", "west"]
+    assert found["prompt_tokens"] == sum(each["audit"]["prompt_tokens"] for each in found["workers"])
+    text = kvcache("audit", fleet, "--jobs", jobs).out
+    assert "12 were computed while another worker had them cached: 18.5 %" in text
+
+
+def test_ray_agrees(fleet: Path) -> None:
+    """On a cluster of this machine alone."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    found = together(on_ray([fleet / "east", fleet / "west"]))
+    assert found.elsewhere == [0, 12]
+
+
+def test_without_ray_it_says_what_to_do(
+    fleet: Path, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    done = kvcache("audit", fleet, "--engine", "ray")
+    assert done.code == 2
+    assert "kvcache[ray]" in done.err
+
+
+def test_blocks_that_cannot_be_compared_are_refused(fleet: Path) -> None:
+    """Other sizes, no names, no tokens."""
+    worker(fleet / "north", [(0, "a", A)], tokens_per_block=2, primary_blocks=8)
+    with pytest.raises(Unsupported, match="named differently"):
+        together(audit_worker(path) for path in fleet.iterdir())
+    for name, settings in (("nameless", {"block_hash": "none"}), ("mute", {"log": {"record_tokens": False}})):
+        worker(fleet / name, [(0, "a", A)], **settings)
+        with pytest.raises(Unsupported, match=name):
+            audit_worker(fleet / name)
+
+
+def made(name: str, lives: list[tuple[int, int, int]], misses: list[tuple[int, int]]) -> WorkerAudit:
+    """A worker with these lives (name, begin, end) and misses (name, time)."""
+    columns = np.array(lives, np.int64).reshape(-1, 3)
+    asked = np.array(misses, np.int64).reshape(-1, 2)
+    return WorkerAudit(
+        name,
+        Audit(),
+        1,
+        "same",
+        (columns[:, 0].astype(np.uint64), columns[:, 1], columns[:, 2]),
+        (asked[:, 0].astype(np.uint64), asked[:, 1]),
+    )
+
+
+times = st.integers(0, 12)
+some_lives = st.lists(
+    st.tuples(st.integers(1, 3), times, times).map(lambda it: (it[0], *sorted(it[1:]))), max_size=8
+)
+some_misses = st.lists(st.tuples(st.integers(1, 4), times), max_size=6)
+
+
+@given(st.lists(st.tuples(some_lives, some_misses), min_size=1, max_size=3))
+def test_every_life_is_looked_at(
+    workers: list[tuple[list[tuple[int, int, int]], list[tuple[int, int]]]],
+) -> None:
+    """A miss counts if any life of any other worker covers it: begun by then, and not over."""
+    found = together(made(str(number), *each) for number, each in enumerate(workers))
+    for number, (_, misses) in enumerate(workers):
+        others = [life for other, (lives, _) in enumerate(workers) if other != number for life in lives]
+        covered = sum(any(name == own and b <= at < e for own, b, e in others) for name, at in misses)
+        assert found.elsewhere[number] == covered
