@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def test_ray_agrees(fleet: Path) -> None:
 def test_without_ray_it_says_what_to_do(
     fleet: Path, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    """An error that names the extra, and no traceback."""
+    monkeypatch.setitem(sys.modules, "ray", None)
     done = kvcache("audit", fleet, "--engine", "ray")
     assert done.code == 2
     assert "kvcache[ray]" in done.err
