@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import structlog
 
 from events.tokens import symbols
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
@@ -33,13 +32,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture(autouse=True)
-def quiet_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No setting of the machine reaches a test, and no test's logging set-up reaches the next one."""
+def quiet_surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting of the machine reaches a test."""
     for name in list(os.environ):
         if name.startswith("KVCACHE_"):
             monkeypatch.delenv(name)
-    yield
-    structlog.reset_defaults()
 
 
 @pytest.fixture
