@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from events import types as ev
@@ -97,19 +97,22 @@ class Explanation:
     stays: list[Stay] = field(default_factory=list)
 
 
-class _Watch(Listener):
-    def __init__(self, request_id: str) -> None:
-        self._wanted = request_id
+class Explanations(Listener):
+    """Explains requests; their admissions must have details (`HistoryFold`)."""
+
+    def __init__(self, wanted: Callable[[RequestId], bool]) -> None:
+        self._wanted = wanted
         self.found: dict[RequestId, Explanation] = {}
         """By id as the engine gave it: 7 and "7" are two requests."""
         self._ended: list[tuple[RequestId, ev.SequenceRemoved]] = []
 
     def _of(self, request_id: RequestId) -> Explanation | None:
-        if str(request_id) != self._wanted:
+        if not self._wanted(request_id):
             return None
         return self.found.setdefault(request_id, Explanation(request_id))
 
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+        """Note a refusal, and who held the blocks."""
         explanation = self._of(event.request_id)
         if explanation is None:
             return
@@ -123,6 +126,7 @@ class _Watch(Listener):
         explanation.refusals.append(refusal)
 
     def admitted(self, history: History, admission: Admission) -> None:
+        """Note an admission, part by part."""
         explanation = self._of(admission.request_id)
         if explanation is None:
             return
@@ -138,13 +142,17 @@ class _Watch(Listener):
         explanation.stays.append(stay)
 
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
-        if str(sequence.request_id) == self._wanted:
+        """Note an end."""
+        if self._wanted(sequence.request_id):
             # Told at the batch's end: so is an admission of the same batch.
             self._ended.append((sequence.request_id, event))
 
     def batch_ended(self, history: History) -> None:
+        """Tell the ends of the batch, whose admissions are known now."""
         for request_id, event in self._ended:
-            stays = [stay for stay in self.found[request_id].stays if stay.ended is None]
+            # Of a request that an exported state had running, the admission may not be in the log.
+            known = self.found.get(request_id)
+            stays = [stay for stay in known.stays if stay.ended is None] if known is not None else []
             if stays:
                 stays[0].ended = Moment(history.batch, history.now)
                 stays[0].tokens_at_end, stays[0].computed_at_end = event.num_tokens, event.computed
@@ -201,8 +209,12 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
 
     Raises `UsageError` if the log knows no such request.
     """
-    watch = _Watch(request_id)
-    history = HistoryFold(watch, lambda other: str(other) == request_id)
+
+    def wanted(other: RequestId) -> bool:
+        return str(other) == request_id
+
+    watch = Explanations(wanted)
+    history = HistoryFold(watch, wanted)
     for batch in batches:
         history.fold(batch)
     if not watch.found:

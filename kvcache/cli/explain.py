@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from events.log import LogReader
-from events.types import EventBatch, Namespace, RequestId
+from events.types import EventBatch, RequestId
 from kvcache.audit import explanation as ex
-from kvcache.audit.explanation import Explanation, Part, Refusal, Stay, explain_request
-from kvcache.audit.reasons import IN_WORDS
+from kvcache.audit.explanation import Explanation, Part, Stay, explain_request
+from kvcache.audit.telling import Told, tell
 from kvcache.cli import times
-from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, duration, share
+from kvcache.cli.output import Output
 from kvcache.cli.progress import progress
 from kvcache.cli.times import Times, iso
 
@@ -54,94 +53,14 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _show(found: Explanation, when: Times, out: Output) -> None:
-    name = printable(str(found.request_id))
-    for refusal in found.refusals:
-        _show_refusal(name, refusal, when, out)
-    for number, stay in enumerate(found.stays):
-        if number or found.refusals:
+    for number, told in enumerate(tell(found, when.of)):
+        if number and told.columns:
             out.line()
-        _show_stay(name, stay, when, out)
-
-
-def _show_refusal(name: str, refusal: Refusal, when: Times, out: Output) -> None:
-    out.heading(f"request {name}: refused in {_moment(refusal.moment, when)}")
-    needed, available = (
-        "/".join(f"{blocks:,}" for blocks in each) for each in (refusal.needed, refusal.available)
-    )
-    holders = ", ".join(f"{printable(str(each.request_id))} ({each.blocks:,})" for each in refusal.holders)
-    out.facts(
-        [
-            ("needed", f"{needed} blocks, {available} could be had"),
-            ("running", f"{count(refusal.running, 'request')}; most blocks: {holders or 'none'}"),
-        ]
-    )
-
-
-def _show_stay(name: str, stay: Stay, when: Times, out: Output) -> None:
-    out.heading(
-        f"request {name}: {stay.num_tokens:,} prompt tokens, admitted in {_moment(stay.admitted, when)}"
-    )
-    facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
-    if namespace := _namespace(stay.namespace):
-        facts.append(("namespace", namespace))
-    if stay.computed_again:
-        facts.append(
-            ("again", f"{count(stay.computed_again, 'token')} that it had computed before it was preempted")
-        )
-    if stay.ended is None:
-        facts.append(("ended", "not in this log"))
-    else:
-        outcome = f"with {count(stay.tokens_at_end, 'token')}, {stay.computed_at_end:,} computed"
-        facts.append(("ended", f"in {_moment(stay.ended, when)}, {outcome}"))
-    out.facts(facts)
-    out.line()
-    several = any(part.window is not None for part in stay.parts)
-    rows = [
-        [
-            _range(part.first_block, part.last_block),
-            _range(part.first, part.stop - 1),
-            f"{part.stop - part.first:,}",
-            *([f"{part.window:,}" if part.window is not None else ""] * several),
-            IN_WORDS[part.reason],
-            _details(part, stay.admitted, when),
-        ]
-        for part in stay.parts
-    ]
-    columns = ["blocks", "tokens", "count", *(["window"] * several), "what", "details"]
-    out.table(columns, rows, right=["count", "window"])
-
-
-def _range(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,}–{last:,}"
-
-
-def _moment(moment: ex.Moment, when: Times) -> str:
-    return f"batch {moment.batch:,} ({when.of(moment.at)})"
-
-
-def _details(part: Part, now: ex.Moment, when: Times) -> str:
-    said = []
-    if part.gone is not None:
-        said.append(f"{duration(max(0, now.at - part.gone.at) / 1e9)} before, in {_moment(part.gone, when)}")
-        if part.gone_for is not None:
-            said.append(f"to make room for request {printable(str(part.gone_for))}")
-    if part.computed_by is not None:
-        said.append(f"by request {printable(str(part.computed_by))}")
-    if part.stored is not None and part.stored_by is not None:
-        stored = f"stored by request {printable(str(part.stored_by))} in {_moment(part.stored, when)}"
-        said.append(f"from slot {part.slot:,} on, {stored}" if part.slot is not None else stored)
-    return ", ".join(said)
-
-
-def _namespace(namespace: Namespace) -> str:
-    said = []
-    if namespace.lora_id is not None:
-        said.append(f"LoRA {namespace.lora_id}")
-    if namespace.lora_name is not None:
-        said.append(f"LoRA {printable(namespace.lora_name)}")
-    if namespace.salt_digest is not None:
-        said.append(f"salt {namespace.salt_digest.hex()[:8]}")
-    return ", ".join(said)
+        out.heading(told.heading)
+        out.facts(told.facts)
+        if told.columns:
+            out.line()
+            out.table(told.columns, told.rows, right=Told.RIGHT)
 
 
 def to_json(found: Explanation) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 import traceback
 from datetime import UTC, datetime
 
+from kvcache.audit.phrases import printable as printable
 from kvcache.cli.process import forget
 
 
@@ -37,11 +38,6 @@ def warning(text: str) -> None:
 def note(text: str) -> None:
     """Say something that is worth knowing."""
     _say("info", text, {})
-
-
-def printable(text: str) -> str:
-    """The text without anything that could drive a terminal."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _say(level: str, text: str, more: dict[str, str]) -> None:

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
+from kvcache.audit.phrases import count as count
+from kvcache.audit.phrases import duration as duration
+from kvcache.audit.phrases import share as share
 from kvcache.cli import messages
 
 if TYPE_CHECKING:
@@ -114,26 +117,9 @@ def _rich_console(stream: TextIO) -> Console | None:
     return Console(file=stream, highlight=False)
 
 
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: "1 block", "2,004 blocks"."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
-
-
 def size(num_bytes: int) -> str:
     """Bytes for people."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= length:
             return f"{num_bytes / length:.1f} {unit}"
     return f"{num_bytes} B"
-
-
-def duration(seconds: float) -> str:
-    """A time for people, in the unit that suits it."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
-
-
-def share(part: float) -> str:
-    """A part of one, in percent."""
-    return f"{part:.1%}".replace("%", " %")

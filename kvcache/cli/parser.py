@@ -23,6 +23,7 @@ COMMANDS = {
     "curve": "what a log's prompts would reuse in a smaller or larger cache",
     "export": "a log as tables: Parquet, CSV, JSON lines, SQLite",
     "whatif": "the requests of a log under other settings and orders of eviction",
+    "report": "a page for a browser about what the cache of a log did",
     "subscribe": "listen to a live stream of KV events",
     "config": "the settings that an engine gets here, or their schema",
     "doctor": "what this machine offers, and what is missing",

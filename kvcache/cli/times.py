@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime, timedelta
 
+from kvcache.audit.phrases import since as since
+
 FORMS = ("relative", "utc", "local")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SECOND = 1_000_000_000
@@ -30,12 +32,6 @@ def iso(ts: int) -> str:
     """A time for programs: ISO 8601, UTC, all nine digits of the nanoseconds; it sorts as text."""
     seconds, ns = divmod(ts, _SECOND)
     return f"{(_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None).isoformat()}.{ns:09}Z"
-
-
-def since(ts: int, first_ts: int) -> str:
-    """How long after the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
-    ms = abs(ts - first_ts) // _MS
-    return f"{'-' if ts < first_ts else '+'}{ms // 1000}.{ms % 1000:03}s"
 
 
 class Times:

@@ -1,0 +1,33 @@
+"""Numbers, times and names as people read them."""
+
+from __future__ import annotations
+
+_MS = 1_000_000
+
+
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun: "1 block", "2,004 blocks"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people, in the unit that suits it."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+
+
+def share(part: float) -> str:
+    """A part of one, in percent."""
+    return f"{part:.1%}".replace("%", " %")
+
+
+def since(ts: int, first_ts: int) -> str:
+    """How long after the log's first batch, as in ``+12.345s``; below 0 where the clock was set back."""
+    ms = abs(ts - first_ts) // _MS
+    return f"{'-' if ts < first_ts else '+'}{ms // 1000}.{ms % 1000:03}s"
+
+
+def printable(text: str) -> str:
+    """The text without anything that could drive a terminal."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -1,0 +1,1 @@
+"""What a log's cache did, as one page for a browser, which needs nothing else."""

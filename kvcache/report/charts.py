@@ -1,0 +1,242 @@
+"""What is drawn: each chart as plain JSON for `Plotly.newPlot`. Colours of paper, text and lines are the page's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from events.structs import LEVEL_NAMES
+from kvcache.audit.histogram import Ages
+from kvcache.audit.phrases import printable
+from kvcache.audit.prefixes import Prefix
+from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.totals import Audit
+from kvcache.report.groups import BLUE, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
+from kvcache.report.occupancy import Sample, Shelf
+from kvcache.report.payers import Bill
+
+Chart = dict[str, Any]
+_UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
+
+
+class Clock:
+    """Times since the log's first batch, in a unit that suits the log's length."""
+
+    def __init__(self, first_at: int, last_at: int) -> None:
+        self._first = first_at
+        length = (last_at - first_at) / 1e9
+        self._seconds, unit = next((seconds, name) for least, seconds, name in _UNITS if length >= least)
+        self.title = f"{unit} since the log's first batch"
+        self.end = self.of(last_at)
+
+    def of(self, at: int) -> float:
+        """A wall clock in ns."""
+        return round((at - self._first) / 1e9 / self._seconds, 5)
+
+
+def chart(data: Sequence[Chart], x: Any, y: Any, **layout: Any) -> Chart:
+    """Traces between two axes; an axis is a title or what Plotly takes."""
+    axes = {
+        name: {"automargin": True, **({"title": {"text": given}} if isinstance(given, str) else given)}
+        for name, given in (("xaxis", x), ("yaxis", y))
+    }
+    return {"data": list(data), "layout": {"height": 340, **axes, **layout}}
+
+
+def text(said: str) -> str:
+    """Text that Plotly, which knows some tags, shows as it is."""
+    return escape(printable(said), quote=False)
+
+
+def reuse_over_time(audit: Audit, clock: Clock) -> Chart:
+    """Prompt tokens by groups of reasons, as bars over time."""
+    timeline = audit.over_time
+    start = timeline.start or 0
+    middles = [clock.of(start + int((part + 0.5) * timeline.width)) for part in range(len(timeline.rows))]
+    width = clock.of(start + timeline.width) - clock.of(start)
+    data = [
+        {
+            "type": "bar",
+            "name": group.name,
+            "x": middles,
+            "y": tokens.tolist(),
+            "width": width,
+            "marker": {"color": group.color, "line": {"width": 0}},
+            "hovertemplate": "%{y:,}<extra>" + group.name + "</extra>",
+        }
+        for group in GROUPS
+        if (tokens := timeline.rows[:, list(group.reasons)].sum(axis=1)).any()
+    ]
+    return chart(data, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
+
+
+def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], clock: Clock) -> Chart:
+    """Blocks of one level of one window, as areas over time, and the evictions that cost most."""
+    there = [sample for sample in samples if shelf in sample.filled]
+    times = [clock.of(sample.at) for sample in there]
+    data: list[Chart] = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": times,
+            "y": [sample.filled[shelf][at] for sample in there],
+            "stackgroup": "blocks",
+            "line": {"width": 0.5, "color": color},
+            "fillcolor": color,
+            "hovertemplate": "%{y:,}<extra>" + name + "</extra>",
+        }
+        for at, (name, color) in enumerate(
+            (("held by requests", BLUE), ("cached, free to evict", SKY), ("blank", PALE))
+        )
+    ]
+    top = max((sum(sample.filled[shelf]) for sample in there), default=0)
+    marked = [
+        (number, bill)
+        for number, bill in enumerate(bills)
+        if (bill.eviction.window, bill.level) == shelf and bill.eviction.tokens
+    ]
+    if marked:
+        data.append(_markers(marked, top, clock))
+    return chart(data, clock.title, "blocks", hovermode="x unified")
+
+
+def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Chart:
+    most = max(bill.eviction.tokens for _, bill in marked)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "evictions that cost most",
+        "x": [clock.of(bill.eviction.at) for _, bill in marked],
+        "y": [round(top * 1.04)] * len(marked),
+        "customdata": [number for number, _ in marked],
+        "marker": {
+            "symbol": "triangle-down",
+            "color": VERMILION,
+            "size": [8 + round(8 * bill.eviction.tokens / most) for _, bill in marked],
+        },
+        "text": [f"{bill.eviction.tokens:,} tokens computed again" for _, bill in marked],
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
+def misses(audit: Audit) -> Chart:
+    """Computed prompt tokens by reason, the most on top."""
+    reasons = sorted(
+        (reason for reason in Reason if not reason.is_reuse and audit.reasons[reason]),
+        key=lambda reason: int(audit.reasons[reason]),
+    )
+    bar = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [int(audit.reasons[reason]) for reason in reasons],
+        "y": [IN_WORDS[reason] for reason in reasons],
+        "marker": {"color": [color_of(reason) for reason in reasons]},
+        "hovertemplate": "%{x:,} tokens<extra></extra>",
+    }
+    height = 110 + 30 * len(reasons)
+    return chart([bar], "prompt tokens computed", {}, height=height, showlegend=False)
+
+
+def ages(hits: Ages, evictions: Ages) -> Chart:
+    """How much of the hits, and of the evictions, comes up to an age."""
+    data = [
+        _shares(each, name, color, dash)
+        for each, name, color, dash in (
+            (hits, "hits", BLUE, "solid"),
+            (evictions, "evictions", VERMILION, "dash"),
+        )
+        if each.total
+    ]
+    return chart(
+        data,
+        {"type": "log", "title": {"text": "time since the block's last use, seconds"}},
+        {"tickformat": ".0%", "title": {"text": "share up to that age"}, "range": [0, 1.02]},
+        hovermode="x unified",
+    )
+
+
+def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
+    rows = list(counted.rows())
+    shares = np.cumsum([blocks for _, blocks in rows]) / counted.total
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": [float(f"{edge:.4g}") for edge, _ in rows],
+        "y": [round(float(each), 5) for each in shares],
+        "line": {"color": color, "dash": dash, "shape": "hv"},
+        "hovertemplate": "%{y:.1%}<extra>" + name + "</extra>",
+    }
+
+
+def prefixes(found: Sequence[Prefix]) -> Chart:
+    """The tree of prefixes, each as wide as the tokens that it, and what continues it, served."""
+    cached = [each.cached for each in found]
+    tree = {
+        "type": "icicle",
+        "ids": ["all", *(str(each.number) for each in found)],
+        "parents": ["", *("all" if each.parent is None else str(each.parent) for each in found)],
+        "labels": ["shown", *(f"tokens {each.first:,}–{each.stop - 1:,}" for each in found)],
+        "values": [0, *(each.tokens_served for each in found)],
+        "text": ["", *(f"{each.times:,} times" for each in found)],
+        "branchvalues": "remainder",
+        "tiling": {"orientation": "v"},
+        "textinfo": "label+text",
+        "marker": {
+            "colors": [PALE, *(SKY if each else PALE for each in cached)],
+            "line": {"width": 1},
+        },
+        "insidetextfont": {"color": "#111111"},
+        "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens served, with what continues it<extra></extra>",
+    }
+    return {"data": [tree], "layout": {"height": 420, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
+
+
+def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:
+    """Hit rate by size of the cache: (blocks, rate, best rate or None); and sizes with a name."""
+    data: list[Chart] = [_rates([(blocks, rate) for blocks, rate, _ in sizes], "hit rate", BLUE)]
+    best = [(blocks, rate) for blocks, _, rate in sizes if rate is not None]
+    if best:
+        data.append({**_rates(best, "at best, if the future were known", ORANGE), "mode": "markers"})
+    lines = [
+        {
+            "type": "line",
+            "yref": "paper",
+            "x0": blocks,
+            "x1": blocks,
+            "y0": 0,
+            "y1": 1,
+            "line": {"width": 1, "dash": "dot", "color": "#888888"},
+            "label": {"text": text(name), "textangle": -90, "font": {"size": 11}},
+        }
+        for blocks, name in marks
+    ]
+    return chart(
+        data,
+        {"type": "log", "title": {"text": "blocks"}},
+        {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
+        shapes=lines,
+    )
+
+
+def _rates(points: Sequence[tuple[int, float]], name: str, color: str) -> Chart:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": [blocks for blocks, _ in points],
+        "y": [round(rate, 5) for _, rate in points],
+        "line": {"color": color},
+        "marker": {"color": color, "symbol": "circle" if color == BLUE else "diamond"},
+        "hovertemplate": "%{x:,} blocks: %{y:.1%}<extra></extra>",
+    }
+
+
+def level_name(shelf: Shelf, windows: int) -> str:
+    """A level, and of which window where there are several."""
+    window, level = shelf
+    return f"{LEVEL_NAMES[level]}, window of {window:,} tokens" if windows > 1 else LEVEL_NAMES[level]

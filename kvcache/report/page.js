@@ -1,0 +1,249 @@
+"use strict";
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const read = (id) => JSON.parse(byId(id).textContent);
+  const number = (value) => value.toLocaleString("en-US");
+  const make = (tag, attributes = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children);
+    return element;
+  };
+
+  // -- light and dark
+
+  const root = document.documentElement;
+  const systemDark = matchMedia("(prefers-color-scheme: dark)");
+  let chosen = null;
+  let printing = false;
+  const isDark = () => !printing && (chosen === null ? systemDark.matches : chosen === "dark");
+
+  function colors() {
+    const style = getComputedStyle(root);
+    const get = (name) => style.getPropertyValue(name).trim();
+    return { ink: get("--ink"), line: get("--line"), paper: get("--paper"), wash: get("--wash") };
+  }
+
+  function applyTheme() {
+    root.dataset.theme = isDark() ? "dark" : "light";
+    byId("theme").textContent = isDark() ? "Light" : "Dark";
+    for (const place of document.querySelectorAll(".chart.drawn")) {
+      Plotly.relayout(place, themed(charts[place.dataset.chart].layout));
+    }
+  }
+
+  function themed(layout) {
+    const { ink, line, paper, wash } = colors();
+    const changes = {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": ink,
+      "hoverlabel.bgcolor": wash, "hoverlabel.bordercolor": line, "hoverlabel.font.color": ink,
+    };
+    for (const axis of ["xaxis", "yaxis"]) {
+      if (!(axis in layout)) continue;
+      Object.assign(changes, { [`${axis}.gridcolor`]: line, [`${axis}.zerolinecolor`]: line, [`${axis}.linecolor`]: line });
+    }
+    return changes;
+  }
+
+  // -- charts
+
+  const charts = read("charts");
+  const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+  const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
+
+  function laidOut(given) {
+    const layout = structuredClone(given);
+    layout.font = { family: FONT, size: 13 };
+    layout.margin ??= { l: 8, r: 8, t: 8, b: 8 };
+    layout.legend = { orientation: "h", y: -0.22, yanchor: "top", x: 0, traceorder: "normal" };
+    layout.hoverlabel = { font: { family: FONT, size: 13 } };
+    for (const axis of ["xaxis", "yaxis"]) if (layout[axis]) layout[axis].fixedrange = axis === "yaxis";
+    for (const [path, value] of Object.entries(themed(given))) {
+      const names = path.split(".");
+      const last = names.pop();
+      let place = layout;
+      for (const name of names) place = place[name] ??= {};
+      place[last] = value;
+    }
+    return layout;
+  }
+
+  function draw(place) {
+    if (place.classList.contains("drawn")) return;
+    place.classList.add("drawn");
+    const { data, layout } = charts[place.dataset.chart];
+    Plotly.newPlot(place, data, laidOut(layout), CONFIG);
+    place.on("plotly_click", ({ points }) => {
+      const marked = points.find((point) => point.data.customdata !== undefined);
+      if (marked !== undefined) showEviction(marked.customdata);
+    });
+  }
+
+  function showEviction(at) {
+    const bill = byId(`eviction-${at}`);
+    bill.open = true;
+    bill.querySelector("summary").focus();
+    bill.scrollIntoView({ block: "center" });
+  }
+
+  const places = [...document.querySelectorAll(".chart")];
+  const seen = new IntersectionObserver(
+    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
+      seen.unobserve(entry.target);
+      draw(entry.target);
+    }),
+    { rootMargin: "600px" },
+  );
+
+  // -- requests
+
+  const lanes = byId("lanes") && read("lanes-data");
+  const explanations = read("explanations");
+  const [WAITING, PREFILL, , AWAY] = [0, 1, 2, 3];
+  const PHASES = ["waiting", "prefill", "decode", "away"];
+  const KINDS = ["primary", "secondary", "again", "computed"];
+  const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
+
+  function spans(lane) {
+    const marks = lanes.marks[lane];
+    const found = [];
+    for (let at = 0; at < marks.length; at += 2) {
+      const [phase, start] = [marks[at], marks[at + 1]];
+      const isLast = at + 2 === marks.length;
+      if (!(isLast && phase === AWAY)) found.push([phase, start, isLast ? lanes.end : marks[at + 3]]);
+    }
+    return found;
+  }
+
+  const begin = (lane) => lanes.marks[lane][1];
+  const during = (lane, phase) => sum(spans(lane).filter(([each]) => each === phase).map(([, start, stop]) => stop - start));
+  const length = (lane) => sum(spans(lane).map(([, start, stop]) => stop - start));
+  const computed = (lane) => lanes.tokens[lane][2] + lanes.tokens[lane][3];
+  const ORDERS = {
+    "most computed": (lane) => -computed(lane),
+    "most computed again": (lane) => -lanes.tokens[lane][2],
+    "longest waiting": (lane) => -during(lane, WAITING),
+    "longest prefill": (lane) => -during(lane, PREFILL),
+    "longest in all": (lane) => -length(lane),
+    "in order of time": begin,
+  };
+  const seconds = (ms) => `${(ms / 1000).toLocaleString("en-US", { maximumFractionDigits: 3 })} s`;
+
+  function control(label, options) {
+    const select = make("select", {}, ...options.map((each) => make("option", {}, each)));
+    byId("controls").append(make("label", {}, label, select));
+    select.addEventListener("change", showLanes);
+    return select;
+  }
+
+  let order, most, scale, search;
+  function addControls() {
+    order = control("Order", Object.keys(ORDERS));
+    most = control("Show", ["50", "100", "200", "500", "1000"]);
+    scale = control("Time", ["since the request came", "since the log began"]);
+    search = make("input", { type: "search", size: 16 });
+    search.addEventListener("input", showLanes);
+    byId("controls").append(make("label", {}, "Find id", search));
+    byId("controls").hidden = false;
+  }
+
+  function showLanes() {
+    const wanted = search.value.trim();
+    const all = lanes.ids.map((_, lane) => lane).filter((lane) => lanes.ids[lane].includes(wanted));
+    const key = ORDERS[order.value];
+    const keys = new Map(all.map((lane) => [lane, key(lane)]));
+    all.sort((one, other) => keys.get(one) - keys.get(other) || one - other);
+    const shown = all.slice(0, Number(most.value));
+    const fromStart = scale.value === "since the log began";
+    const stop = (lane) => begin(lane) + length(lane) - (fromStart ? 0 : begin(lane));
+    const longest = Math.max(1, ...shown.map(stop));
+    byId("lanes").replaceChildren(...shown.map((lane) => laneItem(lane, fromStart ? 0 : begin(lane), longest)));
+    byId("shown").textContent =
+      `${number(shown.length)} of ${number(all.length)} requests; the lower bars are ${seconds(longest)} long`;
+  }
+
+  function laneItem(lane, zero, longest) {
+    const tokens = lanes.tokens[lane];
+    const total = sum(tokens);
+    const widest = Math.max(1, ...lanes.tokens.map(sum).slice(0, 1), total);
+    const bar = make("span", { class: "bar", "aria-hidden": "true" });
+    KINDS.forEach((kind, at) => bar.append(part(kind, 0, tokens[at] / widest)));
+    const time = make("span", { class: "bar time", "aria-hidden": "true" });
+    for (const [phase, start, stop] of spans(lane)) {
+      time.append(part(PHASES[phase], (start - zero) / longest, (stop - start) / longest));
+    }
+    const reused = total ? Math.round((100 * (tokens[0] + tokens[1])) / total) : 0;
+    const again = tokens[2] ? `, ${number(tokens[2])} computed again` : "";
+    const what = `${number(total)} tokens, ${reused} % reused${again}; at ${seconds(begin(lane))}, ${seconds(length(lane))} long`;
+    const panel = make("div", { class: "explanation", id: `explanation-${lane}`, hidden: "" });
+    const button = make(
+      "button",
+      { type: "button", class: "lane", "aria-expanded": "false", "aria-controls": panel.id },
+      make("span", {}, make("span", { class: "id" }, lanes.ids[lane]), make("br"), make("span", { class: "what" }, what)),
+      make("span", {}, bar, time),
+    );
+    button.addEventListener("click", () => toggle(lane, button, panel));
+    return make("li", {}, button, panel);
+  }
+
+  function part(kind, left, width) {
+    const piece = make("i", { class: kind });
+    piece.style.left = `${100 * left}%`;
+    piece.style.width = `${100 * width}%`;
+    return piece;
+  }
+
+  function toggle(lane, button, panel) {
+    const opens = panel.hidden;
+    if (opens && !panel.hasChildNodes()) panel.append(...explained(lane));
+    panel.hidden = !opens;
+    button.setAttribute("aria-expanded", String(opens));
+  }
+
+  function explained(lane) {
+    const told = explanations[lane];
+    if (told === undefined) {
+      return [make("p", {}, "Not explained here, since others cost more: `kvcache explain LOG --request ID` does it.")];
+    }
+    return told.flatMap(([heading, facts, columns, rows]) => [
+      make("h4", {}, heading),
+      make("dl", {}, ...facts.flatMap(([label, said]) => [make("dt", {}, label), make("dd", {}, said)])),
+      ...(columns.length ? [table(heading, columns, rows)] : []),
+    ]);
+  }
+
+  function table(label, columns, rows) {
+    const kind = (at) => (["count", "window"].includes(columns[at]) ? { class: "n" } : {});
+    const head = make("tr", {}, ...columns.map((name, at) => make("th", { scope: "col", ...kind(at) }, name)));
+    const body = rows.map((row) => make("tr", {}, ...row.map((cell, at) => make("td", kind(at), cell))));
+    return make(
+      "div",
+      { class: "wide", tabindex: "0", role: "region", "aria-label": label },
+      make("table", {}, make("thead", {}, head), make("tbody", {}, ...body)),
+    );
+  }
+
+  // -- at last
+
+  byId("theme").hidden = false;
+  byId("theme").addEventListener("click", () => {
+    chosen = isDark() ? "light" : "dark";
+    applyTheme();
+  });
+  systemDark.addEventListener("change", applyTheme);
+  addEventListener("beforeprint", () => {
+    printing = true;
+    applyTheme();
+    places.forEach(draw);
+  });
+  addEventListener("afterprint", () => {
+    printing = false;
+    applyTheme();
+  });
+  applyTheme();
+  places.forEach((place) => seen.observe(place));
+  if (lanes) {
+    addControls();
+    showLanes();
+  }
+})();

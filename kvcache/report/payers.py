@@ -1,0 +1,55 @@
+"""Whom evictions cost: the requests that computed again what was gone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from events.types import PRIMARY, SECONDARY, RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.history import History
+from kvcache.audit.listener import Listener
+from kvcache.audit.reasons import Reason
+from kvcache.audit.totals import Eviction
+
+_EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
+
+
+@dataclass(slots=True)
+class Bill:
+    """What one eviction cost, and whom."""
+
+    eviction: Eviction
+    level: int = PRIMARY
+    """From which most of it went."""
+    payers: Counter[RequestId] = field(default_factory=Counter)
+    """Tokens by the request that computed them again."""
+
+
+class Payers(Listener):
+    """Finds who paid for chosen evictions; counts as `kvcache.audit.totals` does."""
+
+    def __init__(self, evictions: Iterable[Eviction]) -> None:
+        self.bills = [Bill(each) for each in evictions]
+        self._by_key = {
+            (each.eviction.window, each.eviction.batch, each.eviction.for_request): each
+            for each in self.bills
+        }
+        self._batches = np.array(sorted({each.eviction.batch for each in self.bills}), np.int64)
+
+    def looked_up(self, history: History, admission: Admission) -> None:
+        """See which of the evictions it pays for."""
+        lost = np.flatnonzero(np.isin(admission.reasons, _EVICTIONS))
+        for group, window in enumerate(history.windows):
+            ids = admission.ids[lost[admission.windows[lost] == group]]
+            ids = ids[np.isin(window.of["gone_batch"][ids], self._batches)]
+            columns = (window.of[name][ids].tolist() for name in ("gone_batch", "gone_by", "why"))
+            for batch, by, why in zip(*columns, strict=True):
+                key = (window.created.window, batch, history.requests[by] if by >= 0 else None)
+                bill = self._by_key.get(key)
+                if bill is not None:
+                    bill.payers[admission.request_id] += history.tokens_per_block
+                    bill.level = SECONDARY if why == Reason.DROPPED else PRIMARY
