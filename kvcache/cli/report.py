@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Write one HTML page about what a log's cache did: reuse and its losses over time, how full each level was, "
         "which evictions cost most and whom, and a lane per request with its explanation. It needs no network."
     )
-    parser.epilog = "The page names requests, but no tokens and no salts. It needs plotly: pip install 'kvcache[report]'"
+    parser.epilog = (
+        "The page names requests, but no tokens and no salts. It needs plotly: pip install 'kvcache[report]'"
+    )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument(
         "-o",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from kvcache.audit.phrases import printable
 from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import Audit
-from kvcache.report.groups import BLUE, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
+from kvcache.report.groups import BLUE, GREY, GROUPS, ORANGE, PALE, SKY, VERMILION, color_of
 from kvcache.report.occupancy import Sample, Shelf
 from kvcache.report.payers import Bill
 
 Chart = dict[str, Any]
+_LABEL = 26
+"""Letters beside a bar; longer labels take several lines, since phones are narrow."""
 _UNITS = ((3 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (300, 60, "minutes"), (0, 1, "seconds"))
 
 
@@ -77,21 +80,12 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     """Blocks of one level of one window, as areas over time, and the evictions that cost most."""
     there = [sample for sample in samples if shelf in sample.filled]
     times = [clock.of(sample.at) for sample in there]
-    data: list[Chart] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": times,
-            "y": [sample.filled[shelf][at] for sample in there],
-            "stackgroup": "blocks",
-            "line": {"width": 0.5, "color": color},
-            "fillcolor": color,
-            "hovertemplate": "%{y:,}<extra>" + name + "</extra>",
-        }
+    data = [
+        _area(name, color, times, blocks)
         for at, (name, color) in enumerate(
             (("held by requests", BLUE), ("cached, free to evict", SKY), ("blank", PALE))
         )
+        if any(blocks := [sample.filled[shelf][at] for sample in there])
     ]
     top = max((sum(sample.filled[shelf]) for sample in there), default=0)
     marked = [
@@ -102,6 +96,20 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     if marked:
         data.append(_markers(marked, top, clock))
     return chart(data, clock.title, "blocks", hovermode="x unified")
+
+
+def _area(name: str, color: str, times: list[float], blocks: list[int]) -> Chart:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "x": times,
+        "y": blocks,
+        "stackgroup": "blocks",
+        "line": {"width": 0.5, "color": color},
+        "fillcolor": color,
+        "hovertemplate": "%{y:,}<extra>" + name + "</extra>",
+    }
 
 
 def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Chart:
@@ -133,12 +141,11 @@ def misses(audit: Audit) -> Chart:
         "type": "bar",
         "orientation": "h",
         "x": [int(audit.reasons[reason]) for reason in reasons],
-        "y": [IN_WORDS[reason] for reason in reasons],
+        "y": ["<br>".join(wrap(IN_WORDS[reason], _LABEL)) for reason in reasons],
         "marker": {"color": [color_of(reason) for reason in reasons]},
         "hovertemplate": "%{x:,} tokens<extra></extra>",
     }
-    height = 110 + 30 * len(reasons)
-    return chart([bar], "prompt tokens computed", {}, height=height, showlegend=False)
+    return chart([bar], {}, {}, height=60 + 40 * len(reasons), showlegend=False)
 
 
 def ages(hits: Ages, evictions: Ages) -> Chart:
@@ -153,7 +160,7 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
     ]
     return chart(
         data,
-        {"type": "log", "title": {"text": "time since the block's last use, seconds"}},
+        {"type": "log", "dtick": "D2", "title": {"text": "time since the block's last use, seconds"}},
         {"tickformat": ".0%", "title": {"text": "share up to that age"}, "range": [0, 1.02]},
         hovermode="x unified",
     )
@@ -161,6 +168,8 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
 
 def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
     rows = list(counted.rows())
+    # They begin at nothing, so that where a curve starts can be seen.
+    rows.insert(0, (rows[0][0] * 0.8, 0))
     shares = np.cumsum([blocks for _, blocks in rows]) / counted.total
     return {
         "type": "scatter",
@@ -180,20 +189,21 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
         "type": "icicle",
         "ids": ["all", *(str(each.number) for each in found)],
         "parents": ["", *("all" if each.parent is None else str(each.parent) for each in found)],
-        "labels": ["shown", *(f"tokens {each.first:,}–{each.stop - 1:,}" for each in found)],
+        "labels": ["all that are shown", *(f"tokens {each.first:,}–{each.stop - 1:,}" for each in found)],
         "values": [0, *(each.tokens_served for each in found)],
         "text": ["", *(f"{each.times:,} times" for each in found)],
         "branchvalues": "remainder",
         "tiling": {"orientation": "v"},
         "textinfo": "label+text",
         "marker": {
-            "colors": [PALE, *(SKY if each else PALE for each in cached)],
+            "colors": ["rgba(0,0,0,0)", *(SKY if each else PALE for each in cached)],
             "line": {"width": 1},
         },
-        "insidetextfont": {"color": "#111111"},
+        "insidetextfont": {"color": [GREY, *["#111111"] * len(found)]},
+        "maxdepth": 5,
         "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens served, with what continues it<extra></extra>",
     }
-    return {"data": [tree], "layout": {"height": 420, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
+    return {"data": [tree], "layout": {"height": 360, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
 
 
 def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:

@@ -58,11 +58,12 @@ _Form = TypeVar("_Form", Curve, WhatIf)
 
 def understood(given: Mapping[str, Any], form: type[_Form]) -> _Form:
     """The JSON of a command as what a report shows of it. Raises `UsageError` if it is something else."""
-    command = "curve" if form is Curve else "whatif"
     try:
         return msgspec.convert(given, form)
     except msgspec.ValidationError as error:
-        raise UsageError(f"this is not what `kvcache {command} LOG --json` prints: {error}") from error
+        raise UsageError(
+            f"this is not what `kvcache {form.__name__.lower()} LOG --json` prints: {error}"
+        ) from error
 
 
 def setting(trial: Trial, name: str) -> str:

@@ -70,10 +70,10 @@ def facts(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def legend(rows: Sequence[tuple[str, str]]) -> str:
-    """Names with the class of their colour."""
+    """Classes of colours, and what each colour means."""
     return (
         '<ul class="legend">'
-        + "".join(f'<li><i class="{escape(kind)}"></i>{escape(name)}</li>' for name, kind in rows)
+        + "".join(f'<li><i class="{escape(kind)}"></i>{escape(name)}</li>' for kind, name in rows)
         + "</ul>"
     )
 

@@ -49,15 +49,20 @@
 
   const charts = read("charts");
   const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
+  const PAPER = 680;
   const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
 
   function laidOut(given) {
     const layout = structuredClone(given);
     layout.font = { family: FONT, size: 13 };
     layout.margin ??= { l: 8, r: 8, t: 8, b: 8 };
-    layout.legend = { orientation: "h", y: -0.22, yanchor: "top", x: 0, traceorder: "normal" };
+    layout.legend = { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, xanchor: "left", traceorder: "normal" };
     layout.hoverlabel = { font: { family: FONT, size: 13 } };
-    for (const axis of ["xaxis", "yaxis"]) if (layout[axis]) layout[axis].fixedrange = axis === "yaxis";
+    for (const axis of ["xaxis", "yaxis"]) {
+      if (!layout[axis]) continue;
+      layout[axis].fixedrange = axis === "yaxis";
+      if (layout[axis].title) layout[axis].title.font = { size: 13 };
+    }
     for (const [path, value] of Object.entries(themed(given))) {
       const names = path.split(".");
       const last = names.pop();
@@ -72,7 +77,10 @@
     if (place.classList.contains("drawn")) return;
     place.classList.add("drawn");
     const { data, layout } = charts[place.dataset.chart];
-    Plotly.newPlot(place, data, laidOut(layout), CONFIG);
+    const full = laidOut(layout);
+    // The legend of a narrow chart takes a line for each name.
+    if (place.clientWidth < 500 && data.length > 2) full.height += 18 * data.length;
+    Plotly.newPlot(place, data, full, CONFIG);
     place.on("plotly_click", ({ points }) => {
       const marked = points.find((point) => point.data.customdata !== undefined);
       if (marked !== undefined) showEviction(marked.customdata);
@@ -87,13 +95,13 @@
   }
 
   const places = [...document.querySelectorAll(".chart")];
-  const seen = new IntersectionObserver(
-    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => {
-      seen.unobserve(entry.target);
-      draw(entry.target);
-    }),
-    { rootMargin: "600px" },
-  );
+  function drawNext() {
+    // One at a time, so that the page answers meanwhile.
+    const place = places.find((each) => !each.classList.contains("drawn"));
+    if (place === undefined) return;
+    draw(place);
+    setTimeout(drawNext);
+  }
 
   // -- requests
 
@@ -157,15 +165,16 @@
     const fromStart = scale.value === "since the log began";
     const stop = (lane) => begin(lane) + length(lane) - (fromStart ? 0 : begin(lane));
     const longest = Math.max(1, ...shown.map(stop));
-    byId("lanes").replaceChildren(...shown.map((lane) => laneItem(lane, fromStart ? 0 : begin(lane), longest)));
+    const widest = Math.max(1, ...shown.map((lane) => sum(lanes.tokens[lane])));
+    const items = shown.map((lane) => laneItem(lane, fromStart ? 0 : begin(lane), longest, widest));
+    byId("lanes").replaceChildren(...items);
     byId("shown").textContent =
-      `${number(shown.length)} of ${number(all.length)} requests; the lower bars are ${seconds(longest)} long`;
+      `${number(shown.length)} of ${number(all.length)} requests; the upper bars are ${number(widest)} tokens wide, the lower ones ${seconds(longest)}`;
   }
 
-  function laneItem(lane, zero, longest) {
+  function laneItem(lane, zero, longest, widest) {
     const tokens = lanes.tokens[lane];
     const total = sum(tokens);
-    const widest = Math.max(1, ...lanes.tokens.map(sum).slice(0, 1), total);
     const bar = make("span", { class: "bar", "aria-hidden": "true" });
     KINDS.forEach((kind, at) => bar.append(part(kind, 0, tokens[at] / widest)));
     const time = make("span", { class: "bar time", "aria-hidden": "true" });
@@ -231,17 +240,17 @@
     applyTheme();
   });
   systemDark.addEventListener("change", applyTheme);
-  addEventListener("beforeprint", () => {
-    printing = true;
+  function print(now) {
+    printing = now;
+    if (now) places.forEach(draw);
     applyTheme();
-    places.forEach(draw);
-  });
-  addEventListener("afterprint", () => {
-    printing = false;
-    applyTheme();
-  });
+    const width = now ? { width: PAPER, autosize: false } : { width: null, autosize: true };
+    for (const place of document.querySelectorAll(".chart.drawn")) Plotly.relayout(place, width);
+  }
+  addEventListener("beforeprint", () => print(true));
+  addEventListener("afterprint", () => print(false));
   applyTheme();
-  places.forEach((place) => seen.observe(place));
+  setTimeout(drawNext);
   if (lanes) {
     addControls();
     showLanes();

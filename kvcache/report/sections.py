@@ -122,7 +122,7 @@ def _add_time(parts: Parts, found: Gathered, clock: Clock) -> None:
         "time",
         charts.reuse_over_time(found.audit, clock),
         "Prompt tokens over time, by what became of them",
-        f"Each bar is {duration(timeline.width / 1e9)} of admissions; blue was reused, all else computed.",
+        f"Each bar is {duration(timeline.width / 1e9)} of admissions: reused at the bottom, all above it computed.",
     )
     columns = ["from", "tokens", *names]
     listed = table("Prompt tokens over time", columns, rows, columns)
@@ -150,10 +150,10 @@ def _add_levels(parts: Parts, found: Gathered, clock: Clock) -> None:
 
 def _said_of(found: Gathered, shelf: Shelf) -> str:
     filled = [sample.filled[shelf] for sample in found.occupancy.samples if shelf in sample.filled]
-    total = max(map(sum, filled))
-    held = max(each.held for each in filled)
-    blank = min(each.blank for each in filled)
-    return f"Of {total:,} blocks at most {held:,} were held by requests, and at least {blank:,} were blank."
+    total, held = max(map(sum, filled)), max(each.held for each in filled)
+    used = max(each.held + each.free for each in filled)
+    by_requests = f", and at most {held:,} held by requests" if held else ""
+    return f"Of {count(total, 'block')} at most {used:,} were in use{by_requests}."
 
 
 def _evictions(found: Gathered, windows: int) -> str:
@@ -235,7 +235,7 @@ def _add_prefixes(parts: Parts, found: Gathered) -> None:
     listed = table("Prefixes that served most", columns, rows, columns[:4])
     first = most[0]
     summary = (
-        f"The {MOST_PREFIXES} that served most, with those that they continue. The first one: tokens {first.first:,} to "
+        f"The {MOST_PREFIXES} that served most, with those that they continue. The first: tokens {first.first:,} to "
         f"{first.stop - 1:,}, reused {count(first.times, 'time')}, served {first.tokens_served:,} tokens."
     )
     drawn = parts.figure(
