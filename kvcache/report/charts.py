@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from textwrap import wrap
@@ -158,12 +159,21 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
         )
         if each.total
     ]
+    ticks = _ticks([edge for each in data for edge in each["x"]])
     return chart(
         data,
-        {"type": "log", "dtick": "D2", "title": {"text": "time since the block's last use, seconds"}},
+        {"type": "log", "title": {"text": "time since the block's last use, seconds"}, **ticks},
         {"tickformat": ".0%", "title": {"text": "share up to that age"}, "range": [0, 1.02]},
         hovermode="x unified",
     )
+
+
+def _ticks(values: Sequence[float]) -> Chart:
+    """1, 2, 5, 10 and so on, written out, as far as the values go."""
+    low, high = (math.floor(math.log10(end)) for end in (min(values), max(values)))
+    marks = [step * 10.0**decade for decade in range(low, high + 1) for step in (1, 2, 5)]
+    shown = [mark for mark in marks if min(values) <= mark <= max(values)]
+    return {"tickmode": "array", "tickvals": shown, "ticktext": [f"{mark:.12g}" for mark in shown]}
 
 
 def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
@@ -203,7 +213,8 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
         "maxdepth": 5,
         "hovertemplate": "%{label}<br>%{text}<br>%{value:,} tokens served, with what continues it<extra></extra>",
     }
-    return {"data": [tree], "layout": {"height": 360, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
+    layout = {"uniformtext": {"minsize": 11, "mode": "hide"}, "height": 360}
+    return {"data": [tree], "layout": {**layout, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
 
 
 def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:

@@ -89,7 +89,7 @@
 
   function showEviction(at) {
     const bill = byId(`eviction-${at}`);
-    bill.open = true;
+    for (let place = bill; place; place = place.parentElement.closest("details")) place.open = true;
     bill.querySelector("summary").focus();
     bill.scrollIntoView({ block: "center" });
   }
@@ -181,7 +181,7 @@
     for (const [phase, start, stop] of spans(lane)) {
       time.append(part(PHASES[phase], (start - zero) / longest, (stop - start) / longest));
     }
-    const reused = total ? Math.round((100 * (tokens[0] + tokens[1])) / total) : 0;
+    const reused = total ? ((100 * (tokens[0] + tokens[1])) / total).toFixed(1) : "0.0";
     const again = tokens[2] ? `, ${number(tokens[2])} computed again` : "";
     const what = `${number(total)} tokens, ${reused} % reused${again}; at ${seconds(begin(lane))}, ${seconds(length(lane))} long`;
     const panel = make("div", { class: "explanation", id: `explanation-${lane}`, hidden: "" });

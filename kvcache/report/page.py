@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from datetime import UTC, datetime
 from hashlib import sha256
 from html import escape
 from importlib.util import find_spec
@@ -57,7 +58,7 @@ def page(name: str, found: Gathered, parts: Parts, plotly: str) -> str:
         heading=escape(printable(name)),
         subtitle=escape(
             f"batches {audit.first_batch:,} to {audit.last_batch:,}, {count(audit.requests, 'admission')}, "
-            f"up to {since(found.last_at, found.first_at)}"
+            f"{_utc(found.first_at)} to {_utc(found.last_at)}"
         ),
         style=(_HOME / "page.css").read_text(encoding="utf-8") + _colors(),
         links="".join(
@@ -68,6 +69,10 @@ def page(name: str, found: Gathered, parts: Parts, plotly: str) -> str:
         plotly=plotly,
         script=own,
     )
+
+
+def _utc(at: int) -> str:
+    return datetime.fromtimestamp(at // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _digest(script: str) -> str:

@@ -16,6 +16,8 @@ from kvcache.report.markup import facts, figure, folded, legend, paragraph, sect
 from kvcache.report.occupancy import Shelf
 from kvcache.report.payers import Bill
 
+_FIRST = 10
+"""Evictions that can be seen at once."""
 _FEW = 20
 """Rows of a table beside a chart that shows them all."""
 
@@ -159,8 +161,10 @@ def _said_of(found: Gathered, shelf: Shelf) -> str:
 def _evictions(found: Gathered, windows: int) -> str:
     if not found.bills:
         return ""
-    listed = "".join(_bill(number, bill, found, windows) for number, bill in enumerate(found.bills))
-    return f'<h3>Evictions that cost most</h3><div class="bills">{listed}</div>'
+    listed = [_bill(number, bill, found, windows) for number, bill in enumerate(found.bills)]
+    first, rest = "".join(listed[:_FIRST]), "".join(listed[_FIRST:])
+    more = folded(f"{len(listed) - _FIRST} more", rest) if rest else ""
+    return f'<h3>Evictions that cost most</h3><div class="bills">{first}{more}</div>'
 
 
 def _bill(number: int, bill: Bill, found: Gathered, windows: int) -> str:

@@ -1,0 +1,570 @@
+"""``kvcache report``: what the page is made of, that its numbers are those of the audit, and that it does no harm."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from events.log import LogReader
+from events.types import PRIMARY
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.audit.explanation import explain_request
+from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.totals import audit_batches
+from kvcache.errors import OutOfBlocks, UsageError
+from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT, slot_states
+from kvcache.replay import replay
+from kvcache.report import page as page_module
+from kvcache.report.gathered import gather
+from kvcache.report.groups import GROUPS
+from kvcache.report.lanes import Phase
+from kvcache.report.report import report
+from tests.cli.browser import Browser, executable
+from tests.cli.conftest import Kvcache, run_log
+from tests.random_logs import random_log
+
+if find_spec("plotly") is None:
+    pytest.skip("plotly is not installed: pip install 'kvcache[report]'", allow_module_level=True)
+
+NASTY = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "\"'><b>&amp;\u2028",
+    "<!--<script>",
+)
+SALT = "a salt that nobody may see"
+TOKENS = 987_000_000
+"""All token ids of the log of nasty names are above it."""
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.text: list[str] = []
+        self._open: str | None = None
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._open = tag
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._open = None
+
+    def handle_data(self, data: str) -> None:
+        if self._open == "script":
+            attributes, before = self.scripts[-1]
+            self.scripts[-1] = (attributes, before + data)
+        elif self._open != "style":
+            self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The blocks of JSON."""
+        return {
+            str(attributes["id"]): json.loads(text)
+            for attributes, text in self.scripts
+            if attributes.get("type") == "application/json"
+        }
+
+    @property
+    def code(self) -> list[str]:
+        """The scripts that run."""
+        return [text for attributes, text in self.scripts if "type" not in attributes]
+
+
+@pytest.fixture(scope="session")
+def busy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of a run that was so short of room that evictions cost computation."""
+    directory = tmp_path_factory.mktemp("logs") / "busy"
+    return run_log(directory, "--primary-blocks", 80, "--secondary-blocks", 20, "--concurrency", 3)
+
+
+@pytest.fixture(scope="session")
+def html(busy: Path) -> str:
+    return report(busy)
+
+
+@pytest.fixture(scope="session")
+def page(html: str) -> Page:
+    return Page(html)
+
+
+@pytest.fixture(scope="session")
+def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log whose names would be markup, of requests that evict each other."""
+    directory = tmp_path_factory.mktemp("logs") / "<b>&nasty"
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=4)
+    with KVCacheManager(config, log=directory) as manager:
+        for _ in range(2):
+            for number, name in enumerate(NASTY):
+                tokens = [TOKENS + 100 * number + place for place in range(14)]
+                manager.add_sequence(name, tokens, cache_salt=SALT, lora_name=NASTY[0])
+                manager.flush()
+                manager.store_context_blocks(name, 14)
+                manager.remove_sequence(name)
+                manager.flush()
+    return directory
+
+
+class TestStructure:
+    """A page that stands alone, and that everybody can read."""
+
+    def test_nothing_comes_from_elsewhere(self, html: str, page: Page) -> None:
+        """No tag loads or links anything outside, and a policy forbids what scripts might ask for."""
+        links = [
+            each[name] for _, each in page.tags for name in ("src", "href", "action", "data") if name in each
+        ]
+        assert links
+        assert [link for link in links if not str(link).startswith("#")] == []
+        assert page.all("link") == page.all("iframe") == page.all("base") == []
+        style = html[html.index("<style>") : html.index("</style>")]
+        assert "url(" not in style
+        assert "@import" not in style
+        policy = str(next(each["content"] for each in page.all("meta") if "http-equiv" in each))
+        assert policy.startswith("default-src 'none'; script-src 'sha256-")
+        assert "unsafe-inline" not in policy.partition("style-src")[0]
+
+    def test_the_policy_lets_its_own_scripts_run(self, page: Page) -> None:
+        """It names the digests of both."""
+        policy = str(next(each["content"] for each in page.all("meta") if "http-equiv" in each))
+        digests = [base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in page.code]
+        assert re.findall(r"'sha256-([^']+)'", policy) == digests
+        assert len(digests) == 2
+
+    def test_people_find_their_way(self, page: Page) -> None:
+        """Language, title, one main heading, sections with headings and links, charts and tables with names."""
+        assert page.all("html")[0]["lang"] == "en"
+        assert "busy: what its cache did" in page.text
+        assert len(page.all("h1")) == len(page.all("main")) == 1
+        names = [each["id"] for each in page.all("section")]
+        assert names == ["headlines", "misses", "time", "levels", "ages", "prefixes", "requests"]
+        ids = {each["id"] for _, each in page.tags if "id" in each}
+        assert {each["aria-labelledby"] for each in page.all("section")} <= ids
+        assert {str(each["href"])[1:] for each in page.all("a")} <= ids
+        charts = [each for each in page.all("div") if "data-chart" in each]
+        assert {each["data-chart"] for each in charts} == page.data["charts"].keys()
+        assert all(each["role"] == "img" and len(str(each["aria-label"])) > 20 for each in charts)
+        assert len(page.all("caption")) == len(page.all("table"))
+        assert any(each.get("name") == "viewport" for each in page.all("meta"))
+
+    def test_it_is_small_enough(self, html: str) -> None:
+        """Most of it is the library that draws."""
+        assert len(html.encode()) - len(page_module.plotly_js()) < 500_000
+
+    def test_the_script_is_javascript(self, page: Page, tmp_path: Path) -> None:
+        """Node takes it."""
+        node = shutil.which("node")
+        if node is None:
+            pytest.skip("there is no node")
+        (tmp_path / "page.js").write_text(page.code[1])
+        done = subprocess.run([node, "--check", tmp_path / "page.js"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestNumbers:
+    """The page says what the audit says."""
+
+    def test_headlines_are_the_audits(self, busy: Path, page: Page) -> None:
+        """The numbers for programs, and those for people."""
+        audit = audit_batches((batch, True) for batch in LogReader(busy))
+        lost = sum(audit.lost_by_priority.values())
+        assert lost > 0
+        assert page.data["facts"] == {
+            "requests": audit.requests,
+            "refusals": audit.refusals,
+            "prompt_tokens": audit.prompt_tokens,
+            "reused_tokens": audit.reused,
+            "tokens_computed_again": lost,
+            "offloaded_blocks": audit.offloaded,
+            "onboarded_blocks": audit.onboarded,
+        }
+        assert f"{audit.prompt_tokens:,}" in page.text
+        assert f"{lost:,} tokens, because they were evicted" in page.text
+
+    def test_charts_add_up(self, busy: Path, page: Page) -> None:
+        """Bars by reason, bars over time, and lanes each hold all tokens."""
+        audit = audit_batches((batch, True) for batch in LogReader(busy))
+        [bars] = page.data["charts"]["misses"]["data"]
+        said = dict(zip([label.replace("<br>", " ") for label in bars["y"]], bars["x"], strict=True))
+        assert said == {
+            IN_WORDS[reason]: int(audit.reasons[reason])
+            for reason in Reason
+            if not reason.is_reuse and audit.reasons[reason]
+        }
+        over_time = {each["name"]: sum(each["y"]) for each in page.data["charts"]["time"]["data"]}
+        sums = {group.name: int(audit.reasons[list(group.reasons)].sum()) for group in GROUPS}
+        assert over_time == {name: tokens for name, tokens in sums.items() if tokens}
+        lanes = np.sum(page.data["lanes-data"]["tokens"], axis=0).tolist()
+        assert lanes[:2] == [sums["reused from primary"], sums["reused from secondary"]]
+        assert lanes[2] == sums["computed again: evicted"]
+        assert sum(lanes) == audit.prompt_tokens
+
+    def test_every_reason_has_one_colour(self) -> None:
+        """Each is in exactly one group."""
+        assert sorted(reason for group in GROUPS for reason in group.reasons) == list(Reason)
+
+    def test_lanes_are_in_order_of_cost(self, page: Page) -> None:
+        """What computed most is first."""
+        computed = [again + other for _, _, again, other in page.data["lanes-data"]["tokens"]]
+        assert computed == sorted(computed, reverse=True)
+        assert len(computed) == page.data["facts"]["requests"]
+
+    def test_explanations_are_those_of_the_command(self, busy: Path, page: Page, kvcache: Kvcache) -> None:
+        """Word for word, cell by cell."""
+        for lane in (0, 7, len(page.data["lanes-data"]["ids"]) - 1):
+            said = kvcache("explain", busy, "--request", page.data["lanes-data"]["ids"][lane]).out
+            lines = [" ".join(line.split()) for line in said.splitlines() if line.strip()]
+            expected = []
+            for heading, facts, columns, rows in page.data["explanations"][str(lane)]:
+                expected += [heading, *(" ".join(fact) for fact in facts)]
+                expected += [" ".join(filter(None, row)) for row in (columns, *rows)]
+            assert lines == expected
+
+    def test_occupancy_is_the_states(self, busy: Path) -> None:
+        """At several moments the counts are those of the slots' states, worked out from a replay."""
+        found = gather(busy)
+        seqs = {batch.ts: batch.seq for batch in LogReader(busy)}
+        samples = found.occupancy.samples
+        for sample in (samples[0], samples[len(samples) // 2], samples[-1]):
+            state = replay(busy, seqs[sample.at]).state
+            for level, states in enumerate(slot_states(state, 0)):
+                kinds = list(map(int, states))
+                blank = kinds.count(BLANK)
+                free = kinds.count(UNREFERENCED) + kinds.count(UNREFERENCED_IN_FLIGHT)
+                [filled] = [each for (_, at), each in sample.filled.items() if at == level]
+                assert filled == (len(kinds) - blank - free, free, blank)
+
+    def test_occupancy_keeps_the_fullest_moment(self, busy: Path) -> None:
+        """No moment of the log was fuller than the fullest that is shown."""
+        held = 0
+        for batch in list(LogReader(busy))[::25]:
+            level = replay(busy, batch.seq).state.groups[0].levels[PRIMARY]
+            held = max(held, level.size - len(level.blank) - level.unreferenced)
+        assert max(sample.held for sample in gather(busy).occupancy.samples) >= held > 0
+
+    def test_evictions_are_paid_by_those_who_computed_again(self, busy: Path) -> None:
+        """The bills add up, and each payer's explanation names the eviction."""
+        found = gather(busy)
+        assert [bill.eviction for bill in found.bills] == found.audit.worst[: len(found.bills)]
+        for bill in found.bills:
+            assert bill.payers.total() == bill.eviction.tokens
+            for payer in bill.payers:
+                [explained] = explain_request(LogReader(busy), str(payer))
+                parts = [part for stay in explained.stays for part in stay.parts if part.gone is not None]
+                assert any(
+                    part.gone is not None
+                    and (part.gone.batch, part.gone_for) == (bill.eviction.batch, bill.eviction.for_request)
+                    and part.reason in (Reason.EVICTED, Reason.DROPPED, Reason.COMPUTING_AGAIN)
+                    for part in parts
+                )
+
+    @pytest.mark.parametrize("seed", range(8))
+    def test_every_log_has_a_report(self, seed: int, tmp_path: Path) -> None:
+        """Several windows, lost batches, restarts, no tokens: the sums hold, and each eviction is paid for."""
+        log = random_log(seed, tmp_path / "log")
+        found = gather(log)
+        assert all(bill.payers.total() == bill.eviction.tokens for bill in found.bills)
+        assert sum(int(lane.tokens.sum()) for lane in found.lanes) == found.audit.prompt_tokens
+        for lane in found.lanes:
+            assert all(one != other for (one, _), (other, _) in zip(lane.marks, lane.marks[1:], strict=False))
+        data = Page(report(log)).data
+        assert data["facts"]["prompt_tokens"] == found.audit.prompt_tokens
+        assert len(data["explanations"]) == len(found.lanes)
+
+
+class Clock:
+    """A wall clock that is set by hand, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_800_000_000
+
+    def __call__(self) -> int:
+        return self.seconds * 10**9
+
+
+def test_a_lane_tells_of_waiting_computing_decoding_and_preemption(tmp_path: Path) -> None:
+    """A request that is refused, admitted, computed in two steps, preempted, and admitted again."""
+    clock = Clock()
+    start = clock()
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=4)
+    with KVCacheManager(config, log=tmp_path / "log", wall_ns=clock) as manager:
+
+        def step() -> None:
+            manager.flush()
+            clock.seconds += 1
+
+        step()
+        manager.add_sequence("other", range(13))
+        step()
+        with pytest.raises(OutOfBlocks):
+            manager.add_sequence("late", range(100, 113))
+        step()
+        manager.remove_sequence("other")
+        manager.add_sequence("late", range(100, 113))
+        step()
+        manager.store_context_blocks("late", 8)
+        step()
+        manager.store_context_blocks("late", 13)
+        step()
+        manager.remove_sequence("late")
+        step()
+        step()
+        manager.add_sequence("late", range(100, 113))
+        step()
+        manager.store_context_blocks("late", 13)
+        step()
+    lane = next(each for each in gather(tmp_path / "log").lanes if each.request_id == "late")
+    assert [(phase, (at - start) / 10**9) for phase, at in lane.marks] == [
+        (Phase.WAITING, 2),
+        (Phase.PREFILL, 3),
+        (Phase.DECODE, 5),
+        (Phase.AWAY, 6),
+        (Phase.PREFILL, 8),
+        (Phase.DECODE, 9),
+    ]
+    assert (lane.stays, lane.by_kind) == (2, (12, 0, 0, 14))
+
+
+class TestHarm:
+    """Whatever a log holds, the page is what it was meant to be."""
+
+    def test_names_are_text(self, nasty: Path) -> None:
+        """Names that are markup, in the log's own name, in ids and adapters, make no tag and end no script."""
+        html = report(nasty)
+        page = Page(html)
+        assert len(page.scripts) == 4 + 2
+        assert page.all("img") == page.all("b") == []
+        assert page.data["lanes-data"]["ids"] != []
+        shown = [name.replace("\u2028", "\\u2028") for name in NASTY]
+        assert set(page.data["lanes-data"]["ids"]) == set(shown)
+        text = " ".join(page.text)
+        assert all(name in text for name in shown)
+        assert "<b>&nasty: what its cache did" in page.text
+        ours = html.replace(page_module.plotly_js(), "")
+        assert "alert(1)</script" not in ours
+        assert "<img" not in ours
+        assert any(NASTY[0] in part for block in page.data["explanations"]["0"] for part in map(str, block))
+
+    def test_no_charts_text_is_markup_for_plotly(self, nasty: Path) -> None:
+        """Of what a log names, only counts and times are in charts."""
+        assert "alert" not in json.dumps(Page(report(nasty)).data["charts"])
+
+    def test_no_tokens_and_no_salts(self, nasty: Path) -> None:
+        """No token id of the log, and no salt, is in what the page adds to its library."""
+        ours = report(nasty).replace(page_module.plotly_js(), "")
+        assert re.findall(r"987000\d\d\d|987,000,\d\d\d", ours) == []
+        assert SALT not in ours
+        assert hashlib.sha256(SALT.encode()).hexdigest() not in ours
+
+
+class TestCommand:
+    """The command writes a page, and no other file."""
+
+    def test_it_writes_a_page(self, busy: Path, html: str, tmp_path: Path, kvcache: Kvcache) -> None:
+        """The same as the library's; a note on stderr says how large it is."""
+        done = kvcache("report", busy, "-o", tmp_path / "page.html")
+        assert (done.code, done.out) == (0, "")
+        assert re.fullmatch(rf"kvcache: {tmp_path}/page.html: \d.\d MiB\n", done.err)
+        assert (tmp_path / "page.html").read_text(encoding="utf-8") == html
+
+    def test_it_overwrites_nothing_unasked(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+        """What exists stays as it is, a broken link as well, unless --force says otherwise."""
+        kept = tmp_path / "kept.html"
+        kept.write_text("mine")
+        done = kvcache("report", busy, "-o", kept)
+        assert done.code == 2
+        assert (
+            done.err
+            == f"kvcache: error: {kept} exists: choose another file, or add --force to overwrite it\n"
+        )
+        assert kept.read_text() == "mine"
+        (tmp_path / "link.html").symlink_to(tmp_path / "nowhere")
+        assert kvcache("report", busy, "-o", tmp_path / "link.html").code == 2
+        assert kvcache("report", busy, "-o", kept, "--force", "-q") == (0, "", "")
+        assert kept.read_text().startswith("<!doctype html>")
+
+    def test_missing_plotly(
+        self, busy: Path, tmp_path: Path, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Says what to install, and writes nothing."""
+        monkeypatch.setattr(page_module, "find_spec", lambda _: None)
+        done = kvcache("report", busy, "-o", tmp_path / "page.html")
+        assert done.code == 2
+        assert done.err == "kvcache: error: a report needs plotly: pip install 'kvcache[report]'\n"
+        assert not (tmp_path / "page.html").exists()
+
+    def test_missing_log(self, tmp_path: Path, kvcache: Kvcache) -> None:
+        """No page of a log that does not exist."""
+        assert kvcache("report", tmp_path / "no", "-o", tmp_path / "page.html").code == 2
+        assert list(tmp_path.iterdir()) == []
+
+
+CURVE = {
+    "sizes": [
+        {"blocks": 100, "hit_rate": 0.25, "best_hits": 60},
+        {"blocks": 200, "hit_rate": 0.5, "best_hits": None},
+    ],
+    "block_requests": 120,
+    "num_blocks": {"primary": 100, "secondary": 100},
+    "knee": 150,
+}
+WHATIF = {
+    "log": "x",
+    "recorded": {
+        "hit_rate": 0.4,
+        "policy": None,
+        "config": {"primary_blocks": 100, "log": {"fsync": "never"}},
+    },
+    "trials": [
+        {
+            "hit_rate": 0.6,
+            "policy": "lru",
+            "of_bound": 0.9,
+            "config": {"primary_blocks": 2000, "log": {"fsync": "never"}},
+        }
+    ],
+}
+
+
+class TestBeside:
+    """Sections for what other commands worked out."""
+
+    def test_they_appear_if_given(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+        """A curve as a chart and a table, tried settings as a table of what differs."""
+        (tmp_path / "curve.json").write_text(json.dumps(CURVE))
+        (tmp_path / "whatif.json").write_text(json.dumps(WHATIF))
+        given = ["--curve", tmp_path / "curve.json", "--whatif", tmp_path / "whatif.json"]
+        assert kvcache("report", busy, "-o", tmp_path / "page.html", "-q", *given).code == 0
+        page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+        assert [each["id"] for each in page.all("section")][-2:] == ["curve", "whatif"]
+        hits, best = page.data["charts"]["curve"]["data"]
+        assert (hits["x"], hits["y"], best["x"], best["y"]) == ([100, 200], [0.25, 0.5], [100], [0.5])
+        assert {"knee: 150 blocks; primary: 100 blocks; both levels: 200 blocks.", "2,000", "60.0 %"} <= set(
+            page.text
+        )
+        assert "primary_blocks" in page.text
+        assert "log.fsync" not in page.text
+
+    @pytest.mark.parametrize("option", ["curve", "whatif"])
+    def test_other_data_is_refused(self, busy: Path, tmp_path: Path, kvcache: Kvcache, option: str) -> None:
+        """What is not the other command's JSON, or no JSON at all, is an error that names what was expected."""
+        for text, said in (("{}", f"`kvcache {option} LOG --json` prints"), ("[", "holds no JSON")):
+            (tmp_path / "given.json").write_text(text)
+            given = [f"--{option}", tmp_path / "given.json"]
+            done = kvcache("report", busy, "-o", tmp_path / "page.html", *given)
+            assert done.code == 2
+            assert said in done.err
+        assert not (tmp_path / "page.html").exists()
+
+    def test_the_library_refuses_it_too(self, busy: Path) -> None:
+        """With a typed error."""
+        with pytest.raises(UsageError, match="sizes"):
+            report(busy, curve={"sizes": 3})
+
+
+BROWSER = executable()
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason="there is no chromium, chromium-browser or google-chrome on the PATH"
+)
+class TestBrowser:
+    """The page as people meet it."""
+
+    def test_people_can_use_it(self, nasty: Path, html: str, tmp_path: Path) -> None:
+        """It loads without errors or requests, and mouse and keys open explanations and evictions."""
+        file, other = tmp_path / "page.html", tmp_path / "nasty.html"
+        file.write_text(html, encoding="utf-8")
+        other.write_text(report(nasty), encoding="utf-8")
+        with Browser(str(BROWSER), tmp_path / "profile") as browser:
+            browser.size(1280, 900, dark=False)
+            browser.open(other)
+            assert drawn(browser)
+            assert browser.eval("document.querySelectorAll('.lane').length") == len(NASTY)
+            browser.open(file)
+            assert drawn(browser)
+            browser.eval("document.querySelector('.lane').click()")
+            shown = browser.eval("document.querySelector('.explanation:not([hidden])').innerText")
+            heading, *_ = Page(html).data["explanations"]["0"][0]
+            assert shown.startswith(heading)
+            press_keys(browser)
+            browser.eval(
+                "(() => { const chart = [...document.querySelectorAll('.chart')].find((each) =>"
+                " each.data.some((one) => one.customdata));"
+                " const at = chart.data.findIndex((one) => one.customdata);"
+                " chart.emit('plotly_click', { points: [{ data: chart.data[at],"
+                " customdata: chart.data[at].customdata[0] }] }); })()"
+            )
+            assert browser.eval("document.activeElement.parentElement.id").startswith("eviction-")
+            assert browser.eval("document.activeElement.parentElement.open")
+            assert browser.errors == []
+            assert {url.partition(":")[0] for url in browser.requests} <= {"file", "data", "about"}
+
+    def test_it_fits_every_window(self, html: str, tmp_path: Path) -> None:
+        """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
+        file = tmp_path / "page.html"
+        file.write_text(html, encoding="utf-8")
+        with Browser(str(BROWSER), tmp_path / "profile") as browser:
+            for dark in (False, True):
+                for width in (1280, 390):
+                    browser.size(width, 900, dark=dark)
+                    browser.open(file)
+                    assert drawn(browser)
+                    assert browser.eval("document.documentElement.scrollWidth") == width
+                    red = browser.eval(
+                        "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+                    )
+                    assert (red < 128) == dark
+                    browser.screenshot(tmp_path / f"{width}-{'dark' if dark else 'light'}.png")
+            browser.eval("document.getElementById('theme').click()")
+            assert browser.eval("document.documentElement.dataset.theme") == "light"
+            browser.print(tmp_path / "page.pdf")
+            assert browser.errors == []
+        assert (tmp_path / "page.pdf").stat().st_size > 10_000
+
+
+def drawn(browser: Browser) -> bool:
+    """Whether all charts are there, after a moment."""
+    return bool(
+        browser.eval(
+            "new Promise((done) => { let times = 0; const look = () => {"
+            " const all = [...document.querySelectorAll('.chart')];"
+            " if (all.every((each) => each.querySelector('.main-svg'))) done(true);"
+            " else if (times++ > 200) done(false); else setTimeout(look, 50); }; look(); })"
+        )
+    )
+
+
+def press_keys(browser: Browser) -> None:
+    """Enter and Space open and close the second lane, Tab goes on to the third."""
+    browser.eval("document.querySelectorAll('.lane')[1].focus()")
+    state = "document.querySelectorAll('.lane')[1].getAttribute('aria-expanded')"
+    browser.press("Enter", 13, "\r")
+    assert browser.eval(state) == "true"
+    browser.press(" ", 32, " ")
+    assert browser.eval(state) == "false"
+    browser.press("Tab", 9)
+    assert browser.eval("document.activeElement === document.querySelectorAll('.lane')[2]")
+    assert browser.eval("getComputedStyle(document.activeElement).outlineStyle") == "solid"
