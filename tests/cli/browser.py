@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+_LAUNCH = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""The browser reads from 3 and writes to 4; the pipes are put there in a process of its own."""
 
 
 def executable() -> str | None:
@@ -28,8 +37,6 @@ class Browser:
     def __init__(self, program: str, profile: Path, *, timeout: float = 60) -> None:
         self._deadline = time.monotonic() + timeout
         ours, theirs = os.pipe(), os.pipe()
-        # Above 4, so that none is overwritten before it is in its place.
-        to_read, to_write = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (ours[0], theirs[1]))
         options = [
             "--headless=new",
             "--no-sandbox",
@@ -38,19 +45,14 @@ class Browser:
             "--hide-scrollbars",
         ]
         options += ["--no-first-run", "--disable-background-networking", "--disable-dev-shm-usage"]
-
-        def connect() -> None:
-            os.dup2(to_read, 3)
-            os.dup2(to_write, 4)
-
+        command = [program, *options, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            [program, *options, f"--user-data-dir={profile}", "about:blank"],
-            preexec_fn=connect,
-            close_fds=False,
+            [sys.executable, "-c", _LAUNCH, str(ours[0]), str(theirs[1]), *command],
+            pass_fds=(ours[0], theirs[1]),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        for end in (ours[0], theirs[1], to_read, to_write):
+        for end in (ours[0], theirs[1]):
             os.close(end)
         self._write, self._read = ours[1], theirs[0]
         self._rest, self._number = b"", 0
@@ -59,7 +61,15 @@ class Browser:
         self.requests: list[str] = []
         """What the page asked for, by URL."""
         self._loaded = False
-        [target] = [each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
+        try:
+            self._attach()
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self) -> None:
+        targets = self.call("Target.getTargets")["targetInfos"]
+        [target] = [each for each in targets if each["type"] == "page"]
         attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -71,6 +81,10 @@ class Browser:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the browser."""
         self._process.kill()
         self._process.wait()
         os.close(self._write)
