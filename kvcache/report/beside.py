@@ -54,7 +54,7 @@ def add_whatif(parts: Parts, given: Mapping[str, Any]) -> None:
         "hit rate",
         "of the best",
         "computed",
-        "computed again",
+        "after preemption",
         "onboarded",
         "preempted",
     ]

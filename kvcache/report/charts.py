@@ -96,7 +96,8 @@ def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], cl
     ]
     if marked:
         data.append(_markers(marked, top, clock))
-    return chart(data, clock.title, "blocks", hovermode="x unified")
+    # A click must mean the marker under it, and none beside it.
+    return chart(data, clock.title, "blocks", hovermode="closest")
 
 
 def _area(name: str, color: str, times: list[float], blocks: list[int]) -> Chart:
@@ -109,7 +110,7 @@ def _area(name: str, color: str, times: list[float], blocks: list[int]) -> Chart
         "stackgroup": "blocks",
         "line": {"width": 0.5, "color": color},
         "fillcolor": color,
-        "hovertemplate": "%{y:,}<extra>" + name + "</extra>",
+        "hovertemplate": "%{y:,} " + name + "<extra></extra>",
     }
 
 
@@ -169,11 +170,15 @@ def ages(hits: Ages, evictions: Ages) -> Chart:
 
 
 def _ticks(values: Sequence[float]) -> Chart:
-    """1, 2, 5, 10 and so on, written out, as far as the values go."""
+    """1, 2, 5, 10 and so on, or powers of ten, written out, as far as the values go."""
+    if not values:
+        return {}
     low, high = (math.floor(math.log10(end)) for end in (min(values), max(values)))
-    marks = [step * 10.0**decade for decade in range(low, high + 1) for step in (1, 2, 5)]
+    # More would not fit on a phone.
+    steps = (1, 2, 5) if high - low < 3 else (1,)
+    marks = [step * 10.0**decade for decade in range(low, high + 1) for step in steps]
     shown = [mark for mark in marks if min(values) <= mark <= max(values)]
-    return {"tickmode": "array", "tickvals": shown, "ticktext": [f"{mark:.12g}" for mark in shown]}
+    return {"tickmode": "array", "tickvals": shown, "ticktext": [f"{mark:,.12g}" for mark in shown]}
 
 
 def _shares(counted: Ages, name: str, color: str, dash: str) -> Chart:
@@ -232,13 +237,18 @@ def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[
             "y0": 0,
             "y1": 1,
             "line": {"width": 1, "dash": "dot", "color": "#888888"},
-            "label": {"text": text(name), "textangle": -90, "font": {"size": 11}},
+            "label": {
+                "text": text(name),
+                "textangle": -90,
+                "font": {"size": 11},
+                "textposition": ("end", "start")[number % 2],
+            },
         }
-        for blocks, name in marks
+        for number, (blocks, name) in enumerate(sorted(marks))
     ]
     return chart(
         data,
-        {"type": "log", "title": {"text": "blocks"}},
+        {"type": "log", "title": {"text": "blocks"}, **_ticks([blocks for blocks, *_ in sizes])},
         {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
         shapes=lines,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.report.beside import add_curve, add_whatif
 from kvcache.report.gathered import Progress, gather
 from kvcache.report.page import page, plotly_js
-from kvcache.report.sections import parts_of
+from kvcache.report.sections import add_requests, overview_of
 
 
 def report(
@@ -29,9 +29,10 @@ def report(
     plotly = plotly_js()
     directory = Path(log)
     found = gather(directory, progress)
-    parts = parts_of(found)
+    parts = overview_of(found)
     if curve is not None:
         add_curve(parts, curve)
     if whatif is not None:
         add_whatif(parts, whatif)
+    add_requests(parts, found)
     return page(directory.resolve().name, found, parts, plotly)

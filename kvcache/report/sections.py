@@ -40,8 +40,8 @@ class Parts:
         return figure(name, caption, summary)
 
 
-def parts_of(found: Gathered) -> Parts:
-    """What the log alone says."""
+def overview_of(found: Gathered) -> Parts:
+    """What the log alone says of all requests together."""
     parts, clock = Parts(), Clock(found.first_at, found.last_at)
     parts.add("headlines", "In short", facts(headlines(found)))
     _add_misses(parts, found)
@@ -49,7 +49,6 @@ def parts_of(found: Gathered) -> Parts:
     _add_levels(parts, found, clock)
     _add_ages(parts, found)
     _add_prefixes(parts, found)
-    _add_requests(parts, found)
     return parts
 
 
@@ -263,7 +262,8 @@ _KINDS = (
 )
 
 
-def _add_requests(parts: Parts, found: Gathered) -> None:
+def add_requests(parts: Parts, found: Gathered) -> None:
+    """A lane for each request, and the first of them as a table."""
     if not found.lanes:
         return
     left_out = found.num_lanes - len(found.lanes)

@@ -152,6 +152,15 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
+    def click(self, x: float, y: float) -> None:
+        """Move the mouse there and click, in CSS pixels of the window."""
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
+        self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.eval("new Promise((done) => setTimeout(done, 200))")
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.eval("new Promise((done) => setTimeout(done, 500))")
+
     def press(self, key: str, code: int, text: str = "") -> None:
         """Press a key where the focus is."""
         for kind in ("keyDown", "keyUp"):

@@ -22,7 +22,7 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("re", {"replay"}),
+        ("re", {"replay", "report"}),
         ("export log --to ", {"csv", "jsonl", "parquet", "sqlite"}),
         ("export log --output a_", {"a_file", "a_directory"}),
         ("", set(COMMANDS)),

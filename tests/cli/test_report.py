@@ -347,6 +347,18 @@ def test_a_lane_tells_of_waiting_computing_decoding_and_preemption(tmp_path: Pat
     assert (lane.stays, lane.by_kind) == (2, (12, 0, 0, 14))
 
 
+def test_a_log_without_requests_has_a_report(tmp_path: Path) -> None:
+    """A cache that nobody used: nothing to draw but its levels."""
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=4)
+    with KVCacheManager(config, log=tmp_path / "log"):
+        pass
+    page = Page(report(tmp_path / "log", curve={"sizes": []}, whatif={**WHATIF, "trials": []}))
+    assert page.data["facts"]["prompt_tokens"] == 0
+    assert page.data["lanes-data"]["ids"] == []
+    sections = [each["id"] for each in page.all("section")]
+    assert sections == ["headlines", "misses", "levels", "curve", "whatif"]
+
+
 class TestHarm:
     """Whatever a log holds, the page is what it was meant to be."""
 
@@ -458,7 +470,7 @@ class TestBeside:
         given = ["--curve", tmp_path / "curve.json", "--whatif", tmp_path / "whatif.json"]
         assert kvcache("report", busy, "-o", tmp_path / "page.html", "-q", *given).code == 0
         page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-        assert [each["id"] for each in page.all("section")][-2:] == ["curve", "whatif"]
+        assert [each["id"] for each in page.all("section")][-3:] == ["curve", "whatif", "requests"]
         hits, best = page.data["charts"]["curve"]["data"]
         assert (hits["x"], hits["y"], best["x"], best["y"]) == ([100, 200], [0.25, 0.5], [100], [0.5])
         assert {"knee: 150 blocks; primary: 100 blocks; both levels: 200 blocks.", "2,000", "60.0 %"} <= set(
@@ -466,6 +478,19 @@ class TestBeside:
         )
         assert "primary_blocks" in page.text
         assert "log.fsync" not in page.text
+
+    def test_they_take_what_the_commands_print(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+        """The JSON of both commands is understood, and their numbers are on the page."""
+        curve = json.loads(kvcache("curve", busy, "--json").out)
+        settings = ["--set", "primary_blocks=90,200", "--policy", "lru", "--jobs", 1]
+        whatif = json.loads(kvcache("whatif", busy, *settings, "--json", "-q").out)
+        page = Page(report(busy, curve=curve, whatif=whatif))
+        [hits] = page.data["charts"]["curve"]["data"]
+        assert hits["x"] == [size["blocks"] for size in curve["sizes"]]
+        assert hits["y"] == [round(size["hit_rate"], 5) for size in curve["sizes"]]
+        assert len(whatif["trials"]) == 2
+        for trial in (whatif["recorded"], *whatif["trials"]):
+            assert f"{trial['computed_tokens']:,}" in page.text
 
     @pytest.mark.parametrize("option", ["curve", "whatif"])
     def test_other_data_is_refused(self, busy: Path, tmp_path: Path, kvcache: Kvcache, option: str) -> None:
@@ -510,12 +535,11 @@ class TestBrowser:
             heading, *_ = Page(html).data["explanations"]["0"][0]
             assert shown.startswith(heading)
             press_keys(browser)
-            browser.eval(
-                "(() => { const chart = [...document.querySelectorAll('.chart')].find((each) =>"
-                " each.data.some((one) => one.customdata));"
-                " const at = chart.data.findIndex((one) => one.customdata);"
-                " chart.emit('plotly_click', { points: [{ data: chart.data[at],"
-                " customdata: chart.data[at].customdata[0] }] }); })()"
+            marker = "document.querySelector('.scatterlayer .points path').getBoundingClientRect()"
+            browser.eval("document.documentElement.style.scrollBehavior = 'auto'")
+            browser.eval(f"scrollBy(0, {marker}.top - 300)")
+            browser.click(
+                *browser.eval(f"[{marker}.x + {marker}.width / 2, {marker}.y + {marker}.height / 2]")
             )
             assert browser.eval("document.activeElement.parentElement.id").startswith("eviction-")
             assert browser.eval("document.activeElement.parentElement.open")
@@ -532,6 +556,10 @@ class TestBrowser:
                     browser.size(width, 900, dark=dark)
                     browser.open(file)
                     assert drawn(browser)
+                    browser.eval(
+                        "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+                    )
+                    browser.eval("document.querySelector('.lane').click()")
                     assert browser.eval("document.documentElement.scrollWidth") == width
                     red = browser.eval(
                         "Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
