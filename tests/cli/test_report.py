@@ -32,6 +32,7 @@ from kvcache.report.lanes import Phase
 from kvcache.report.report import report
 from tests.cli.browser import Browser, executable
 from tests.cli.conftest import Kvcache, run_log
+from tests.conftest import RunPython
 from tests.random_logs import random_log
 
 if find_spec("plotly") is None:
@@ -393,6 +394,16 @@ class TestHarm:
 
 class TestCommand:
     """The command writes a page, and no other file."""
+
+    def test_it_needs_no_torch(self, busy: Path, tmp_path: Path, run_python: RunPython) -> None:
+        """It writes report.html where torch is not installed."""
+        done = run_python(
+            "import sys; sys.modules['torch'] = None\n"
+            "from kvcache.cli import main\n"
+            f"sys.exit(main(['report', {str(busy)!r}, '-q', '-o', {str(tmp_path / 'report.html')!r}]))"
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert (tmp_path / "report.html").is_file()
 
     def test_it_writes_a_page(self, busy: Path, html: str, tmp_path: Path, kvcache: Kvcache) -> None:
         """The same as the library's; a note on stderr says how large it is."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from events.log import LogReader
+from events.types import AdmissionRefused, SequenceAdded, SequenceRemoved, StateExported
 from kvcache.audit.admission import Admission
 from kvcache.audit.explanation import explain_request
 from kvcache.audit.fold import HistoryFold
@@ -15,6 +16,7 @@ from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.totals import audit_batches
+from kvcache.errors import UsageError
 from tests.conftest import ROOT
 from tests.naive_audit import naive_audit
 from tests.random_logs import random_log
@@ -64,6 +66,25 @@ def compare(log: Path) -> None:
 def test_the_audit_agrees_with_the_oracle(seed: int, tmp_path: Path) -> None:
     """Several windows, namespaces, items, offload, lost batches, restarts, logs without tokens."""
     compare(random_log(seed, tmp_path))
+
+
+def test_a_request_whose_admission_was_lost_is_not_known(tmp_path: Path) -> None:
+    """Batches that were lost had its admission, so that its end alone is in the log: there is nothing to explain."""
+    log = random_log(3, tmp_path)
+    events = [event for batch in LogReader(log) for event in batch.events]
+    told = {event.request_id for event in events if isinstance(event, SequenceAdded | AdmissionRefused)}
+    exported = {
+        sequence.handle: sequence.request_id
+        for event in events
+        if isinstance(event, StateExported)
+        for sequence in event.sequences
+    }
+    ended = {exported.get(event.handle) for event in events if isinstance(event, SequenceRemoved)}
+    unknown = ended - told - {None}
+    assert unknown
+    for request_id in unknown:
+        with pytest.raises(UsageError, match="was admitted or refused"):
+            explain_request(LogReader(log), str(request_id))
 
 
 @pytest.mark.long
