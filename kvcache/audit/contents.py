@@ -53,14 +53,22 @@ class ContentIds:
             self._alike = {}
             for content, other in enumerate(self._chains):
                 self._alike.setdefault(other, []).append(content)
-        get, append = self._ids.get, ids.append
+        contents, chains, parents, alike = self._ids, self._chains, self._parents, self._alike
+        get, append, translated = contents.get, ids.append, bool(self._pages)
         parent = ids[-1] if ids else parent
         for begin in range(0, len(symbols) - block_bytes + 1, block_bytes):
             block = symbols[begin : begin + block_bytes]
-            chain = hash((chain, self._meant(block) if self._pages else block))
+            chain = hash((chain, self._meant(block) if translated else block))
             known = get(chain ^ salt)
-            parent = self._new(chain, salt, parent) if known is None else known
-            append(parent)
+            if known is None:
+                # What `_new` does, without a call for each block of a log.
+                known = contents[chain ^ salt] = len(chains)
+                chains.append(chain)
+                parents.append(parent)
+                if alike is not None:
+                    alike.setdefault(chain, []).append(known)
+            parent = known
+            append(known)
         return chain
 
     def _meant(self, block: bytes) -> bytes | tuple[object, ...]:

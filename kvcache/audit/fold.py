@@ -264,20 +264,20 @@ class HistoryFold(History):
         size, sequence = self.tokens_per_block, self.running[event.handle]
         slots = np.frombuffer(event.slots, np.int32)
         last = event.first_block + len(slots)
-        if event.keys:
+        if event.keys and self.keeps_names:
             names = names_of_keys(event.keys, self.key_bytes)
             sequence.name(last - len(names) // NAME_BYTES, names)
         full = len(slots) - (event.last_tokens < size)
         self._cache(sequence, event.group, event.first_block, slots[:full], event.priority)
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:
-        keys, size = event.keys, self.key_bytes
+        keys, size, naming = event.keys, self.key_bytes, self.keeps_names
         slots = np.frombuffer(event.slots, np.int32)
         for at, (handle, block) in enumerate(
             zip(array("q", event.handles), array("I", event.blocks), strict=True)
         ):
             sequence = self.running[handle]
-            if keys:
+            if keys and naming:
                 sequence.name(block, names_of_keys(keys[at * size : (at + 1) * size], size))
             self._cache(sequence, event.group, block, slots[at : at + 1], event.priority)
 

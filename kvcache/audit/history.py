@@ -32,6 +32,11 @@ class History:
         self.requests: list[RequestId] = []
         """By number of the admission."""
 
+    @property
+    def keeps_names(self) -> bool:
+        """Whether names of blocks are of use: where there are no tokens, or somebody asks for them."""
+        return self.names is not None or not self.tokens_recorded
+
     def reach(self) -> None:
         """Have rows for all contents."""
         rows = len(self.contents)
