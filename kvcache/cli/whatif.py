@@ -19,7 +19,7 @@ from kvcache.cli.settings import parse_sets
 from kvcache.errors import UsageError
 from kvcache.settings.sources import look_up
 from kvcache.whatif.comparison import Row, compared, with_bounds
-from kvcache.whatif.policies.registry import BOUND, policy
+from kvcache.whatif.policies.registry import BASE, BOUND, HINTED, policy
 from kvcache.whatif.tally import Tally
 from kvcache.whatif.trial import Outcome, Trial, first_config
 from kvcache.whatif.workers import Stopped, play_side_by_side
@@ -30,7 +30,8 @@ Every combination of the values and policies is played: kvcache whatif LOG --set
 --set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
 tokens: max_tokens gives room in tokens. Under the log's own settings and lru, exactly what was recorded happens again.
 
-Policies: lru, as the cache has it; levels and lfu, which count uses; belady and returns, which know the prompts to
+Policies: lru, as the cache has it; levels and lfu, which count uses; arc, which divides the cache
+between what was used once and again; belady and returns, which know the prompts to
 come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
 windows with full attention.
 """
@@ -170,14 +171,24 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
     )
     shown = [name for name, of in _NUMBERS.items() if any(of(row.outcome.tally) for row in rows)]
     bounded = any(row.of_bound is not None for row in rows)
-    columns = ["", *fields, "reused", "hit rate", *([f"of {BOUND}"] * bounded), *shown]
+    gaps = [row.of_gap for row in rows if row.trial and row.trial.policy == HINTED and row.of_gap is not None]
+    columns = [
+        "",
+        *fields,
+        "reused",
+        "hit rate",
+        *([f"of {BOUND}"] * bounded),
+        *(["of gap"] * bool(gaps)),
+        *shown,
+    ]
     cells = [
         [
             "recorded" if row.trial is None else row.trial.policy,
             *(_setting(row, name) for name in fields),
             f"{row.outcome.tally.reused_tokens:,}",
             share(row.hit_rate),
-            *([_part(row)] * bounded),
+            *([_part(row.of_bound)] * bounded),
+            *([_part(row.of_gap)] * bool(gaps)),
             *(f"{_NUMBERS[name](row.outcome.tally):,}" for name in shown),
         ]
         for row in rows
@@ -185,6 +196,8 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
     out.table(columns, cells, right=columns[1:])
     out.line()
     out.line("reused, computed, secondary: tokens of prompts; offloaded, onboarded, dropped: blocks")
+    if gaps:
+        out.line(_worth_of_hints(gaps))
 
 
 def _setting(row: Row, name: str) -> str:
@@ -194,5 +207,15 @@ def _setting(row: Row, name: str) -> str:
     return "-" if value is None else str(value)
 
 
-def _part(row: Row) -> str:
-    return "-" if row.of_bound is None else share(row.of_bound)
+def _part(part: float | None) -> str:
+    return "-" if part is None else share(part)
+
+
+def _worth_of_hints(gaps: Sequence[float]) -> str:
+    """What the gaps that were closed say; several are those of several settings."""
+    least, most = share(min(gaps)), share(max(gaps))
+    closed = least if least == most else f"{least} to {most}"
+    return (
+        f"knowing only which blocks return ({HINTED}) closes {closed} of the gap between {BASE} and {BOUND}: "
+        "about the most that an application's hints are worth if they tell no more"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.whatif.policies.registry import BOUND
+from kvcache.whatif.policies.registry import BASE, BOUND, HINTED
 from kvcache.whatif.trial import Outcome, Trial
 
 
@@ -20,6 +20,9 @@ class Row:
     of_bound: float | None
     """Its reused tokens, as a part of those of the bound with the same settings; None: that reused none, or was not
     played."""
+    of_gap: float | None
+    """What it reuses beyond the base (`lru`), as a part of what the bound does; None: these reuse the same, or one of
+    them was not played with the same settings."""
 
     @property
     def hit_rate(self) -> float:
@@ -40,6 +43,7 @@ class Row:
             "reused_tokens_partial": tally.reused_partial,
             "hit_rate": self.hit_rate,
             "of_bound": self.of_bound,
+            "of_gap": self.of_gap,
             "computed_tokens": tally.computed_tokens,
             "recomputed_tokens": tally.recomputed_tokens,
             "waited": tally.waited,
@@ -62,21 +66,27 @@ def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _bounds(trials: Sequence[Trial]) -> list[Trial]:
-    return [Trial(trial.sets, BOUND) for trial in trials]
+    bounds = [Trial(trial.sets, BOUND) for trial in trials]
+    return bounds + [Trial(trial.sets, BASE) for trial in trials if trial.policy == HINTED]
 
 
 def compared(trials: Sequence[Trial], outcomes: Sequence[Outcome], shown: int) -> list[Row]:
     """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
     then, *played = outcomes
-    bounds = {
-        outcome.config.model_dump_json(): outcome.tally.reused_tokens
+    reused = {
+        (trial.policy, _settings(outcome)): outcome.tally.reused_tokens
         for trial, outcome in zip(trials, played, strict=True)
-        if trial.policy == BOUND
     }
     rows: list[tuple[Trial | None, Outcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
-    return [Row(trial, outcome, _part(outcome, bounds)) for trial, outcome in rows]
+    return [_row(trial, outcome, reused) for trial, outcome in rows]
 
 
-def _part(outcome: Outcome, bounds: dict[str, int]) -> float | None:
-    bound = bounds.get(outcome.config.model_dump_json())
-    return outcome.tally.reused_tokens / bound if bound else None
+def _row(trial: Trial | None, outcome: Outcome, reused: dict[tuple[str, str], int]) -> Row:
+    settings, own = _settings(outcome), outcome.tally.reused_tokens
+    base, bound = reused.get((BASE, settings)), reused.get((BOUND, settings))
+    of_gap = None if base is None or bound is None or bound <= base else (own - base) / (bound - base)
+    return Row(trial, outcome, own / bound if bound else None, of_gap)
+
+
+def _settings(outcome: Outcome) -> str:
+    return outcome.config.model_dump_json()

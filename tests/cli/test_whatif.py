@@ -63,7 +63,7 @@ class TestResult:
         assert [each["policy"] for each in trials] == ["lru", "levels"] * 6
         reused = [each["reused_tokens"] for each in trials[::2]]
         assert reused[0] < reused[1] < reused[3] < reused[4] == reused[5]
-        assert {each["of_bound"] for each in trials} == {None}
+        assert {each["of_bound"] for each in trials} == {each["of_gap"] for each in trials} == {None}
 
     def test_table(self, kvcache: Kvcache, log: Path) -> None:
         """A row for what was recorded, then one for each combination, with what was set."""
@@ -79,6 +79,43 @@ class TestResult:
         ]
         assert lines[2][2:] == lines[3][2:]
         assert lines[4][5:7] == ["100.0", "%"]
+
+    def test_worth_of_hints(self, kvcache: Kvcache, log: Path) -> None:
+        """What knowing only which blocks return is worth, of the way from lru to belady, worked out from the counts."""
+        args = ("whatif", log, "--set", "primary_blocks=80,120", "--jobs", 1)
+        trials = found(kvcache(*args, "--policy", "lru,returns,belady", "--json"))["trials"]
+        parts = []
+        for lru, returns, belady in (trials[:3], trials[3:]):
+            base, hinted, best = (each["reused_tokens"] for each in (lru, returns, belady))
+            assert (lru["of_gap"], belady["of_gap"]) == (0, 1)
+            assert returns["of_gap"] == (hinted - base) / (best - base)
+            parts.append(f"{100 * returns['of_gap']:.1f} %")
+        assert len(set(parts)) == 2
+        low, high = sorted(parts, key=lambda part: float(part.split()[0]))
+        # lru is played for it where it was not asked for.
+        lines = kvcache(*args, "--policy", "returns").out.splitlines()
+        assert lines[-1] == (
+            f"knowing only which blocks return (returns) closes {low} to {high} of the gap between lru and belady: "
+            "about the most that an application's hints are worth if they tell no more"
+        )
+        assert [line.split()[0] for line in lines[2:5]] == ["recorded", "returns", "returns"]
+        assert all(part in line for part, line in zip(parts, lines[3:5], strict=True))
+        one = kvcache(*args[:2], "--policy", "returns", "--set", "primary_blocks=80", "--jobs", 1).out
+        assert f"closes {parts[0]} of the gap" in one
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            ("--policy", "lru,arc"),
+            ("--policy", "lru,returns", "--no-bound"),
+            ("--policy", "lru,returns", "--set", "primary_blocks=2000"),
+        ],
+    )
+    def test_no_gap_no_worth(self, kvcache: Kvcache, log: Path, options: tuple[str, ...]) -> None:
+        """Nothing is said of hints where one of the three was not played, or where all is kept anyway."""
+        out = kvcache("whatif", log, *options, "--jobs", 1).out
+        assert out.splitlines()[-1].startswith("reused, computed")
+        assert "of gap" not in out
 
     def test_processes_find_the_same(self, kvcache: Kvcache, log: Path) -> None:
         """Trials divided over processes come out in the order in which they were asked for."""
@@ -97,9 +134,9 @@ def test_every_policy_plays_chats(kvcache: Kvcache, log: Path, size: str) -> Non
         "--set",
         "secondary_blocks=0,40",
     )
-    policies = "lru,levels,lfu,returns,belady"
+    policies = "lru,levels,lfu,arc,returns,belady"
     done = found(kvcache("whatif", log, *sets, "--policy", policies, "--jobs", 1, "--json"))
-    assert len(done["trials"]) == 10
+    assert len(done["trials"]) == 12
     assert all(0.5 < each["of_bound"] < 1.02 for each in done["trials"])
 
 
@@ -139,7 +176,7 @@ class TestChoice:
             ),
             (["--set", "primary_blocks=100,x"], "primary_blocks: given 'x'; accepted: an integer from 1"),
             (["--set", "primary_block=100"], "primary_block: no such field; did you mean primary_blocks?"),
-            (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, returns, belady"),
+            (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, arc, returns, belady"),
         ],
     )
     def test_what_is_wrong_is_told_first(

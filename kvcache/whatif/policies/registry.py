@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed, refuse_no_order
 from kvcache.errors import UsageError
+from kvcache.whatif.policies.adaptive import AdaptiveReplacement
 from kvcache.whatif.policies.clairvoyant import Belady, Returns
 from kvcache.whatif.policies.counting import LeastFrequentlyUsed, Levels
 
@@ -15,11 +16,16 @@ ENTRY_POINT_GROUP = "kvcache.eviction_orders"
 true, asks for runs that have keys."""
 BOUND = "belady"
 """What others are compared with."""
+BASE = "lru"
+"""From where the gap to the bound is measured."""
+HINTED = "returns"
+"""Knows what hints of an application can tell."""
 _BUILT_IN: dict[str, type[EvictionOrder]] = {
-    "lru": LeastRecentlyUsed,
+    BASE: LeastRecentlyUsed,
     "levels": Levels,
     "lfu": LeastFrequentlyUsed,
-    "returns": Returns,
+    "arc": AdaptiveReplacement,
+    HINTED: Returns,
     BOUND: Belady,
 }
 
