@@ -77,6 +77,13 @@ class SlidingEvictor:
             )
         )
 
+    def supersede(self, places: array[int], handle: Handle | None) -> None:
+        """Drop shorter blocks, at whatever levels they lie, that a stored one makes useless."""
+        for level in (PRIMARY, SECONDARY):
+            part = array("i", [place for place in places if self._group.slot_of(place)[0] == level])
+            if part:
+                self.remove(part, RemoveReason.SUPERSEDED, handle)
+
     def remove(self, places: array[int], why: RemoveReason, handle: Handle | None) -> None:
         """Drop blocks of one level."""
         level = self._group.slot_of(places[0])[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 
 from events import types as ev
 from events.ids import LevelIndex
-from events.types import Namespace, RemoveReason
+from events.types import Namespace
 from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
@@ -167,7 +167,7 @@ class SlidingWindowManager(WindowBlockManager):
                 useless.extend(self._covered_by(node, at, content[len(known) * block_bytes :][:block_bytes]))
                 break
         if useless:
-            self._sliding_evictor.remove(useless, RemoveReason.SUPERSEDED, sequence.handle)
+            self._sliding_evictor.supersede(useless, sequence.handle)
         return known
 
     def _store_partial(self, sequence: Sequence, full: int, stop: int) -> None:
@@ -181,7 +181,7 @@ class SlidingWindowManager(WindowBlockManager):
                 return
             useless = self._covered_by(node, at, head)
             if useless:
-                self._sliding_evictor.remove(useless, RemoveReason.SUPERSEDED, sequence.handle)
+                self._sliding_evictor.supersede(useless, sequence.handle)
         self._emit_stored(sequence, full, stop)
 
     def _begins(self, run: Run, index: int, head: bytes) -> bool:

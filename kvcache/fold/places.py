@@ -60,7 +60,14 @@ class Places(Group):
         return self.views[name]
 
     def places(self, level: int, slots: array[int]) -> array[int]:
-        """Slots of a level as places."""
+        """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
+        size = self.levels[level].size
+        if len(slots) <= FEW:
+            there = all(0 <= slot < size for slot in slots)
+        else:
+            numbers = np.frombuffer(slots, np.int32)
+            there = bool(numbers.min() >= 0 and numbers.max() < size)
+        invariant(there, "an event names a slot that the level has not")
         return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
 
     def slot_of(self, place: int) -> tuple[int, int]:

@@ -233,7 +233,7 @@ class SlidingGroup(SlidingTree):
 
     def offload(self, slots: array[int], to_slots: array[int], transfer: int) -> None:
         """Move unreferenced primary blocks to secondary."""
-        self._check_unreferenced(slots)
+        self._check_unreferenced(self.places(PRIMARY, slots))
         to = self.places(SECONDARY, to_slots)
         self._relocate(slots, to, transfer)
         primary, secondary = self.levels

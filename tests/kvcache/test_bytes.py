@@ -185,6 +185,11 @@ def test_failed_copies_are_never_served(first: int) -> None:
     run_failing(range(first, first + 50))
 
 
+def test_superseded_blocks_of_both_levels() -> None:
+    """In this program a stored block makes two shorter ones useless, one in secondary and one in primary."""
+    run_failing(range(6322, 6323))
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(1000, 51_000, 1000))

@@ -8,6 +8,7 @@ import pytest
 
 from events.types import PRIMARY, RemoveReason
 from kvcache.decide.sliding_manager import SlidingWindowManager
+from kvcache.errors import InvariantViolated
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
 from tests import strategies
@@ -94,3 +95,17 @@ def test_spared_blocks_are_passed_over() -> None:
         order.check()
     assert order.lowest(PRIMARY) is None
     assert not order.take(PRIMARY, 9)
+
+
+def test_slots_that_a_level_has_not_are_refused() -> None:
+    """A slot of the other level, or none at all, would be taken for some place."""
+    manager = KVCacheManager(
+        strategies.config(primary_blocks=8, secondary_blocks=4, max_attention_window=4, num_layers=1)
+    )
+    (group,) = manager.state.groups
+    assert isinstance(group, SlidingGroup)
+    for level, slot in ((0, -1), (0, 8), (1, -2), (1, 4)):
+        for more in (0, 20):
+            with pytest.raises(InvariantViolated, match="has not"):
+                group.places(level, array("i", [*[0] * more, slot]))
+    assert list(group.places(1, array("i", [3]))) == [11]
