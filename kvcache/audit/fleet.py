@@ -111,7 +111,7 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         for event in batch.events:
             if isinstance(event, ev.CacheCreated):
                 algorithm = f"{event.hash_algorithm}, blocks of {event.tokens_per_block} tokens"
-    if not history.key_bytes or not history.tokens_recorded:
+    if algorithm and (not history.key_bytes or not history.tokens_recorded):
         raise Unsupported(
             f"comparing {path} with other logs", "record tokens and names of blocks (block_hash)"
         )
@@ -145,7 +145,8 @@ def _lives(presence: _Presence, names: _Names) -> tuple[_Names, _Times, _Times]:
 def together(workers: Iterable[WorkerAudit]) -> Fleet:
     """Compare workers. Raises `Unsupported` if their blocks cannot be compared by name."""
     workers = sorted(workers, key=lambda worker: worker.name)
-    kinds = sorted({worker.algorithm for worker in workers})
+    # A log that has just been begun has no cache yet.
+    kinds = sorted({worker.algorithm for worker in workers} - {""})
     if len(kinds) > 1:
         what = f"comparing blocks that are named differently ({'; '.join(kinds)})"
         raise Unsupported(what, "audit the logs one by one")

@@ -24,6 +24,7 @@ from kvcache.cli.output import Output, count, duration, share
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.times import Times
+from kvcache.errors import UsageError
 
 _BARS = 24
 """Rows of the picture over time, at most."""
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with progress("reading", None, shown=not out.quiet) as update:
         audit = audit_batches(_watched(batches, args, update), top=args.top)
     batches.check()
+    if audit.first_batch < 0:
+        raise UsageError(f"{printable(str(args.log))} holds no batch yet")
     if args.json:
         out.json(to_json(audit))
     else:

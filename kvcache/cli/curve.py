@@ -37,6 +37,9 @@ class Found:
     """The most hits that any eviction can have, by the sizes for which that was asked."""
 
 
+MOST_BLOCKS = 2**31 - 1
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
@@ -238,4 +241,7 @@ def _rate(text: str) -> float:
 
 def _sizes(text: str) -> tuple[int, ...]:
     """Numbers of blocks."""
-    return tuple(positive(part.strip()) for part in text.split(","))
+    sizes = tuple(positive(part.strip()) for part in text.split(",") if len(part) < 20)
+    if not sizes or max(sizes) > MOST_BLOCKS or len(sizes) != text.count(",") + 1:
+        raise argparse.ArgumentTypeError(f"no cache has more than {MOST_BLOCKS:,} blocks")
+    return sizes

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from kvcache.cli.output import Output, size
 from kvcache.cli.progress import progress
 from kvcache.errors import UsageError
+from kvcache.export.target import replacing
 from kvcache.report.report import report
+
+PAGE_HEADER = b"<!doctype html>"
+"""How a page begins: nothing else is overwritten."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,23 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log twice, and write the page."""
-    # Said before a long log is read.
-    if not args.force and os.path.lexists(args.output):
-        raise _exists(args.output)
     curve, whatif = _json(args.curve), _json(args.whatif)
-    with progress("reading", None, shown=not out.quiet) as update:
+    # What is wrong with the place is said before a long log is read.
+    with (
+        replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
+        progress("reading", None, shown=not out.quiet) as update,
+    ):
         page = report(args.log, curve=curve, whatif=whatif, progress=update)
-    try:
-        with args.output.open("w" if args.force else "x", encoding="utf-8", newline="\n") as file:
-            file.write(page)
-    except FileExistsError:
-        raise _exists(args.output) from None
+        new.write_text(page, encoding="utf-8", newline="\n")
     out.note(f"{args.output}: {size(len(page.encode()))}")
     return 0
-
-
-def _exists(path: Path) -> UsageError:
-    return UsageError(f"{path} exists: choose another file, or add --force to overwrite it")
 
 
 def _json(path: Path | None) -> Any:

@@ -25,6 +25,8 @@ class NumberTooLarge(UsageError):
     text = "a number in the table {table} is beyond 64 bits: write csv or jsonl, which hold any"
 
 
+SQLITE_HEADER = b"SQLite format 3\0"
+"""How a database begins: no other file is replaced by one."""
 FORMATS: dict[str, type[Writer]] = {
     "parquet": ParquetWriter,
     "csv": CsvWriter,
@@ -41,7 +43,10 @@ def export(batches: Iterable[EventBatch], to: str, path: Path, *, force: bool = 
     `path` becomes a file (``sqlite``) or a directory with a file per table, when all is written. `force` replaces an
     earlier export. Raises `TargetExists`, `PackageMissing`, `UsageError` if there is no batch, and what reading raises.
     """
-    with replacing(path, directory=to != "sqlite", force=force) as new, closing(FORMATS[to](new)) as writer:
+    with (
+        replacing(path, force=force, header=SQLITE_HEADER if to == "sqlite" else None) as new,
+        closing(FORMATS[to](new)) as writer,
+    ):
         return _write(batches, writer)
 
 

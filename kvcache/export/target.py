@@ -25,17 +25,18 @@ class TargetExists(UsageError):
     def __str__(self) -> str:
         if self.replaceable:
             return f"{self.path} exists already: choose another path, or replace it with --force"
-        return f"{self.path} exists already, and is no earlier export of that form: choose another path"
+        return f"{self.path} exists already, and is nothing of that form that could be replaced: choose another path"
 
 
 @contextmanager
-def replacing(path: Path, *, directory: bool, force: bool) -> Iterator[Path]:
+def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path]:
     """Give a path to write to, beside the one that is meant; takes its place when the block ends without an error.
 
-    `directory` says what is written there. Raises `TargetExists`, and FileNotFoundError where the path's own directory
-    is missing. Until the end, what is at `path` stays.
+    A file is written that begins with `header`, or a directory of tables (None). Raises `TargetExists`, also with
+    `force` for what is no such thing, and FileNotFoundError where the path's own directory is missing. Until the end,
+    what is at `path` stays.
     """
-    _refuse(path, directory, force)
+    _refuse(path, header, force)
     parent = path.absolute().parent
     if not parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
@@ -43,19 +44,27 @@ def replacing(path: Path, *, directory: bool, force: bool) -> Iterator[Path]:
     try:
         yield work / "new"
         # Somebody may have been faster.
-        _refuse(path, directory, force)
-        if directory and os.path.lexists(path):
+        _refuse(path, header, force)
+        if header is None and os.path.lexists(path):
             path.rename(work / "old")
         (work / "new").replace(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _refuse(path: Path, directory: bool, force: bool) -> None:
+def _refuse(path: Path, header: bytes | None, force: bool) -> None:
     if os.path.lexists(path):
-        replaceable = _is_export(path) if directory else path.is_file()
+        replaceable = _is_export(path) if header is None else _begins(path, header)
         if not (force and replaceable):
             raise TargetExists(path, replaceable)
+
+
+def _begins(path: Path, header: bytes) -> bool:
+    """Whether it is a file that begins so, or an empty one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(header)) in (header, b"")
 
 
 def _is_export(path: Path) -> bool:

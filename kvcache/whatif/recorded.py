@@ -136,6 +136,10 @@ class _Commands(_Prompts):
     def of(self, batch: ev.EventBatch) -> tuple[Command, ...]:
         """The commands that made a batch, in order."""
         self._commands = []
+        for event in batch.events:
+            if isinstance(event, ev.Gap):
+                # Before anything is applied: what stands before it in its batch continues what is missing.
+                self.note(event)
         with fitting(batch.seq):
             for event in batch.events:
                 self.note(event)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from events.log import LogReader
+from events.log.frames import SEGMENT_HEADER_BYTES
 from events.types import SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.histogram import Ages
@@ -120,6 +121,16 @@ def test_of_a_log_without_tokens_it_is_said(kvcache: Kvcache, tmp_path: Path) ->
         "unknown": 12,
     }
     assert "reused from primary" in kvcache("explain", tmp_path / "log", "--request", "b").out
+
+
+def test_an_empty_log_has_nothing_to_audit(kvcache: Kvcache, evicted: Path, tmp_path: Path) -> None:
+    """It says so, as the other commands do."""
+    (tmp_path / "empty").mkdir()
+    [segment] = evicted.glob("*.kvlog")
+    (tmp_path / "empty" / segment.name).write_bytes(segment.read_bytes()[:SEGMENT_HEADER_BYTES])
+    done = kvcache("audit", tmp_path / "empty")
+    assert (done.code, done.out) == (2, "")
+    assert "holds no batch yet" in done.err
 
 
 def test_ages_are_right_to_a_quarter() -> None:

@@ -127,6 +127,8 @@ def test_no_prompts(kvcache: Kvcache, tmp_path: Path) -> None:
         (("--sample", "x"), "is not a number above 0"),
         (("--bound", "0"), "'0' is not an integer of at least 1"),
         (("--bound", "1,,2"), "'' is not an integer"),
+        (("--bound", "9223372036854775807"), "no cache has more than 2,147,483,647 blocks"),
+        (("--bound", "5,99999999999999999999999"), "no cache has more than"),
         (("--bound", "2", "--sample", "0.5"), "the bound needs all blocks, not samples"),
     ],
 )

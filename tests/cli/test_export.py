@@ -293,13 +293,21 @@ class TestTarget:
         assert read(path, to, "blocks") != before
         assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
+    def test_a_database_replaces_databases_only(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """The log that is read is a directory of files, too."""
+        log = run_log(tmp_path / "log", "--primary-blocks", 120, "--limit", 2)
+        [segment] = log.glob("*.kvlog")
+        before = segment.read_bytes()
+        done = kvcache("export", log, "--to", "sqlite", "-o", segment, "--force")
+        assert (done.code, segment.read_bytes()) == (2, before)
+
     @pytest.mark.parametrize("to", ["csv", "sqlite"])
     def test_nothing_else_is_replaced(self, kvcache: Kvcache, tmp_path: Path, to: str) -> None:
         """A directory that holds anything but tables is left alone, though --force is given: a log, for instance."""
         log = run_log(tmp_path / "log", "--primary-blocks", 120, "--limit", 2)
         done = kvcache("export", log, "--to", to, "-o", log, "--force")
         assert (done.code, done.err.count("\n")) == (2, 1)
-        assert "is no earlier export of that form: choose another path" in done.err
+        assert "is nothing of that form that could be replaced: choose another path" in done.err
         assert kvcache("replay", log, "--verify", "-q").code == 0
 
     @pytest.mark.parametrize("to", ["csv", "sqlite"])
@@ -330,7 +338,7 @@ class TestTarget:
             (tmp_path / "t").unlink(missing_ok=True)
             with pytest.raises(TargetExists) as raised:
                 export(watched(), to, tmp_path / "t")
-            assert raised.value.replaceable == (to == "sqlite")
+            assert not raised.value.replaceable
             assert (tmp_path / "t").read_text() == "mine"
             assert [each.name for each in tmp_path.iterdir()] == ["t"]
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from events.log.frames import SEGMENT_HEADER_BYTES
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.engines import in_processes, on_ray
 from kvcache.audit.fleet import WorkerAudit, audit_worker, together
@@ -96,6 +97,15 @@ def test_blocks_that_cannot_be_compared_are_refused(fleet: Path) -> None:
         worker(fleet / name, [(0, "a", A)], **settings)
         with pytest.raises(Unsupported, match=name):
             audit_worker(fleet / name)
+
+
+def test_a_worker_that_has_just_begun_holds_nobody_up(fleet: Path) -> None:
+    """Its log has no batch yet."""
+    (fleet / "new").mkdir()
+    [segment] = (fleet / "east").glob("*.kvlog")
+    (fleet / "new" / segment.name).write_bytes(segment.read_bytes()[:SEGMENT_HEADER_BYTES])
+    found = together(audit_worker(path) for path in fleet.iterdir())
+    assert found.elsewhere == [0, 0, 12]
 
 
 def made(name: str, lives: list[tuple[int, int, int]], misses: list[tuple[int, int]]) -> WorkerAudit:

@@ -415,18 +415,27 @@ class TestCommand:
     def test_it_overwrites_nothing_unasked(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
         """What exists stays as it is, a broken link as well, unless --force says otherwise."""
         kept = tmp_path / "kept.html"
-        kept.write_text("mine")
+        kept.write_text("<!doctype html> mine")
         done = kvcache("report", busy, "-o", kept)
         assert done.code == 2
         assert (
             done.err
-            == f"kvcache: error: {kept} exists: choose another file, or add --force to overwrite it\n"
+            == f"kvcache: error: {kept} exists already: choose another path, or replace it with --force\n"
         )
-        assert kept.read_text() == "mine"
+        assert kept.read_text() == "<!doctype html> mine"
         (tmp_path / "link.html").symlink_to(tmp_path / "nowhere")
         assert kvcache("report", busy, "-o", tmp_path / "link.html").code == 2
         assert kvcache("report", busy, "-o", kept, "--force", "-q") == (0, "", "")
         assert kept.read_text().startswith("<!doctype html>")
+
+    def test_it_overwrites_no_log(self, tmp_path: Path, kvcache: Kvcache) -> None:
+        """Only pages are overwritten: a part of a log is none."""
+        log = run_log(tmp_path / "log", "--primary-blocks", 120, "--limit", 2)
+        [segment] = log.glob("*.kvlog")
+        before = segment.read_bytes()
+        done = kvcache("report", log, "-o", segment, "--force")
+        assert (done.code, segment.read_bytes()) == (2, before)
+        assert "choose another path" in done.err
 
     def test_missing_plotly(
         self, busy: Path, tmp_path: Path, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from events import types as ev
-from events.log import LogWriter
+from events.log import LogReader, LogWriter
 from events.packed import NAME_BYTES
 from events.tokens.rich import RichTokens
 from kvcache.config import KVCacheConfig, LogConfig
@@ -29,6 +29,7 @@ from kvcache.whatif.requests import Line, Played
 from kvcache.whatif.tally import Tally
 from kvcache.whatif.trial import Trial, play, playback_of
 from tests import strategies
+from tests.random_logs import random_log
 
 IMAGES = (b"\x11" * 32, b"\x22" * 32)
 
@@ -601,3 +602,12 @@ def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: st
         tally = playback.finish()
     assert tally.requests + tally.too_long + tally.unserved >= admitted
     assert 0 <= tally.reused_tokens <= tally.prompt_tokens
+
+
+@pytest.mark.parametrize("seed", [0, 4, 5, 8])
+def test_lost_batches_are_refused_wherever_the_gap_stands(seed: int, tmp_path: Path) -> None:
+    """The writer puts it behind what the batch continues: that cannot be applied either."""
+    log = random_log(seed, tmp_path)
+    assert any(isinstance(event, ev.Gap) for batch in LogReader(log) for event in batch.events)
+    with pytest.raises(Unplayable):
+        list(recorded(log))
