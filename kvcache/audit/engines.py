@@ -3,31 +3,75 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from importlib import import_module
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
 from kvcache.audit.fleet import WorkerAudit, audit_worker
-from kvcache.errors import Unsupported
+from kvcache.errors import InternalError, Unsupported
+
+_SECONDS_BETWEEN = 0.5
 
 
 def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[WorkerAudit]:
-    """Audit logs in up to `jobs` processes; each as soon as it is done."""
+    """Audit logs in up to `jobs` processes; each as soon as it is done. Raises `InternalError` if one is killed.
+
+    Processes hear no Ctrl-C; they end with the one that has started them, or when nobody wants more.
+    """
     if jobs == 1 or len(logs) == 1:
         yield from (audit_worker(log, top) for log in logs)
         return
     # Not forked: threads of the parent may hold locks.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(logs)), mp_context=context) as pool:
-        futures = [pool.submit(audit_worker, log, top) for log in logs]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(jobs, len(logs)), mp_context=context, initializer=_end_with, initargs=(os.getpid(),)
+    )
+    try:
+        with _deaf_children():
+            futures = [pool.submit(audit_worker, log, top) for log in logs]
+        for future in as_completed(futures):
+            yield future.result()
+    except BrokenProcessPool:
+        raise InternalError(
+            "a process that read logs was killed; is there enough memory for --jobs?"
+        ) from None
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """What is started inside hears no Ctrl-C of the terminal: whoever has started it decides."""
+    ensure_running()  # it would undo what follows
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with(parent: int) -> None:
+    """Let this process end soon after its parent has."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_SECONDS_BETWEEN)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit]:
