@@ -68,7 +68,7 @@ def _stay(name: str, stay: Stay, when: When) -> Told:
 
 def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
     facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
-    if namespace := _namespace(stay.namespace):
+    if namespace := namespace_in_words(stay.namespace):
         facts.append(("namespace", namespace))
     if stay.computed_again:
         facts.append(
@@ -102,7 +102,8 @@ def _details(part: Part, now: Moment, when: When) -> str:
     return ", ".join(said)
 
 
-def _namespace(namespace: Namespace) -> str:
+def namespace_in_words(namespace: Namespace) -> str:
+    """LoRA adapter and salt; empty for the namespace without either."""
     said = []
     if namespace.lora_id is not None:
         said.append(f"LoRA {namespace.lora_id}")

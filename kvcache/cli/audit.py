@@ -9,10 +9,11 @@ from pathlib import Path
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
-from events.types import EventBatch, Namespace
+from events.types import EventBatch
 from kvcache.audit.histogram import Ages
 from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.telling import namespace_in_words
 from kvcache.audit.totals import MOST_USES, Audit, LevelLives, audit_batches
 from kvcache.cli import moments, times
 from kvcache.cli.audit_json import to_json
@@ -166,21 +167,17 @@ def _show_namespaces(audit: Audit, out: Output) -> None:
     rows = []
     for namespace, tokens in most:
         reused = int(tokens[: Reason.PARTIAL + 1].sum())
-        rows.append([name_of(namespace), f"{int(tokens.sum()):,}", share(reused / int(tokens.sum()))])
+        rows.append(
+            [
+                namespace_in_words(namespace) or "none",
+                f"{int(tokens.sum()):,}",
+                share(reused / int(tokens.sum())),
+            ]
+        )
     out.line()
     out.table(
         [f"namespace (of {len(audit.by_namespace):,})", "tokens", "reused"], rows, right=["tokens", "reused"]
     )
-
-
-def name_of(namespace: Namespace) -> str:
-    """A namespace for people."""
-    said = [f"LoRA {namespace.lora_id}"] * (namespace.lora_id is not None)
-    if namespace.lora_name is not None:
-        said.append(f"LoRA {printable(namespace.lora_name)}")
-    if namespace.salt_digest is not None:
-        said.append(f"salt {namespace.salt_digest.hex()[:8]}")
-    return ", ".join(said) or "none"
 
 
 def _show_evictions(audit: Audit, when: Times, out: Output) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime, timedelta
 
+from kvcache.audit.phrases import iso as iso
 from kvcache.audit.phrases import since as since
 
 FORMS = ("relative", "utc", "local")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_SECOND = 1_000_000_000
 _MS = 1_000_000
 
 
@@ -26,12 +26,6 @@ def add_option(parser: argparse.ArgumentParser) -> None:
         help="how times are shown, cut to milliseconds: since the log's first batch (relative, as it is without this), "
         "or the time of day",
     )
-
-
-def iso(ts: int) -> str:
-    """A time for programs: ISO 8601, UTC, all nine digits of the nanoseconds; it sorts as text."""
-    seconds, ns = divmod(ts, _SECOND)
-    return f"{(_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None).isoformat()}.{ns:09}Z"
 
 
 class Times:

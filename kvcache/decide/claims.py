@@ -96,4 +96,4 @@ class SlidingClaims(Claims):
             if blocks.level == SECONDARY:
                 self.needed += len(at)
             else:
-                self.available -= int((self._group.column("refs")[at] == 0).sum())
+                self.available -= int((self._group.views["refs"][at] == 0).sum())

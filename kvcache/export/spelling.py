@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from kvcache.audit import phrases
 
-
-@lru_cache(1 << 12)
-def iso(ts: int) -> str:
-    """ISO 8601, UTC, with all nine digits of the nanoseconds: it sorts as text."""
-    seconds, ns = divmod(ts, 1_000_000_000)
-    return f"{(_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None).isoformat()}.{ns:09}Z"
+iso = lru_cache(1 << 12)(phrases.iso)
+"""Many rows have the same time."""
 
 
 def times(values: Sequence[int | None]) -> list[str | None]:

@@ -67,8 +67,8 @@ def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int6
     at = places[here]
     columns[at - begin, :3] = names[here]
     for column, name in enumerate(("priorities", "expiries", "released_at", "refs"), 3):
-        columns[at - begin, column] = group.column(name)[at]
-    columns[at - begin, 7] = group.column("transfers")[at] == 0
+        columns[at - begin, column] = group.views[name][at]
+    columns[at - begin, 7] = group.views["transfers"][at] == 0
 
 
 def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:

@@ -55,10 +55,6 @@ class Places(Group):
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
 
-    def column(self, name: str) -> npt.NDArray[Any]:
-        """A column by place, as numpy's view."""
-        return self.views[name]
-
     def places(self, level: int, slots: array[int]) -> array[int]:
         """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
         size = self.levels[level].size

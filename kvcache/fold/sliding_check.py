@@ -36,13 +36,13 @@ def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None
         table = sequence.tables[group.index]
         references.update(table[first:end])
         _check_content(group, sequence, first, end)
-    cached = np.flatnonzero(group.column("run_ids") >= 0).tolist()
+    cached = np.flatnonzero(group.views["run_ids"] >= 0).tolist()
     invariant(references.keys() <= set(cached), "a sequence holds a block that is not cached")
     for place in cached:
         held = references[place] if place < group.levels[PRIMARY].size else 0
         invariant(group.refs[place] == held, "references differ from the sequences that hold a block")
-    empty = group.column("run_ids") < 0
-    traces = [group.column(name)[empty].any() for name in ("refs", "released_at", "transfers")]
+    empty = group.views["run_ids"] < 0
+    traces = [group.views[name][empty].any() for name in ("refs", "released_at", "transfers")]
     invariant(not any(traces), "a block that is not cached has left traces")
     named = sum(place != HOLE for run in group.tree.runs.values() for place in run.slots)
     invariant(len(cached) == named, "a block is in two places or in none")
@@ -67,6 +67,6 @@ def _check_content(group: SlidingGroup, sequence: Sequence, first: int, end: int
 
 def arriving(group: SlidingGroup) -> Iterator[tuple[int, int, list[int]]]:
     """The blocks whose copy has not landed, each as copy, level and slot."""
-    for place in np.flatnonzero(group.column("transfers")).tolist():
+    for place in np.flatnonzero(group.views["transfers"]).tolist():
         level, slot = group.slot_of(place)
         yield group.transfers[place], level, [slot]

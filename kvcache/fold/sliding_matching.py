@@ -124,7 +124,7 @@ class SlidingMatch:
         places = indexes(row)
         primary, size = self._group.levels[PRIMARY].size, len(keys) // len(row)
         levels = places >= primary
-        landed = self._group.column("transfers")[places] == 0
+        landed = self._group.views["transfers"][places] == 0
         changes = (levels[1:] != levels[:-1]) | (landed[1:] != landed[:-1])
         ends = [0, *(np.flatnonzero(changes) + 1).tolist(), len(row)]
         pieces = []
