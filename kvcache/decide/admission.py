@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from events.ids import Handle, LevelIndex
+from events.ids import Handle
 from events.packed import TOKEN_BYTES
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
@@ -35,14 +35,10 @@ class WindowPlan(NamedTuple):
     """Blocks that are not cached."""
     source: CopySource | None
     """The block to copy the start of."""
-
-    def reused_in(self, level: LevelIndex, tokens_per_block: int) -> int:
-        """Tokens in full blocks that the sequence takes from this level."""
-        blocks = 0
-        for each in self.claimed:
-            if each.level == level:
-                blocks += len(each.slots)
-        return blocks * tokens_per_block
+    primary: int
+    """Tokens in full blocks that the sequence takes from primary."""
+    secondary: int
+    """Tokens in full blocks that it takes from secondary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +47,12 @@ class Plan:
 
     request: CheckedRequest
     windows: tuple[WindowPlan, ...]
-    tokens_per_block: int
     reused_tokens: int
     """Leading tokens that all windows have, those of a copied block too."""
 
     def with_symbols(self, table: SymbolTable) -> Plan:
         """The plan with the symbols that its request has by now. What had none before can match nothing."""
         return replace(self, request=self.request.with_symbols(table))
-
-    def reused_in(self, level: LevelIndex) -> tuple[int, ...]:
-        """Per window: tokens in full blocks that the sequence takes from this level."""
-        return tuple([each.reused_in(level, self.tokens_per_block) for each in self.windows])
 
     @property
     def reused_partial(self) -> int:
@@ -72,7 +63,7 @@ class Plan:
     @property
     def reused(self) -> tuple[int, int, int]:
         """Tokens reused from primary in all windows, from secondary in some, and from the start of a copied block."""
-        secondary = max(self.reused_in(SECONDARY))
+        secondary = max([each.secondary for each in self.windows])
         full = self.reused_tokens - self.reused_partial
         return full - secondary, secondary, self.reused_partial
 
@@ -84,16 +75,15 @@ def plan(windows: Windows, request: CheckedRequest) -> Plan:
     matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
     common, tokens = in_all(matches, size, windows[0].key_bytes)
     new_blocks = windows[0].blocks_for(request.num_tokens) - common[0].blocks
-    plans = [
-        WindowPlan(
-            found,
-            window.claimed(found, tokens),
-            new_blocks,
-            CopySource.of(found.partial) if found.partial is not None else None,
-        )
-        for window, found in zip(windows, common, strict=True)
-    ]
-    return Plan(request, tuple(plans), size, tokens)
+    plans = []
+    for window, found in zip(windows, common, strict=True):
+        source = CopySource.of(found.partial) if found.partial is not None else None
+        blocks = [0, 0]
+        claimed = window.claimed(found, tokens)
+        for each in claimed:
+            blocks[each.level] += len(each.slots)
+        plans.append(WindowPlan(found, claimed, new_blocks, source, blocks[0] * size, blocks[1] * size))
+    return Plan(request, tuple(plans), tokens)
 
 
 def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
@@ -154,8 +144,8 @@ def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], eac
             num_tokens=request.num_tokens,
             tokens=request.symbols,
             reused=each.reused_tokens,
-            reused_primary=each.reused_in(PRIMARY),
-            reused_secondary=each.reused_in(SECONDARY),
+            reused_primary=tuple([of_window.primary for of_window in each.windows]),
+            reused_secondary=tuple([of_window.secondary for of_window in each.windows]),
             reused_partial=each.reused_partial,
         )
     )

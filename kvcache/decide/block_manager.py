@@ -191,18 +191,23 @@ class BlockManager:
         if due is not None:
             self._grow(batch.sequences, due.sequences, due.handles, None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
-        others: dict[Sequence, list[Replacement]] = {}
-        if due is not None:
-            for window in self.windows:
-                for sequence in window.store_filled(due.sequences):
-                    others.setdefault(sequence, []).extend(window.store(sequence))
+        changed = self._store_filled(due.sequences) if due is not None else {}
         if self._sliding:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
                 if leaving:
                     sliding.detach(leaving)
         batch.advance()
-        return _changed(others)
+        return changed
+
+    def _store_filled(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
+        """Store the block that each of these has filled; returns the sequences whose tables have changed."""
+        replaced: dict[Sequence, list[Replacement]] | None = None
+        for window in self.windows:
+            for sequence in window.store_filled(sequences):
+                replaced = replaced or {}
+                replaced.setdefault(sequence, []).extend(window.store(sequence))
+        return _changed(replaced) if replaced else {}
 
     def append(
         self, sequences: list[Sequence], tokens: bytes, counts: array[int], limit: Bound
@@ -286,7 +291,7 @@ class BlockManager:
             ev.SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
-                freed=tuple(window.freed_by(sequence) for window in self.windows),
+                freed=tuple([window.freed_by(sequence) for window in self.windows]),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
             )

@@ -120,6 +120,21 @@ class SlidingWindowManager(WindowBlockManager):
             self._store_partial(sequence, full, stop)
         return replaced
 
+    def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
+        """As with full attention, where a block makes a run longer behind which nothing hangs."""
+        tree, run_ids, longer = self.sliding.tree, self.sliding.run_ids, set[int]()
+        filled, others = [], []
+        for sequence in sequences:
+            block = sequence.path_ends[self.index].end
+            before = sequence.tables[self.index][block - 1] if block else DETACHED
+            run = tree.runs.get(run_ids[before]) if before >= 0 else None
+            if run is None or run.end != block or run.children or run.partial or run.id in longer:
+                others.append(sequence)
+            else:
+                longer.add(run.id)
+                filled.append(sequence)
+        return others + super().store_filled(filled)
+
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""
         known = self._known(sequence, first, full)
@@ -204,16 +219,6 @@ class SlidingWindowManager(WindowBlockManager):
                 and head.startswith(run.symbols[index * size :])
             ],
         )
-
-    def _fills(self, sequence: Sequence) -> bool:
-        """Whether the next block of a sequence only makes a run longer behind which nothing hangs."""
-        block, table = sequence.path_ends[self.index].end, sequence.tables[self.index]
-        before = table[block - 1] if block else DETACHED
-        run = self.sliding.tree.runs.get(self.sliding.run_ids[before]) if before >= 0 else None
-        if run is None or run.end != block or run.children or run.partial or run.id in self._filled:
-            return False
-        self._filled.add(run.id)
-        return True
 
     def names_at(self, places: array[int]) -> bytes:
         """The names of cached blocks."""

@@ -59,8 +59,8 @@ class WindowBlockManager:
         self._chain, self._rich = state.hashing.chain, state.rich
         self._chain_rich = partial(chain_symbols, state.hashing, state.symbols)
         self.tokens_per_block = state.tokens_per_block
-        self._filled: set[int] = set()
-        """Within `store_filled`: runs that a sequence makes longer."""
+        self._known_keys = self.key_bytes if index else 0
+        """Within `store_filled`: key bytes of the filled block that are known, since the first window has made them."""
         self._follow(offload_min_priority, order)
 
     def _follow(self, offload_min_priority: int, order: type[EvictionOrder]) -> None:
@@ -244,34 +244,31 @@ class WindowBlockManager:
         """
         if not self._reuse or self._group.shared:
             return list(sequences)
-        index, key_bytes, rich, fills = self.index, self.key_bytes, self._rich, self._fills
+        index, key_bytes, rich = self.index, self.key_bytes, self._rich
+        size, chain, known = self.tokens_per_block, self._chain, self._known_keys
         handles, blocks = [], []
         slots: list[int] = []
         parents, keys, others = [], [], []
-        if self._filled:
-            self._filled.clear()
-        # Of a block that another window has stored before, the key is known: of all in an event, or of none.
-        known = 0
         for sequence in sequences:
-            block, table = sequence.path_ends[index].end, sequence.tables[index]
-            have = len(sequence.keys) - block * key_bytes if key_bytes else 0
+            tail, table, named = sequence.path_ends[index], sequence.tables[index], sequence.keys
+            block = tail.end
             if (
                 block != len(table) - 2
-                or (have != known and (slots or have not in (0, key_bytes)))
+                or len(named) != block * key_bytes + known
                 or sequence.handle in rich
-                or not fills(sequence)
+                or not tail.grows(DEFAULT_PRIORITY)
             ):
                 others.append(sequence)
                 continue
-            known = have
             handles.append(sequence.handle)
             blocks.append(block)
             slots.append(table[block])
             if key_bytes:
-                at = (block - 1) * key_bytes
-                parents.append(sequence.keys[at : at + NAME_BYTES])
-                if not have:
-                    keys.append(self._next_key(sequence, block))
+                parent = bytes(named[(block - 1) * key_bytes : block * key_bytes])
+                parents.append(parent[:NAME_BYTES])
+                if not known:
+                    symbols = sequence.packed(block * size, (block + 1) * size)
+                    keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
         if slots:
             self._emit(
                 ev.BlocksFilled(
@@ -285,17 +282,6 @@ class WindowBlockManager:
                 )
             )
         return others
-
-    def _next_key(self, sequence: Sequence, block: int) -> bytes:
-        """The key of the first block that has none yet."""
-        size = self.tokens_per_block
-        symbols = sequence.packed(block * size, (block + 1) * size)
-        parent = bytes(sequence.keys[(block - 1) * self.key_bytes :])
-        return self._chain(sequence.namespace, parent, symbols, len(symbols))
-
-    def _fills(self, sequence: Sequence) -> bool:
-        """Whether the next block of a sequence only makes the run longer that it alone holds."""
-        return sequence.path_ends[self.index].grows(DEFAULT_PRIORITY)
 
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""

@@ -16,7 +16,7 @@ from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
 from kvcache.fold.contents import AnyGroup, Contents, Transfer
 from kvcache.fold.group_state import GroupState
-from kvcache.fold.prefix_tree import Node, Run, runs_below
+from kvcache.fold.prefix_tree import Node, PathEnd, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 
@@ -211,7 +211,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
         invariant(0 <= stored <= len(table), "a sequence has more cached blocks than blocks")
         detached.append(next((n for n, slot in enumerate(table) if slot != DETACHED), len(table)))
         if isinstance(group, SlidingGroup):
-            ends.append(Node(stored))
+            ends.append(PathEnd(stored))
             continue
         ends.append(group.run_at(PRIMARY, table[stored - 1]) if stored else root)
         invariant(ends[-1].end == stored, "a sequence's cached blocks end inside a run")

@@ -62,6 +62,16 @@ class Root(Node):
         return self.key
 
 
+class PathEnd(Node):
+    """How many blocks of its path a sequence has cached, not where in the tree they lie: enough for sliding windows."""
+
+    __slots__ = ()
+
+    def grows(self, priority: int) -> bool:
+        """Nothing here forbids it: the run in which the path ends may."""
+        return True
+
+
 class Run(Node):
     """Consecutive cached blocks of one prefix with the same state."""
 

@@ -80,7 +80,7 @@ class Sequence(SequenceTokens):
     @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
-        return tuple(tail.end for tail in self.path_ends)
+        return tuple([tail.end for tail in self.path_ends])
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""

@@ -17,7 +17,7 @@ import numpy as np
 from events.types import PRIMARY, SECONDARY, Namespace
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.places import FEW, HOLE, NOBODY, indexes
-from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
 
@@ -30,7 +30,7 @@ class SlidingGroup(SlidingTree):
     def start(self, namespace: Namespace, key: bytes) -> Node:
         """Where the path of a new sequence begins: only the count of its blocks is kept, not a place in the tree."""
         self.root(namespace, key)
-        return Node(0)
+        return PathEnd(0)
 
     def first_seen(self, num_tokens: int) -> int:
         """The first block that is needed to compute what follows so many tokens."""
