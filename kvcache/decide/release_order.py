@@ -3,6 +3,9 @@
 Lower priority first, then what was released longest ago, then the shallowest. Blocks are released in this order, and go
 to secondary in it, so a queue per priority needs no sorting: a release is appended. Entries are never changed: those of
 blocks that were held again, evicted or moved since are passed over when their turn comes.
+
+What is released in primary, a few blocks at nearly every step, is only noted, and queued all together when something is
+to be evicted: blocks that were held again by then never get there.
 """
 
 from __future__ import annotations
@@ -45,6 +48,13 @@ class _Queue:
                 del column[:head]
             self.head = 0
 
+    def may_append(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int32]) -> bool:
+        """Whether entries with these stamps and depths are in order, and none is before the last one here."""
+        if self.stamps and (stamps[0], depths[0]) < (self.stamps[-1], self.depths[-1]):
+            return False
+        later, deeper = stamps[1:] > stamps[:-1], depths[1:] > depths[:-1]
+        return bool((later | ((stamps[1:] == stamps[:-1]) & deeper)).all())
+
     def up_to(self, limit: tuple[int, int]) -> int:
         """The first entry that is not before this release stamp and depth."""
         stamp, depth = limit
@@ -59,6 +69,9 @@ class ReleaseOrder(Watcher):
         self._group = group
         self._queues: list[dict[int, _Queue]] = [{}, {}]
         self._queued = [0, 0]
+        self._noted, self._noted_stamps = array("i"), array("q")
+        """Primary blocks that were released and are not queued yet, and when: a place that has another stamp by then
+        has been held or given away since."""
         for level in (0, 1):
             self._rebuild(level)
 
@@ -69,41 +82,49 @@ class ReleaseOrder(Watcher):
 
     @property
     def queued(self) -> int:
-        """Entries of all queues, stale ones too."""
-        return sum(len(queue.places) for queues in self._queues for queue in queues.values())
+        """Entries of all queues, stale ones too, and of those that are to be queued."""
+        queues = [queue for queues in self._queues for queue in queues.values()]
+        return sum(len(queue.places) for queue in queues) + len(self._noted)
 
     # -- what happens
 
     def released(self, level: int, places: array[int]) -> None:
         """Make these blocks candidates."""
-        self._queued[level] += len(places)
-        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH or not self._append(
-            level, places
-        ):
-            self._rebuild(level)
+        if level != PRIMARY:
+            self._queue(level, indexes(places))
+            return
+        released_at = self._group.released_at
+        self._noted += places
+        if len(places) <= FEW:
+            self._noted_stamps.extend([released_at[place] for place in places])
+        else:
+            self._noted_stamps.frombytes(self._group.views["released_at"][indexes(places)].tobytes())
+        if len(self._noted) > _MUCH:
+            self._queue_noted()
 
     def cleared(self) -> None:
         """Forget all candidates."""
         self._queues, self._queued = [{}, {}], [0, 0]
+        self._noted, self._noted_stamps = array("i"), array("q")
 
-    def _append(self, level: int, places: array[int]) -> bool:
-        """Queue blocks; False: they should have come earlier."""
-        if len(places) > FEW:
-            return self._append_many(level, indexes(places))
-        group, queues = self._group, self._queues[level]
-        for place in places:
-            queue = queues.get(group.priorities[place])
-            if queue is None:
-                queue = queues[group.priorities[place]] = _Queue()
-            stamp, depth, stamps = group.released_at[place], group.depths[place], queue.stamps
-            if stamps and (stamp < stamps[-1] or (stamp == stamps[-1] and depth < queue.depths[-1])):
-                return False
-            queue.places.append(place)
-            stamps.append(stamp)
-            queue.depths.append(depth)
-        return True
+    def _queue_noted(self) -> None:
+        if self._noted:
+            at = self._still_noted()
+            self._noted, self._noted_stamps = array("i"), array("q")
+            self._queue(PRIMARY, at)
 
-    def _append_many(self, level: int, at: npt.NDArray[np.intp]) -> bool:
+    def _still_noted(self) -> npt.NDArray[np.intp]:
+        at = indexes(self._noted)
+        still: npt.NDArray[np.intp] = at[self._group.views["released_at"][at] == _view(self._noted_stamps)]
+        return still
+
+    def _queue(self, level: int, at: npt.NDArray[np.intp]) -> None:
+        self._queued[level] += len(at)
+        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH or not self._append(level, at):
+            self._rebuild(level)
+
+    def _append(self, level: int, at: npt.NDArray[np.intp]) -> bool:
+        """Append blocks to their queues; False: one should have come earlier."""
         columns = self._group.views
         priorities = columns["priorities"][at]
         alike = len(at) == 0 or (priorities == priorities[0]).all()
@@ -111,8 +132,7 @@ class ReleaseOrder(Watcher):
             queue = self._queues[level].setdefault(priority, _Queue())
             places = at if alike else at[priorities == priority]
             stamps, depths = columns["released_at"][places], columns["depths"][places]
-            # Those that come together are in order: a sequence's by depth, evicted ones as they were taken.
-            if queue.stamps and (stamps[0], depths[0]) < (queue.stamps[-1], queue.depths[-1]):
+            if not queue.may_append(stamps, depths):
                 return False
             queue.places.frombytes(places.astype(np.int32).tobytes())
             queue.stamps.frombytes(stamps.tobytes())
@@ -124,15 +144,19 @@ class ReleaseOrder(Watcher):
         columns, primary = self._group.views, self._group.levels[PRIMARY].size
         idle = np.flatnonzero((columns["run_ids"] >= 0) & (columns["refs"] == 0))
         idle = idle[(idle >= primary) == level]
+        if level == PRIMARY:
+            self._noted, self._noted_stamps = array("i"), array("q")
         order = np.lexsort([columns[name][idle] for name in ("depths", "released_at", "priorities")])
         self._queues[level], self._queued[level] = {}, len(idle)
-        in_order = self._append_many(level, idle[order])
+        in_order = self._append(level, idle[order])
         invariant(in_order, "what was sorted is not in order")
 
     # -- what goes next
 
     def lowest(self, level: int, spares: Collection[int] = ()) -> Key | None:
         """The key of the block that goes next, but for the places in `spares`."""
+        if level == PRIMARY:
+            self._queue_noted()
         queues = self._queues[level]
         for priority in sorted(queues):
             places, _ = self._first(level, queues[priority], 1, len(queues[priority].places), spares)
@@ -147,6 +171,8 @@ class ReleaseOrder(Watcher):
 
         At most so many, with keys lower than `below`; places in `spares` are passed over.
         """
+        if level == PRIMARY:
+            self._queue_noted()
         found, queues = array("i"), self._queues[level]
         for priority in sorted(queues):
             if len(found) == wanted or (below is not None and priority > below[0]):
@@ -217,6 +243,8 @@ class ReleaseOrder(Watcher):
                 alike = all(group.priorities[place] == priority for place in left)
                 invariant(alike, "a block is queued with another priority than it has")
                 queued += left
+            if level.index == PRIMARY:
+                queued += array("i", self._still_noted().astype(np.int32).tobytes())
             invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
 
 

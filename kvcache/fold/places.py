@@ -61,8 +61,7 @@ class Places(Group):
         if len(slots) <= FEW:
             there = all(0 <= slot < size for slot in slots)
         else:
-            numbers = np.frombuffer(slots, np.int32)
-            there = bool(numbers.min() >= 0 and numbers.max() < size)
+            there = bool(np.frombuffer(slots, np.uint32).max() < size)  # negative ones are beyond all others
         invariant(there, "an event names a slot that the level has not")
         return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
 
@@ -109,6 +108,12 @@ class Places(Group):
         segments, done = self.segments(places), 0
         for run, begin, end in segments:
             count = end - begin
+            if count == 1:  # what decoding leaves behind, mostly
+                if run.slots[begin] != places[done]:
+                    raise InvariantViolated("an event names a block twice")
+                run.slots[begin] = to[done]
+                done += 1
+                continue
             if run.slots[begin:end] != places[done : done + count]:
                 raise InvariantViolated("an event names a block twice")
             run.slots[begin:end] = to[done : done + count]
