@@ -21,7 +21,17 @@ class Guard:
     Used as a context manager around the part of a command that must happen whole.
     """
 
-    __slots__ = ("_owner_name", "busy", "closed", "deferred", "failure", "interrupted", "owner")
+    __slots__ = (
+        "_owner_name",
+        "busy",
+        "clock",
+        "closed",
+        "deferred",
+        "failure",
+        "interrupted",
+        "owner",
+        "spent_ns",
+    )
 
     def __init__(self) -> None:
         self.owner = get_ident()
@@ -34,6 +44,10 @@ class Guard:
         """Whether the failure was the caller's wish, as by Ctrl-C, and no bug."""
         self.deferred: Callable[[], None] | None = None
         """What is to be done when the call in progress has ended."""
+        self.clock: Callable[[], int] | None = None
+        """In nanoseconds; None while nobody asks how long calls take."""
+        self.spent_ns = 0
+        """In calls, since somebody asks."""
 
     def refuse_other_threads(self) -> None:
         """Refuse a call from another thread only: closing must work after a failure."""
@@ -91,12 +105,15 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
         guard = self._guard
         if get_ident() != guard.owner or guard.busy or guard.failure is not None or guard.closed:
             guard.refuse()
+        started = guard.clock() if guard.clock is not None else 0
         # From here to the call, and behind it, nothing is called: Python runs signal handlers only where something is.
         try:
             guard.busy = True
             return method(self, *args, **kwargs)
         finally:
             guard.busy = False
+            if guard.clock is not None:
+                guard.spent_ns += guard.clock() - started
             if guard.deferred is not None:
                 guard.catch_up()
 

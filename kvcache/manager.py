@@ -131,6 +131,8 @@ class KVCacheManager:
         )
         self._monitor = Monitor(journal)
         self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
+        if outputs.offer(self._monitor):
+            self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
 
     @classmethod
     def resume(cls, state: CacheState, **options: Any) -> Self:

@@ -22,13 +22,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
 from events.errors import FieldsError
 from events.types import EventBatch
+from sinks.histogram import Histogram
 from sinks.salts import PlainSalts
 
 Options = TypeVar("Options", bound=msgspec.Struct)
@@ -93,7 +94,24 @@ class Sink(Protocol):
     # queue is full (`sinks.queue.Overflow`), where the runner is not told; `reopen()`, called when the application
     # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; and `needs_tokens`: True if token ids,
     # which are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
-    # One that does not say, or says None, gets them unless `log.record_tokens` is false.
+    # One that does not say, or says None, gets them unless `log.record_tokens` is false. And `watch(probe)`, by which a
+    # process that knows more of the cache than its events say lets itself be asked (`Probe`).
+
+
+class Probe(Protocol):
+    """What any thread may ask of the process in which a cache lives: of a manager its monitor."""
+
+    step_times: Histogram | None
+    """What the manager's calls take of each engine step, once somebody has asked for it."""
+
+    def stats(self) -> Any:
+        """Counters and gauges of the last flush (`kvcache.stats.Stats`)."""
+
+    def log_stats(self) -> Any:
+        """Progress of the log (`events.log.LogStats`); None without one."""
+
+    def sink_stats(self) -> Any:
+        """Progress of the sinks (`sinks.SinkStats`)."""
 
 
 @dataclass(frozen=True)

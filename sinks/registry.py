@@ -19,7 +19,12 @@ ENTRY_POINT_GROUP = "kvcache.sinks"
 
 SinkFactory = Callable[[SinkURL, SinkContext], Sink]
 
-_BUILT_IN = {"file": "sinks.file", "stdout": "sinks.stdout", "zmq+pub": "sinks.router.zmq"}
+_BUILT_IN = {
+    "file": "sinks.file",
+    "prometheus": "sinks.prometheus.sink",
+    "stdout": "sinks.stdout",
+    "zmq+pub": "sinks.router.zmq",
+}
 
 
 def open_sink(url: str, context: SinkContext) -> Sink:

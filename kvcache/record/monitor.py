@@ -12,6 +12,7 @@ from kvcache.inputs.arguments import checked_integer
 from kvcache.record.journal import Journal
 from kvcache.stats import Stats
 from sinks import SinkStats
+from sinks.histogram import STEP_SECONDS, Histogram
 
 if TYPE_CHECKING:
     from sinks.router.feed import RouterFeed
@@ -25,6 +26,13 @@ class Monitor:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self.step_times: Histogram | None = None
+        """What the manager's calls take of each engine step; None while no sink has asked for it."""
+
+    def measure_steps(self) -> Callable[[int], None]:
+        """Begin to count step times; returns what they are to be told to."""
+        self.step_times = Histogram(STEP_SECONDS)
+        return self.step_times.add
 
     def stats(self) -> Stats:
         """Counters and gauges as of the last flush; may be called from any thread."""

@@ -20,6 +20,7 @@ from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
+from sinks.base import Probe
 from sinks.router.feed import RouterFeed
 
 _ROOM_SECONDS = 2.0
@@ -68,6 +69,13 @@ class Outputs:
             raise
         records = config.record_tokens if writer is None else writer.epoch_started.tokens_recorded
         return cls(writer, runners, tokens_by_default=records)
+
+    def offer(self, probe: Probe) -> bool:
+        """Let those sinks ask that want to know more than events say; whether there is one."""
+        watching = [runner.sink for runner in self._runners if callable(getattr(runner.sink, "watch", None))]
+        for sink in watching:
+            sink.watch(probe)  # type: ignore[attr-defined]
+        return bool(watching)
 
     def begin_epoch(self, at_least: int) -> EpochStarted | None:
         """What the log's new epoch begins with; it is `at_least` this one."""

@@ -31,6 +31,11 @@ class Steps:
         self._guard, self._journal, self._blocks = guard, journal, blocks
         self._transfers, self._readiness, self._wall_ns = transfers, readiness, wall_ns
         self._state: CacheState = journal.state
+        self._tell_time: Callable[[int], None] | None = None
+
+    def measure(self, clock_ns: Callable[[], int], tell: Callable[[int], None]) -> None:
+        """Tell from now on what the manager's calls take of each step, in ns; a flush's own time counts to the next."""
+        self._guard.clock, self._tell_time = clock_ns, tell
 
     def record_copies(self) -> tuple[int, ...]:
         """Record ended copies; returns those that landed, and notes what was lost with those that failed."""
@@ -59,6 +64,9 @@ class Steps:
             with self._guard:
                 self._blocks.upkeep()
         batch = self._flush()
+        if self._tell_time is not None and batch is not None:
+            self._tell_time(self._guard.spent_ns)
+            self._guard.spent_ns = 0
         self._journal.outputs.check_log()
         return batch
 

@@ -1,0 +1,1 @@
+"""Metrics of a live cache for Prometheus: what its events say, and what its process knows."""

@@ -1,0 +1,416 @@
+"""Metrics for Prometheus: what they say of random logs, who gets them, and that a real Prometheus reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from events.log import LogReader
+from kvcache.config import KVCacheConfig
+from kvcache.manager import KVCacheManager
+from sinks import SinkOpenError, SinkRunner, open_sink
+from sinks.base import SinkContext, SinkURLError
+from sinks.histogram import Histogram
+from sinks.prometheus.blocks import BlockMetrics
+from sinks.prometheus.sink import PrometheusSink
+from tests import strategies
+from tests.random_logs import random_log
+from tests.servers import program
+from tests.sinks.helpers import WAIT
+from tests.sinks.naive_metrics import NaiveMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+CONTEXT = SinkContext(32, 4, "llama")
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def cache(**settings: Any) -> KVCacheConfig:
+    return strategies.config(secondary_blocks=4, model="llama", **settings)
+
+
+def sink_of(manager: KVCacheManager) -> PrometheusSink:
+    sink = manager._journal.outputs._runners[0].sink
+    assert isinstance(sink, PrometheusSink)
+    return sink
+
+
+def scraped(port: int) -> Samples:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples["kvcache_" + name, frozenset({"model": "llama", **labels}.items())]
+
+
+def settled(manager: KVCacheManager) -> Samples:
+    """The metrics once the sink has taken all batches."""
+    deadline = time.monotonic() + WAIT
+    while manager.sink_stats()[0].lag_batches:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return scraped(sink_of(manager).port)
+
+
+def serve_some(manager: KVCacheManager, requests: int = 12) -> None:
+    for number in range(requests):
+        manager.add_sequence(number, [number // 2 % 3, 1, 2, 3, 4, 5, 6])
+        manager.store_context_blocks(number, 7)
+        manager.flush()
+        manager.add_tokens([number], [9])
+        manager.remove_sequence(number)
+        manager.flush()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_metrics_are_those_of_a_naive_count(seed: int, tmp_path: Path) -> None:
+    """Counters and histograms of random logs, with gaps, restarts and failing copies, block by block."""
+    metrics, naive = BlockMetrics(), NaiveMetrics()
+    for batch in LogReader(random_log(seed, tmp_path / "log")):
+        metrics.fold(batch)
+        naive.fold(batch)
+    counts = naive.counts
+    assert metrics.requests == counts["requests"] > 10
+    assert metrics.prompt_tokens == counts["prompt"]
+    assert sum(metrics.reused_tokens.values()) == counts["reused"]
+    for where in ("secondary", "partial"):
+        assert metrics.reused_tokens[where] == counts["reused", where]
+    for name in ("finished", "refused", "allocated", "stored", "copied", "recomputed"):
+        assert getattr(metrics, name) == counts[name], name
+    assert (metrics.lost_batches, metrics.failed_copies) == (counts["lost"], counts["failed"])
+    removed = {key: count for key, count in metrics.removed.items() if count}
+    assert removed == {key[1:]: n for key, n in counts.items() if key[0] == "removed" and n}
+    for way in ("offload", "onboard"):
+        assert (metrics.moved[way], metrics.moved_bytes[way]) == (counts["moved", way], counts["bytes", way])
+        agrees(metrics.copy_seconds[way], naive.ages["copy", way])
+    for level in ("primary", "secondary"):
+        agrees(metrics.idle_before_evict[level], naive.ages["idle", level])
+        agrees(metrics.lifetime[level], naive.ages["lifetime", level])
+        agrees(metrics.reuse_gap[level], naive.ages["gap", level])
+
+
+def agrees(histogram: Histogram, ages: list[int]) -> None:
+    """The histogram is that of these ages."""
+    buckets, total = histogram.cumulative()
+    for bound, count in buckets:
+        assert count == sum(age <= float(bound) * 1e9 for age in ages), bound
+    assert total == pytest.approx(sum(ages) / 1e9)
+
+
+def test_random_logs_have_ages_to_compare(tmp_path: Path) -> None:
+    """The comparison above is not one of empty histograms."""
+    found = {"idle": 0, "lifetime": 0, "gap": 0, "copy": 0}
+    for seed in range(6):
+        naive = NaiveMetrics()
+        for batch in LogReader(random_log(seed, tmp_path / str(seed))):
+            naive.fold(batch)
+        for (kind, _), ages in naive.ages.items():
+            found[kind] += len(ages)
+    assert min(found.values()) > 20, found
+
+
+def test_bounds_belong_to_their_buckets() -> None:
+    """A duration as long as a bound is counted there, by either way of counting."""
+    one, many = Histogram([1.0, 2.0]), Histogram([1.0, 2.0])
+    durations = [0, 10**9, 10**9 + 1, 2 * 10**9, 3 * 10**9]
+    for duration in durations:
+        one.add(duration)
+    many.observe(np.array(durations, np.int64))
+    assert one.cumulative() == many.cumulative()
+    buckets, total = one.cumulative()
+    assert buckets == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+    assert total == pytest.approx(7.000000001)
+
+
+def test_a_manager_serves_what_its_stats_say() -> None:
+    """Gauges, step times and sinks are the manager's own; counters those of its events."""
+    with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
+        serve_some(manager)
+        manager.add_sequence("last", [8] * 5)
+        manager.flush()
+        samples, stats = settled(manager), manager.stats()
+        assert value(samples, "requests_total") == 13
+        assert value(samples, "requests_running") == stats.sequences == 1
+        hits = [value(samples, "prefix_cache_hits_total", level=level) for level in ("primary", "secondary")]
+        assert hits == [stats.reused_tokens_primary, stats.reused_tokens_secondary]
+        assert min(hits) > 0
+        assert value(samples, "blocks_stored_total") == stats.blocks_stored
+        assert value(samples, "events_total") == stats.events
+        for level, name in enumerate(("primary", "secondary")):
+            states = [value(samples, "blocks", level=name, state=s) for s in ("held", "reusable", "blank")]
+            assert sum(states) == stats.blocks_total[level]
+            assert states[1:] == [stats.blocks_unreferenced[level], stats.blocks_blank[level]]
+        assert value(samples, "usage_ratio", level="primary") == 3 / 8
+        assert value(samples, "step_seconds_count") > 20
+        assert 0 < value(samples, "step_seconds_sum") < 60
+        name = "prometheus://127.0.0.1:0"
+        assert value(samples, "sink_batches_total", sink=name) == stats.batches
+        assert value(samples, "sink_up", sink=name) == 1
+
+
+def test_step_times_are_the_time_in_calls() -> None:
+    """What the engine does between the manager's calls does not count, and nothing is measured unasked."""
+    with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
+        ticks = iter(range(0, 10**12, 1_000_000))
+        manager._guard.clock, manager._guard.spent_ns = lambda: next(ticks), 0
+        manager.add_sequence(1, [1, 2, 3])
+        manager.flush()
+        manager.add_tokens([1], [1])
+        manager.flush()
+        assert manager._monitor.step_times is not None
+        _, total = manager._monitor.step_times.cumulative()
+        assert total == pytest.approx(
+            0.003
+        )  # one call and, before the second flush ends, the first one and another
+    with KVCacheManager(cache()) as manager:
+        assert manager._guard.clock is None
+
+
+def test_a_log_is_among_the_metrics(tmp_path: Path) -> None:
+    """Batches, bytes and lag of the log."""
+    with KVCacheManager(cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0"]) as manager:
+        serve_some(manager, 3)
+        deadline = time.monotonic() + WAIT
+        while (samples := settled(manager)) and value(samples, "log_lag_batches"):
+            assert time.monotonic() < deadline
+        assert value(samples, "log_batches_total") == manager.stats().batches
+        assert value(samples, "log_bytes_total") > 100
+        assert (value(samples, "log_up"), value(samples, "log_dropped_batches_total")) == (1, 0)
+
+
+def test_metrics_tell_no_tokens_names_or_ids() -> None:
+    """Prompts, request ids and salts are nowhere in the text."""
+    with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
+        manager.add_sequence(
+            "secret-request", [1_234_567] * 9, cache_salt="secret-salt", lora_name="secret-lora"
+        )
+        manager.store_context_blocks("secret-request", 9)
+        manager.flush()
+        settled(manager)
+        with urllib.request.urlopen(f"http://127.0.0.1:{sink_of(manager).port}/metrics") as answer:
+            text = answer.read().decode()
+    assert "kvcache_blocks_stored_total" in text
+    assert "secret" not in text
+    assert "1234567" not in text
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    """The manager is not made, and the error names the address."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SinkOpenError, match=f"cannot listen on 127.0.0.1:{port}"):
+            KVCacheManager(cache(), sinks=[f"prometheus://127.0.0.1:{port}"])
+
+
+def test_a_closed_sink_does_not_listen() -> None:
+    """And its port can be had again."""
+    manager = KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"])
+    port = sink_of(manager).port
+    scraped(port)
+    manager.close()
+    with pytest.raises(urllib.error.URLError):
+        scraped(port)
+    with KVCacheManager(cache(), sinks=[f"prometheus://127.0.0.1:{port}"]):
+        scraped(port)
+
+
+def test_without_a_manager_it_serves_what_events_say() -> None:
+    """A runner of one's own: no gauges, no error."""
+    sink = open_sink("prometheus://127.0.0.1:0", CONTEXT)
+    runner = SinkRunner(sink, "metrics")
+    runner.start()
+    assert isinstance(sink, PrometheusSink)
+    names = {name for name, _ in scraped(sink.port)}
+    runner.close()
+    assert "kvcache_requests_total" in names
+    assert "kvcache_blocks" not in names
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("prometheus://:9090/metrics2", "host and port only"),
+        ("prometheus://:9090?certfile=a", "belong together"),
+        ("prometheus://:9090?client_cafile=a", "certfile and keyfile as well"),
+        ("prometheus://:9090?interval=3", "known options: certfile, keyfile, client_cafile"),
+        ("prometheus://user:secret@:9090", "leave them out"),
+    ],
+)
+def test_urls_that_say_something_else_are_refused(url: str, reason: str) -> None:
+    """With what to do instead."""
+    with pytest.raises(SinkURLError, match=reason) as caught:
+        open_sink(url, CONTEXT)
+    assert "secret" not in str(caught.value)
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the extra that brings it."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(SinkURLError, match=r"kvcache\[prometheus\]"):
+        open_sink("prometheus://:9090", CONTEXT)
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    key, cert = directory / f"{name}.key", directory / f"{name}.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+    )
+    return key, cert
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_https_with_client_certificates(tmp_path: Path) -> None:
+    """Who has none of the authority gets nothing."""
+    key, cert = certificate(tmp_path, "server")
+    client_key, client_cert = certificate(tmp_path, "client")
+    url = f"prometheus://127.0.0.1:0?certfile={cert}&keyfile={key}&client_cafile={client_cert}"
+    with KVCacheManager(cache(), sinks=[url]) as manager:
+        address = f"https://127.0.0.1:{sink_of(manager).port}/metrics"
+        context = ssl.create_default_context(cafile=str(cert))
+        with pytest.raises((urllib.error.URLError, OSError)):
+            urllib.request.urlopen(address, context=context, timeout=WAIT).read()
+        context.load_cert_chain(client_cert, client_key)
+        with urllib.request.urlopen(address, context=context, timeout=WAIT) as answer:
+            assert b"kvcache_requests_total" in answer.read()
+
+
+# -- what stands in the docs
+
+
+def exported_names(tmp_path: Path) -> set[str]:
+    """All names of a manager with a log, as they are scraped."""
+    with KVCacheManager(cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0"]) as manager:
+        serve_some(manager)
+        return {name for name, _ in settled(manager)}
+
+
+def used_in(expression: str) -> set[str]:
+    return set(re.findall(r"kvcache_\w+", expression))
+
+
+def test_the_table_lists_exactly_what_is_served(tmp_path: Path) -> None:
+    """docs/monitoring.md."""
+    rows = [
+        line.split("|")[1]
+        for line in (DOCS / "monitoring.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    listed = {f"kvcache_{name}" for row in rows for name in re.findall(r"`([a-z_]+)`", row)}
+    names = {re.sub(r"_(bucket|count|sum)$", "", name) for name in exported_names(tmp_path)}
+    assert listed == names
+
+
+def test_dashboard_and_alerts_ask_for_what_is_served(tmp_path: Path) -> None:
+    """Every expression, and every alert has its line in the docs."""
+    names = exported_names(tmp_path)
+    dashboard = json.loads((DOCS / "monitoring" / "dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    asked += [each["query"] for each in dashboard["templating"]["list"] if each["type"] == "query"]
+    alerts = (DOCS / "monitoring" / "alerts.yml").read_text()
+    assert len(asked) > 20
+    assert all(used_in(expression) and used_in(expression) <= names for expression in asked)
+    assert used_in(alerts) <= names
+    guide = (DOCS / "monitoring.md").read_text()
+    found = re.findall(r"alert: (\w+)", alerts)
+    assert len(found) == 9
+    assert all(f"`{alert}`" in guide for alert in found)
+
+
+def test_a_real_prometheus_scrapes_them_and_knows_the_rules(tmp_path: Path) -> None:
+    """Debian's: the counters arrive, all rules evaluate, and every expression of the dashboard is understood."""
+    prometheus = program("prometheus")
+    with KVCacheManager(cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0"]) as manager:
+        serve_some(manager)
+        settled(manager)
+        (tmp_path / "prometheus.yml").write_text(
+            "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}\n"
+            "scrape_configs:\n"
+            "  - job_name: kvcache\n"
+            f"    static_configs: [{{targets: ['127.0.0.1:{sink_of(manager).port}']}}]\n"
+            f"rule_files: ['{DOCS / 'monitoring' / 'alerts.yml'}']\n"
+        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [prometheus, f"--config.file={tmp_path / 'prometheus.yml'}"]
+        command += [f"--storage.tsdb.path={tmp_path / 'db'}", f"--web.listen-address=127.0.0.1:{port}"]
+        server = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            ask_prometheus(f"http://127.0.0.1:{port}/api/v1")
+        finally:
+            server.terminate()
+            server.wait(WAIT)
+
+
+def ask_prometheus(api: str) -> None:
+    def asked(path: str) -> Any:
+        with urllib.request.urlopen(f"{api}/{path}", timeout=WAIT) as answer:
+            return json.loads(answer.read())["data"]
+
+    def query(expression: str) -> Any:
+        return asked("query?" + urllib.parse.urlencode({"query": expression}))["result"]
+
+    found, rules = until_fetched(
+        lambda: (query("kvcache_requests_total"), asked("rules")["groups"][0]["rules"])
+    )
+    assert found[0]["value"][1] == "12"
+    assert found[0]["metric"]["model"] == "llama"
+    assert len(rules) == 9
+    dashboard = json.loads((DOCS / "monitoring" / "dashboard.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            expression = target["expr"].replace("$__rate_interval", "5m")
+            for variable in ("$model", "$instance"):
+                expression = expression.replace(variable, ".*")
+            query(expression)  # what is not understood is an HTTP error
+
+
+def until_fetched(ask: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 3 * WAIT
+    while time.monotonic() < deadline:
+        with suppress(OSError):  # also what HTTP refuses while it starts
+            found, rules = ask()
+            if found and all(rule["health"] == "ok" for rule in rules):
+                return found, rules
+        time.sleep(0.1)
+    raise AssertionError("Prometheus has not fetched the metrics")
