@@ -15,7 +15,7 @@ from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import progress
 from kvcache.curve.belady import best_hits
-from kvcache.curve.curve import Curve
+from kvcache.curve.curve import Curve, enough_for
 from kvcache.curve.prompts import LoggedPrompts
 from kvcache.curve.sampling import SAMPLES, Recorder
 
@@ -75,6 +75,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
             recorder.add(blocks)
     bounds = {} if workload is None else {each: best_hits(workload, each) for each in args.bound}
     found = Found(prompts, recorder.curve(), bounds)
+    if found.curve.is_vague:
+        out.warning(_vague(found.curve))
     if args.json:
         out.json(to_json(found))
     else:
@@ -96,6 +98,7 @@ def to_json(found: Found) -> dict[str, Any]:
         "block_requests": curve.block_requests,
         "distinct_blocks": curve.distinct_blocks,
         "sample_rate": curve.rate,
+        "sampled_blocks": list(curve.sampled_blocks) if curve.rate < 1 else None,
         "num_blocks": dict(zip(LEVEL_NAMES, (today.primary, today.secondary), strict=True)),
         "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(found), strict=True)),
         "knee": curve.knee,
@@ -159,7 +162,7 @@ def _show(log: Path, found: Found, out: Output) -> None:
     if not found.curve.block_requests:
         return
     out.line()
-    marks, sampled = _marks(found), found.curve.rate < 1
+    marks, sampled = _marks(found), found.curve.rate < 1 and not found.curve.is_vague
     two_levels = bool(found.prompts.size.secondary)
     columns = ["blocks", "bytes", "hit rate"]
     columns += ["±"] * sampled + ["primary", "secondary"] * two_levels + ["at best"] * bool(found.bounds)
@@ -178,7 +181,7 @@ def _row(found: Found, blocks: int, *, two_levels: bool, sampled: bool) -> list[
     curve, best = found.curve, found.bounds.get(blocks)
     bytes_of_all = size(blocks * found.prompts.size.bytes_per_block)
     row = [f"{blocks:,}", bytes_of_all, share(curve.hit_rate(blocks))]
-    row += [share(curve.error(blocks))] * sampled
+    row += [share(curve.error(blocks) or 0.0)] * sampled
     row += [_part(found, hits) for hits in _levels(found, blocks)] * two_levels
     return row + ["" if best is None else _part(found, best)] * bool(found.bounds)
 
@@ -199,10 +202,20 @@ def _facts(found: Found) -> list[tuple[str, str]]:
         missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"
         rows.append(("gaps", missing + lost * bool(prompts.skipped)))
     if curve.rate < 1:
-        rows.append(
-            ("estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks; ± standard error")
-        )
-    return [*rows, *_today(found), ("knee", _knee(curve))]
+        error = "; ± standard error" * (not curve.is_vague)
+        rows.append(("estimated", f"from {SAMPLES} samples of {curve.rate:.3g} of the blocks{error}"))
+    return [*rows, *_today(found), *([] if curve.is_vague else [("knee", _knee(curve))])]
+
+
+def _vague(curve: Curve) -> str:
+    least, most = min(curve.sampled_blocks), max(curve.sampled_blocks)
+    blocks = count(most, "block") if least == most else f"{least:,} to {most:,} blocks"
+    enough = enough_for(curve.distinct_blocks)
+    remedy = f"give --sample {enough:g} or more" if enough < 1 else "leave --sample out"
+    return (
+        f"the samples have only {blocks} each: the hit rates say little, and neither knee nor standard error is told; "
+        f"{remedy}"
+    )
 
 
 def _today(found: Found) -> list[tuple[str, str]]:

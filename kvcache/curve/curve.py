@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from kvcache.curve.distances import Int64s
 
 KNEE = 0.01
 """Doubling the cache is worth it if it gains this part of all block requests."""
+ENOUGH = 32
+"""Different blocks of a sample. With fewer in one of the samples, neither knee nor standard error says anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +30,17 @@ class Curve:
     @property
     def distinct_blocks(self) -> int:
         """How many different blocks there are: at this size everything hits that was there before."""
-        return round(float(np.mean([misses[-1] for misses in self.misses])) / self.rate)
+        return round(float(np.mean(self.sampled_blocks)) / self.rate)
+
+    @property
+    def sampled_blocks(self) -> tuple[int, ...]:
+        """How many different blocks each sample has."""
+        return tuple(int(misses[-1]) for misses in self.misses)
+
+    @property
+    def is_vague(self) -> bool:
+        """Whether the samples are too small for a knee and for standard errors; `enough_for` names a rate that does."""
+        return self.rate < 1 and min(self.sampled_blocks) < ENOUGH
 
     def hits(self, size: int) -> int:
         """Block requests served by a cache of `size` blocks."""
@@ -37,8 +50,13 @@ class Curve:
         """The same as a part of all block requests, from 0 to 1."""
         return self.hits(size) / max(self.block_requests, 1)
 
-    def error(self, size: int) -> float:
-        """Standard error of the hit rate, from how much the samples differ; 0 if the curve is exact."""
+    def error(self, size: int) -> float | None:
+        """Standard error of the hit rate, from how much the samples differ; 0 if the curve is exact.
+
+        None if it is vague.
+        """
+        if self.is_vague:
+            return None
         if len(self.misses) == 1:
             return 0.0
         each = self._hits(np.array([size]))[:, 0] / max(self.block_requests, 1)
@@ -53,9 +71,9 @@ class Curve:
     def knee(self) -> int | None:
         """The smallest size from which on no doubling gains a hundredth (`KNEE`) of all block requests.
 
-        None if no size has any hits.
+        None if no size has any hits, or the curve is vague.
         """
-        if not self.hits(self.distinct_blocks):
+        if self.is_vague or not self.hits(self.distinct_blocks):
             return None
         step = max(round(1 / self.rate), 1)
         sizes = np.arange(1, self.distinct_blocks + 1, step)
@@ -69,3 +87,13 @@ class Curve:
         rows = [misses[np.minimum(places, len(misses) - 1)] / self.rate for misses in self.misses]
         hits = np.clip(self.block_requests - np.array(rows), 0, None)
         return np.asarray(np.where(sizes > 0, hits, 0.0))
+
+
+def enough_for(distinct_blocks: float) -> float:
+    """A rate with which samples of so many different blocks have `ENOUGH`, most likely: one digit, at most 1.
+
+    Twice as many are aimed at, since samples differ in size.
+    """
+    rate = 2 * ENOUGH / max(distinct_blocks, 1)
+    digit = 10.0 ** math.floor(math.log10(rate))
+    return min(1.0, float(f"{math.ceil(rate / digit) * digit:.0e}"))

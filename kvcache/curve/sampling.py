@@ -11,11 +11,12 @@ large part of the hits alone, and be it in a sample or not would move the curve 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcache.curve.curve import Curve
+from kvcache.curve.curve import Curve, enough_for
 from kvcache.curve.distances import misses_by_size
 from kvcache.curve.reuses import Reuses
 from kvcache.errors import UsageError
@@ -24,6 +25,22 @@ SAMPLES = 4
 """Independent ones are drawn; how much they differ tells how far off their mean may be."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK64 = 2**64 - 1
+_ALL = 2.0**64
+"""So many hashes there can be."""
+
+
+@dataclass(eq=False, repr=False)
+class EmptySamples(UsageError):
+    """None of the prompts' blocks is in a sample of this `rate`; `enough` is one that would do."""
+
+    rate: float
+    enough: float
+
+    def __str__(self) -> str:
+        more = f"{self.enough:g} or more" if self.enough < 1 else "1, which takes all"
+        return (
+            f"no block of the prompts is in a sample of {self.rate:g} of them: give a sample rate of {more}"
+        )
 
 
 class Recorder:
@@ -43,6 +60,8 @@ class Recorder:
         self.block_requests = 0
         seeds = range(seed, seed + samples) if rate < 1 else range(1)
         self._samples = [(each * _GOLDEN & _MASK64, Reuses()) for each in seeds]
+        self._lowest = [1.0] * len(self._samples)
+        """Of each sample that is empty, the lowest hash, as a part of all that there can be."""
 
     @property
     def reuses(self) -> Reuses:
@@ -59,13 +78,19 @@ class Recorder:
             self._samples[0][1].add(blocks)
             return
         numbers = np.array(blocks, np.uint64)
-        for salt, reuses in self._samples:
-            chosen = numbers[_hashed(numbers, salt) < self.rate * 2.0**64]
+        for index, (salt, reuses) in enumerate(self._samples):
+            hashed = _hashed(numbers, salt)
+            chosen = numbers[hashed < self.rate * _ALL]
             if len(chosen):
                 reuses.add(chosen.tolist())
+            elif len(hashed) and not reuses.distinct:
+                self._lowest[index] = min(self._lowest[index], float(hashed.min()) / _ALL)
 
     def curve(self) -> Curve:
-        """The curve of what was added up to now."""
+        """The curve of what was added up to now. Raises `EmptySamples` where that has blocks, and no sample has any."""
+        if self.block_requests and not any(reuses.distinct for _, reuses in self._samples):
+            # The lowest of n hashes is about 1/n of all there can be: within a factor of 2, from several samples.
+            raise EmptySamples(self.rate, enough_for(len(self._samples) / sum(self._lowest) / 2))
         misses = tuple(misses_by_size(reuses) for _, reuses in self._samples)
         return Curve(self.block_requests, misses, self.rate)
 

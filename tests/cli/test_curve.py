@@ -101,6 +101,30 @@ def test_sample(kvcache: Kvcache, log: Path) -> None:
     assert " ± " not in kvcache("curve", log).out
 
 
+def test_small_samples(kvcache: Kvcache, log: Path) -> None:
+    """A few sampled blocks give no knee and no standard error; a warning says how few they are, and what would do."""
+    done = kvcache("curve", log, "--sample", "0.05")
+    assert done.code == 0
+    assert "blocks each: the hit rates say little" in done.err
+    assert "give --sample 0.2 or more" in done.err
+    assert "knee" not in done.out
+    assert "±" not in done.out
+    said = json.loads(kvcache("curve", log, "--sample", "0.05", "--json").out)
+    assert said["knee"] is None
+    assert len(said["sampled_blocks"]) == 4
+    assert min(said["sampled_blocks"]) < 32
+    assert {each["standard_error"] for each in said["sizes"]} == {None}
+    assert found(kvcache, log)["sampled_blocks"] is None
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_empty_samples(kvcache: Kvcache, log: Path, options: tuple[str, ...]) -> None:
+    """A rate that takes no block is refused, and a larger one is named."""
+    done = kvcache("curve", log, "--sample", "0.0000001", *options)
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "no block of the prompts is in a sample of 1e-07 of them: give a sample rate of 0." in done.err
+
+
 def test_one_level(kvcache: Kvcache, tmp_path: Path) -> None:
     """Where there is no secondary level the table does not speak of it."""
     out = kvcache("curve", run_log(tmp_path / "log", "--primary-blocks", 120, "--secondary-blocks", 0)).out

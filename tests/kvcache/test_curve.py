@@ -21,10 +21,11 @@ from events.tokens import symbols
 from events.types import AnyEvent, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.curve.belady import best_hits
+from kvcache.curve.curve import ENOUGH, enough_for
 from kvcache.curve.prefix_sums import PrefixSums
 from kvcache.curve.prompts import LoggedPrompts, NoTokens
 from kvcache.curve.reuses import InconsistentBlocks, Reuses
-from kvcache.curve.sampling import Recorder, measure
+from kvcache.curve.sampling import EmptySamples, Recorder, measure
 from kvcache.errors import Unsupported, UsageError
 from kvcache.replay import Unreplayable
 
@@ -298,6 +299,41 @@ class TestSampling:
         """A rate is a part, and there is something in it."""
         with pytest.raises(UsageError, match="above 0 and at most 1"):
             measure([], rate)
+
+    def test_small_samples_have_no_knee_and_no_error(self, chats: Prompts) -> None:
+        """With few sampled blocks neither is told, since both would be noise; hits still are."""
+        vague, clear = measure(chats, 0.001), measure(chats, enough_for(measure(chats).distinct_blocks))
+        assert vague.is_vague
+        assert 0 < min(vague.sampled_blocks) < ENOUGH
+        assert (vague.knee, vague.error(1000)) == (None, None)
+        assert vague.hits(1000) >= 0
+        assert not clear.is_vague
+        assert clear.knee is not None
+        assert clear.error(1000)
+
+    @pytest.mark.parametrize("rate", [1e-9, 1e-300])
+    def test_empty_samples_are_refused(self, chats: Prompts, rate: float) -> None:
+        """Nothing can be said of nothing; the rate that is named instead is enough, and not all."""
+        chats = [
+            [block + 1 for block in prompt] for prompt in chats
+        ]  # the hash of 0 is 0, lower than any rate
+        with pytest.raises(EmptySamples) as refused:
+            measure(chats, rate)
+        assert refused.value.rate == rate
+        assert refused.value.enough < 1
+        assert f"{refused.value.enough:g} or more" in str(refused.value)
+        again = measure(chats, refused.value.enough)
+        assert not again.is_vague
+        assert min(again.sampled_blocks) < 20 * ENOUGH
+
+    def test_no_prompts_are_no_empty_sample(self) -> None:
+        """Where there are no blocks, none is missing."""
+        assert measure([[]], 0.1).distinct_blocks == 0
+
+    def test_few_blocks_need_all(self) -> None:
+        """Of fewer blocks than a sample should have the rate is 1, and the message says what that is."""
+        with pytest.raises(EmptySamples, match="a sample rate of 1, which takes all"):
+            measure([[1, 2, 3]], 1e-9)
 
     def test_no_bound_of_samples(self) -> None:
         """The bound asks for the whole workload."""
