@@ -44,7 +44,8 @@ _SHOWN_CHARACTERS = 80
 """Of a request id that is longer, texts repeat so much."""
 
 
-def _shown(request_id: RequestId) -> str:
+def shown(request_id: RequestId) -> str:
+    """A request id as texts repeat it: no more of it than fits into a line."""
     # Python writes no integer with thousands of digits.
     if isinstance(request_id, int):
         return repr(request_id) if request_id.bit_length() <= 64 else "(an integer beyond 64 bits)"
@@ -86,7 +87,7 @@ class DuplicateRequest(UsageError):
     in_batch: bool = False
 
     def __str__(self) -> str:
-        request = f"request {_shown(self.request_id)}"
+        request = f"request {shown(self.request_id)}"
         if self.in_batch:
             return f"{request} is in this call twice: give each request an id of its own"
         return f"{request} is running already: remove it first, or choose another id"
@@ -99,7 +100,7 @@ class UnknownRequest(UsageError):
     request_id: RequestId
 
     def __str__(self) -> str:
-        return f"request {_shown(self.request_id)} is not running: it was never added, or was removed already"
+        return f"request {shown(self.request_id)} is not running: it was never added, or was removed already"
 
 
 @dataclass(eq=False, repr=False)
@@ -159,11 +160,11 @@ class ComputationLost(UsageError):
     def __str__(self) -> str:
         if self.stuck:
             return (
-                f"a copy failed, and request {_shown(self.request_id)} has let go of the blocks that it would begin "
+                f"a copy failed, and request {shown(self.request_id)} has let go of the blocks that it would begin "
                 "again with: remove it, and add it again"
             )
         return (
-            f"a copy failed, and {self.computed} tokens of request {_shown(self.request_id)} are still computed: "
+            f"a copy failed, and {self.computed} tokens of request {shown(self.request_id)} are still computed: "
             "call poll(), which tells all such requests, and compute the rest again"
         )
 

@@ -6,14 +6,14 @@ therefore carries `Checkpoint` events with the fingerprint of the live state, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
 from events.log import LogEnd, LogReader
-from events.types import CacheCreated, Checkpoint, EventBatch, Gap
+from events.types import AnyEvent, CacheCreated, Checkpoint, EventBatch, Gap
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
@@ -80,6 +80,15 @@ def fitting(seq: int) -> Iterator[None]:
         raise Unreplayable(seq, f"{type(error).__name__} while applying it") from error
 
 
+def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
+    """What can be understood of a batch: from its last `Gap` on, behind which stands the whole state.
+
+    What it says before continues what is missing.
+    """
+    gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
+    return batch.events[gaps[-1] :] if gaps else batch.events
+
+
 @dataclass
 class Replayed:
     """A state folded from a log."""
@@ -112,16 +121,11 @@ class Replayed:
     def fold(self, batch: EventBatch, *, verify: bool) -> None:
         """Apply one batch; raises `Unreplayable`."""
         with fitting(batch.seq):
-            for event in batch.events[self._first_known(batch) :]:
+            for event in known_events(batch):
                 self._apply(batch.seq, event, verify)
         self.last_seq, self.last_ts = batch.seq, batch.ts
         self.batches += 1
         self.events += len(batch.events)
-
-    def _first_known(self, batch: EventBatch) -> int:
-        """Behind a `Gap` stands the whole state; what the batch says before it continues what is missing."""
-        gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
-        return gaps[-1] if gaps else 0
 
     def _apply(self, seq: int, event: object, verify: bool) -> None:
         kind = type(event)

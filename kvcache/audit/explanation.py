@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from events import types as ev
 from events.types import EventBatch, RequestId
 from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Ids
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
-from kvcache.errors import UsageError
+from kvcache.errors import UsageError, shown
 
 MOST_HOLDERS = 5
 """Of a refusal, so many of the requests that held most are named."""
@@ -89,11 +90,25 @@ class Stay:
 
 
 @dataclass(slots=True)
+class Exported:
+    """A request that ran in a state that the log begins anew with: its admission is not in the log."""
+
+    since: Moment
+    """The batch of that state."""
+    num_tokens: int
+    """Of the prompt."""
+    ended: Moment | None = None
+    tokens_at_end: int = 0
+    computed_at_end: int = 0
+
+
+@dataclass(slots=True)
 class Explanation:
     """All that is known of a request."""
 
     request_id: RequestId
     refusals: list[Refusal] = field(default_factory=list)
+    exported: list[Exported] = field(default_factory=list)
     stays: list[Stay] = field(default_factory=list)
 
 
@@ -104,12 +119,30 @@ class Explanations(Listener):
         self._wanted = wanted
         self.found: dict[RequestId, Explanation] = {}
         """By id as the engine gave it: 7 and "7" are two requests."""
-        self._ended: list[tuple[RequestId, ev.SequenceRemoved]] = []
+        self._admitted: set[int] = set()
+        """Numbers of admissions."""
+        self._open: dict[int, Stay | Exported] = {}
+        """What has not ended, by these numbers."""
+        self._ended: list[tuple[int, ev.SequenceRemoved]] = []
 
     def _of(self, request_id: RequestId) -> Explanation | None:
         if not self._wanted(request_id):
             return None
         return self.found.setdefault(request_id, Explanation(request_id))
+
+    def looked_up(self, history: History, admission: Admission) -> None:
+        """Note that its admission is in the log."""
+        if self._wanted(admission.request_id):
+            self._admitted.add(admission.number)
+
+    def restarted(self, history: History, before: list[Ids]) -> None:
+        """Note who runs without an admission in the log."""
+        for sequence in history.running.values():
+            unknown = sequence.number not in self._admitted and sequence.number not in self._open
+            if unknown and (explanation := self._of(sequence.request_id)) is not None:
+                exported = Exported(Moment(history.batch, history.now), sequence.num_prompt_tokens)
+                explanation.exported.append(exported)
+                self._open[sequence.number] = exported
 
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """Note a refusal, and who held the blocks."""
@@ -140,22 +173,20 @@ class Explanations(Listener):
             max(0, min(before, admission.num_tokens) - admission.reused),
         )
         explanation.stays.append(stay)
+        self._open[admission.number] = stay
 
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note an end."""
         if self._wanted(sequence.request_id):
             # Told at the batch's end: so is an admission of the same batch.
-            self._ended.append((sequence.request_id, event))
+            self._ended.append((sequence.number, event))
 
     def batch_ended(self, history: History) -> None:
         """Tell the ends of the batch, whose admissions are known now."""
-        for request_id, event in self._ended:
-            # Of a request that an exported state had running, the admission may not be in the log.
-            known = self.found.get(request_id)
-            stays = [stay for stay in known.stays if stay.ended is None] if known is not None else []
-            if stays:
-                stays[0].ended = Moment(history.batch, history.now)
-                stays[0].tokens_at_end, stays[0].computed_at_end = event.num_tokens, event.computed
+        for number, event in self._ended:
+            stay = self._open.pop(number)
+            stay.ended = Moment(history.batch, history.now)
+            stay.tokens_at_end, stay.computed_at_end = event.num_tokens, event.computed
         self._ended.clear()
 
 
@@ -218,5 +249,5 @@ def explain_request(batches: Iterable[EventBatch], request_id: str) -> list[Expl
     for batch in batches:
         history.fold(batch)
     if not watch.found:
-        raise UsageError(f"no request {request_id!r} was admitted or refused in the log")
+        raise UsageError(f"no request {shown(request_id)} was admitted or refused in the log, or ran in it")
     return list(watch.found.values())

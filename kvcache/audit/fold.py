@@ -23,6 +23,7 @@ from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
+from kvcache.replay import known_events
 
 
 class HistoryFold(History):
@@ -63,9 +64,7 @@ class HistoryFold(History):
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch."""
         self.batch, self.now, self._failed = batch.seq, batch.ts, False
-        # What stands before a gap continues what is missing.
-        gaps = [index for index, event in enumerate(batch.events) if type(event) is ev.Gap]
-        for event in batch.events[gaps[-1] if gaps else 0 :]:
+        for event in known_events(batch):
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)

@@ -40,6 +40,8 @@ class Requests(Collector[RequestRow]):
         """Since their last admission."""
         self._running: dict[int, tuple[Admission, _Refused | None]] = {}
         """By number of the admission."""
+        self._exported: dict[int, Running] = {}
+        """Those that run without an admission in the log, by their number."""
         self._over: list[tuple[Running, _End]] = []
         """In this batch: of its admissions is told at its end."""
 
@@ -51,6 +53,7 @@ class Requests(Collector[RequestRow]):
         """Wait for its end."""
         refused = self._refused.pop(admission.request_id, None)
         self._running[admission.number] = admission, refused
+        self._exported.pop(admission.number, None)
 
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note the end."""
@@ -59,9 +62,12 @@ class Requests(Collector[RequestRow]):
 
     def restarted(self, history: History, before: list[Ids]) -> None:
         """What the exported state has not is lost."""
-        known = {sequence.number for sequence in history.running.values()}
-        for number in [number for number in self._running if number not in known]:
+        known = {sequence.number: sequence for sequence in history.running.values()}
+        for number in sorted(self._running.keys() - known.keys()):
             self.rows.append(_row(*self._running.pop(number), _End("lost")))
+        for number in sorted(self._exported.keys() - known.keys()):
+            self.rows.append(_unknown(self._exported.pop(number), _End("lost")))
+        self._exported |= {number: known[number] for number in known.keys() - self._running.keys()}
 
     def batch_ended(self, history: History) -> None:
         """Tell the ends."""
@@ -71,6 +77,7 @@ class Requests(Collector[RequestRow]):
 
     def _add(self, sequence: Running, end: _End) -> None:
         known = self._running.pop(sequence.number, None)
+        self._exported.pop(sequence.number, None)
         self.rows.append(_unknown(sequence, end) if known is None else _row(*known, end))
 
     def remaining(self, history: History) -> Iterator[list[RequestRow]]:

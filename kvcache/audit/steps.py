@@ -10,7 +10,7 @@ from events.structs import LEVEL_NAMES
 from events.types import EventBatch
 from kvcache.audit.rows import OccupancyRow, StepRow
 from kvcache.fold.state import CacheState
-from kvcache.replay import Replayed
+from kvcache.replay import Replayed, known_events
 
 
 class Steps:
@@ -23,9 +23,7 @@ class Steps:
         """The row of a batch. Raises `Unreplayable`."""
         self._replayed.fold(batch, verify=False)
         counts: Counter[str] = Counter()
-        # What stands before a gap continues what is missing.
-        gaps = [index for index, event in enumerate(batch.events) if type(event) is ev.Gap]
-        for event in batch.events[gaps[-1] if gaps else 0 :]:
+        for event in known_events(batch):
             _count(event, counts)
         return StepRow(
             seq=batch.seq,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from events.types import Namespace
-from kvcache.audit.explanation import Explanation, Moment, Part, Refusal, Stay
+from kvcache.audit.explanation import Explanation, Exported, Moment, Part, Refusal, Stay
 from kvcache.audit.phrases import count, duration, printable, share
 from kvcache.audit.reasons import IN_WORDS
 
@@ -16,7 +16,7 @@ When = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One refusal, which has no table, or one stay of a request."""
+    """One refusal, or a request without an admission, which have no table; or one stay of a request."""
 
     heading: str
     facts: list[tuple[str, str]]
@@ -28,10 +28,11 @@ class Told:
 
 
 def tell(found: Explanation, when: When) -> list[Told]:
-    """All that is known of a request: refusals, then stays."""
+    """All that is known of a request: refusals, what has no admission, then stays."""
     name = printable(str(found.request_id))
     return [
         *(_refusal(name, refusal, when) for refusal in found.refusals),
+        *(_exported(name, exported, when) for exported in found.exported),
         *(_stay(name, stay, when) for stay in found.stays),
     ]
 
@@ -46,6 +47,12 @@ def _refusal(name: str, refusal: Refusal, when: When) -> Told:
         ("running", f"{count(refusal.running, 'request')}; most blocks: {holders or 'none'}"),
     ]
     return Told(f"request {name}: refused in {_moment(refusal.moment, when)}", facts, [], [])
+
+
+def _exported(name: str, exported: Exported, when: When) -> Told:
+    facts = [("prompt", count(exported.num_tokens, "token")), _end(exported, when)]
+    since = f"ran already in {_moment(exported.since, when)}; its admission is not in the log"
+    return Told(f"request {name}: {since}", facts, [], [])
 
 
 def _stay(name: str, stay: Stay, when: When) -> Told:
@@ -74,10 +81,14 @@ def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
         facts.append(
             ("again", f"{count(stay.computed_again, 'token')} that it had computed before it was preempted")
         )
+    return [*facts, _end(stay, when)]
+
+
+def _end(stay: Stay | Exported, when: When) -> tuple[str, str]:
     if stay.ended is None:
-        return [*facts, ("ended", "not in this log")]
+        return "ended", "not in this log"
     outcome = f"with {count(stay.tokens_at_end, 'token')}, {stay.computed_at_end:,} computed"
-    return [*facts, ("ended", f"in {_moment(stay.ended, when)}, {outcome}")]
+    return "ended", f"in {_moment(stay.ended, when)}, {outcome}"
 
 
 def _range(first: int, last: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from events.log import LogReader
 from events.types import EventBatch, RequestId
 from kvcache.audit import explanation as ex
-from kvcache.audit.explanation import Explanation, Part, Stay, explain_request
+from kvcache.audit.explanation import Explanation, Exported, Part, Stay, explain_request
 from kvcache.audit.telling import Told, tell
 from kvcache.cli import times
 from kvcache.cli.output import Output
@@ -79,6 +79,10 @@ def to_json(found: Explanation) -> dict[str, Any]:
             }
             for each in found.refusals
         ],
+        "exported": [
+            {**_moment_json(each.since), "prompt_tokens": each.num_tokens, **_end_json(each)}
+            for each in found.exported
+        ],
         "stays": [_stay_json(each) for each in found.stays],
     }
 
@@ -93,10 +97,16 @@ def _stay_json(stay: Stay) -> dict[str, Any]:
         "prompt_tokens": stay.num_tokens,
         "reused_tokens": stay.reused,
         "recomputed_tokens": stay.computed_again,
+        **_end_json(stay),
+        "parts": [_part_json(each) for each in stay.parts],
+    }
+
+
+def _end_json(stay: Stay | Exported) -> dict[str, Any]:
+    return {
         "ended": _moment_json(stay.ended),
         "tokens_at_end": stay.tokens_at_end if stay.ended else None,
         "computed_at_end": stay.computed_at_end if stay.ended else None,
-        "parts": [_part_json(each) for each in stay.parts],
     }
 
 

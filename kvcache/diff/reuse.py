@@ -1,7 +1,8 @@
 """How much of their prompts the requests of two logs reused.
 
 An admission in one log belongs to the admission of the same request id in the other; of an id that comes several times
-(after preemption, or used again), the k-th to the k-th. The log with fewer admissions up to now is read on, so that
+(after preemption, or used again), the k-th to the k-th. Admissions before a gap in their batch are left out, as in
+audits. The log with fewer admissions up to now is read on, so that
 partners come soon after each other: kept are the admissions whose partner has not come, and those that are told of.
 """
 
@@ -14,6 +15,7 @@ from heapq import heappush, heappushpop
 
 from events.structs import RequestId
 from events.types import EventBatch, SequenceAdded
+from kvcache.replay import known_events
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def compare_reuse(a: Iterable[EventBatch], b: Iterable[EventBatch], top: int = 1
 
 def _admissions(batches: Iterable[EventBatch]) -> Iterator[tuple[RequestId, Admitted]]:
     for batch in batches:
-        for event in batch.events:
+        for event in known_events(batch):
             if type(event) is SequenceAdded:
                 yield event.request_id, Admitted(batch.seq, event.num_tokens, event.reused)
 

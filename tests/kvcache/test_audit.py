@@ -9,13 +9,16 @@ import pytest
 
 from events.log import LogReader
 from events.types import AdmissionRefused, SequenceAdded, SequenceRemoved, StateExported
+from kvcache.audit import open_log
 from kvcache.audit.admission import Admission
 from kvcache.audit.explanation import explain_request
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.telling import tell
 from kvcache.audit.totals import audit_batches
+from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
 from tests.conftest import ROOT
 from tests.naive_audit import naive_audit
@@ -68,23 +71,67 @@ def test_the_audit_agrees_with_the_oracle(seed: int, tmp_path: Path) -> None:
     compare(random_log(seed, tmp_path))
 
 
-def test_a_request_whose_admission_was_lost_is_not_known(tmp_path: Path) -> None:
-    """Batches that were lost had its admission, so that its end alone is in the log: there is nothing to explain."""
+def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
+    """Of a request that ran on behind lost batches it is told where it is first seen, and its end; no stay."""
     log = random_log(3, tmp_path)
-    events = [event for batch in LogReader(log) for event in batch.events]
-    told = {event.request_id for event in events if isinstance(event, SequenceAdded | AdmissionRefused)}
+    events = [(batch.seq, event) for batch in LogReader(log) for event in batch.events]
+    told = {event.request_id for _, event in events if isinstance(event, SequenceAdded | AdmissionRefused)}
     exported = {
-        sequence.handle: sequence.request_id
-        for event in events
+        sequence.handle: (seq, sequence)
+        for seq, event in reversed(events)
         if isinstance(event, StateExported)
         for sequence in event.sequences
     }
-    ended = {exported.get(event.handle) for event in events if isinstance(event, SequenceRemoved)}
-    unknown = ended - told - {None}
-    assert unknown
-    for request_id in unknown:
-        with pytest.raises(UsageError, match="was admitted or refused"):
-            explain_request(LogReader(log), str(request_id))
+    ends = {event.handle: (seq, event) for seq, event in events if isinstance(event, SequenceRemoved)}
+    unknown = [handle for handle, (_, sequence) in exported.items() if sequence.request_id not in told]
+    assert {handle for handle in unknown if handle in ends}
+    for handle in unknown:
+        since, sequence = exported[handle]
+        [found] = explain_request(LogReader(log), str(sequence.request_id))
+        assert (found.request_id, found.stays) == (sequence.request_id, [])
+        [ran] = found.exported
+        assert (ran.since.batch, ran.num_tokens) == (since, sequence.num_prompt_tokens)
+        if handle in ends:
+            seq, end = ends[handle]
+            assert ran.ended is not None
+            assert (ran.ended.batch, ran.tokens_at_end, ran.computed_at_end) == (
+                seq,
+                end.num_tokens,
+                end.computed,
+            )
+            [words] = tell(found, str)
+            assert f"ran already in batch {since:,} (" in words.heading
+            assert words.facts[1][1].startswith(f"in batch {seq:,} (")
+    with pytest.raises(UsageError, match="was admitted or refused in the log, or ran in it"):
+        explain_request(LogReader(log), "nobody")
+
+
+@pytest.mark.parametrize("seed", range(3, 24, 3))
+def test_all_tools_know_the_same_requests(seed: int, tmp_path: Path) -> None:
+    """Rows, explanations, audit and diff agree, also on admissions before a gap in their batch, which nobody has."""
+    log = random_log(seed, tmp_path)
+    rows = list(open_log(log).requests())
+    for request_id in {row.request_id for row in rows}:
+        found = {each.request_id: each for each in explain_request(LogReader(log), str(request_id))}[
+            request_id
+        ]
+        own = [row for row in rows if row.request_id == request_id]
+        assert len(found.stays) == sum(row.admission is not None for row in own)
+        assert len(found.exported) == sum(row.admission is None and row.outcome != "refused" for row in own)
+    both = compare_reuse(LogReader(log), LogReader(log)).a
+    totals = audit_batches((batch, True) for batch in LogReader(log))
+    admitted = [row for row in rows if row.admission is not None]
+    assert both.requests == totals.requests == len(admitted)
+    assert both.reused_tokens == totals.reused == sum(row.reused_tokens or 0 for row in admitted)
+    everything = {
+        str(event.request_id)
+        for batch in LogReader(log)
+        for event in batch.events
+        if isinstance(event, SequenceAdded)
+    }
+    for request_id in everything - {str(row.request_id) for row in rows}:
+        with pytest.raises(UsageError, match="no request"):
+            explain_request(LogReader(log), request_id)
 
 
 @pytest.mark.long

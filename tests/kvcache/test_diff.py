@@ -253,3 +253,11 @@ class TestReuse:
 
         assert compare_reuse(side(0, 1), side(1, 10)).a.requests == 3000
         assert most <= 11
+
+
+def test_admissions_before_a_gap_do_not_count() -> None:
+    """What stands before a gap continues what is missing, so that a partner may have been in there."""
+    lossy = batches([added("a", 4), added("b", 8), Gap(1, 2, "full"), EXPORTED, added("c", 12)])
+    found = compare_reuse(lossy, batches([added("a", 4), added("b", 0)], [added("c", 12)]))
+    assert (found.a.requests, found.a.reused_tokens, found.changed) == (1, 12, 0)
+    assert (found.only_a.requests, found.only_b.requests) == (0, 2)
