@@ -16,19 +16,21 @@ from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
-from kvcache.audit.fleet import WorkerAudit, audit_worker
+from kvcache.audit.fleet import LeftOut, WorkerAudit, audit_or_leave_out
 from kvcache.errors import InternalError, Unsupported
 
 _SECONDS_BETWEEN = 0.5
 
 
-def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[WorkerAudit]:
+def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
     """Audit logs in up to `jobs` processes; each as soon as it is done. Raises `InternalError` if one is killed.
+
+    What cannot be read is left out.
 
     Processes hear no Ctrl-C; they end with the one that has started them, or when nobody wants more.
     """
-    if jobs == 1 or len(logs) == 1:
-        yield from (audit_worker(log, top) for log in logs)
+    if jobs == 1 or len(logs) <= 1:
+        yield from (audit_or_leave_out(log, top) for log in logs)
         return
     # Not forked: threads of the parent may hold locks.
     context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
@@ -37,7 +39,7 @@ def in_processes(logs: Sequence[Path], jobs: int, top: int = 10) -> Iterator[Wor
     )
     try:
         with _deaf_children():
-            futures = [pool.submit(audit_worker, log, top) for log in logs]
+            futures = [pool.submit(audit_or_leave_out, log, top) for log in logs]
         for future in as_completed(futures):
             yield future.result()
     except BrokenProcessPool:
@@ -74,8 +76,8 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit]:
-    """Audit logs as tasks of a Ray cluster, whose machines must see the same paths.
+def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit | LeftOut]:
+    """Audit logs as tasks of a Ray cluster, whose machines must see the same paths; what they cannot read is left out.
 
     Raises `Unsupported` where Ray is not installed.
     """
@@ -87,7 +89,7 @@ def on_ray(logs: Sequence[Path], top: int = 10) -> Iterator[WorkerAudit]:
     if started:
         ray.init(logging_level="ERROR", log_to_driver=False)
     try:
-        task = ray.remote(audit_worker)
+        task = ray.remote(audit_or_leave_out)
         waiting = [task.remote(log.absolute(), top) for log in logs]
         while waiting:
             done, waiting = ray.wait(waiting)

@@ -131,6 +131,28 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A log that cannot be read. The others can be audited without it."""
+
+    path: Path
+    reason: str
+    """In the words of the system."""
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> LeftOut:
+        """Why the system refuses a log."""
+        return cls(path, error.strerror or str(error))
+
+
+def audit_or_leave_out(path: Path, top: int = 10) -> WorkerAudit | LeftOut:
+    """The same, but for a log that the system does not let us read."""
+    try:
+        return audit_worker(path, top)
+    except OSError as error:
+        return LeftOut.of(path, error)
+
+
 def _joined(parts: list[Ids]) -> Ids:
     return np.concatenate([np.empty(0, np.intp), *parts])
 

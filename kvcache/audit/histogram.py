@@ -36,11 +36,6 @@ class Ages:
         at = int(np.searchsorted(np.cumsum(self.counts), share * self.total))
         return 0.0 if at == 0 else float(_EDGES[min(at, len(_EDGES) - 1)]) / 1e9
 
-    def share_above(self, seconds: float) -> float:
-        """The share of what is longer than so many seconds."""
-        at = int(np.searchsorted(_EDGES, seconds * 1e9, "right"))
-        return float(self.counts[at + 1 :].sum()) / self.total if self.total else 0.0
-
     def rows(self) -> Iterator[tuple[float, int]]:
         """(upper edge in seconds, count), where there are any."""
         for at in np.flatnonzero(self.counts).tolist():

@@ -69,8 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
-    if logs := logs_in(args.log):
-        return run_fleet(args, logs, out)
+    directory = logs_in(args.log)
+    if directory.logs or directory.left_out:
+        return run_fleet(args, directory, out)
+    if args.engine != "processes":
+        raise UsageError(f"--engine {args.engine} is for a directory of logs, each of a worker: leave it out")
     batches = UpTo(LogReader(args.log), args.until)
     with progress("reading", None, shown=not out.quiet) as update:
         audit = audit_batches(_watched(batches, args, update), top=args.top)

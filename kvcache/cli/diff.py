@@ -14,7 +14,7 @@ from kvcache.cli import times
 from kvcache.cli.event_lines import event_line
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
-from kvcache.cli.parser import natural
+from kvcache.cli.parser import positive
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.replay import describe_end
 from kvcache.cli.times import Times, iso
@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("log_a", type=Path, metavar="LOG_A", help="a log directory")
     add("log_b", type=Path, metavar="LOG_B", help="another one")
-    add("--top", type=natural, default=10, metavar="N", help="how many requests are listed of each kind (10)")
+    add(
+        "--top", type=positive, default=10, metavar="N", help="how many requests are listed of each kind (10)"
+    )
     times.add_option(parser)
     add("--json", action="store_true", help="the result as JSON")
 

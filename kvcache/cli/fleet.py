@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from events.log.segments import is_log
 from kvcache.audit.engines import in_processes, on_ray
-from kvcache.audit.fleet import Fleet, WorkerAudit, together
+from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, together
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.cli.audit_json import reasons_json
 from kvcache.cli.audit_json import to_json as audit_json
@@ -18,26 +20,51 @@ from kvcache.cli.progress import progress
 from kvcache.errors import UsageError
 
 
-def logs_in(directory: Path) -> list[Path]:
+@dataclass(slots=True)
+class Directory:
+    """A directory of logs."""
+
+    logs: list[Path]
+    left_out: list[LeftOut]
+    """What lies in it and may be a log, but cannot be looked into."""
+
+
+def logs_in(directory: Path) -> Directory:
     """The logs that lie directly in a directory; none if it is a log itself, or no directory."""
+    found = Directory([], [])
     if is_log(directory) or not directory.is_dir():
-        return []
-    return sorted(path for path in directory.iterdir() if is_log(path))
+        return found
+    for path in sorted(directory.iterdir()):
+        try:
+            if is_log(path):
+                found.logs.append(path)
+        except OSError as error:
+            found.left_out.append(LeftOut.of(path, error))
+    return found
 
 
-def run(args: argparse.Namespace, logs: list[Path], out: Output) -> int:
+def run(args: argparse.Namespace, directory: Directory, out: Output) -> int:
     """Audit each log, and compare."""
+    logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
         raise UsageError("--since and --until are for one log: give that of one worker")
     with progress("reading logs", len(logs), shown=not out.quiet) as update:
         engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
         workers: list[WorkerAudit] = []
-        for worker in engine:
-            workers.append(worker)
-            update(len(workers))
+        for number, worker in enumerate(engine):
+            if isinstance(worker, LeftOut):
+                left_out.append(worker)
+            else:
+                workers.append(worker)
+            update(number + 1)
+    left_out.sort(key=lambda each: each.path)
+    if not workers:
+        raise UsageError(f"no log in it can be read: {'; '.join(map(_left_out, left_out))}")
+    for each in left_out:
+        out.warning(f"left out: {_left_out(each)}")
     fleet = together(workers)
     if args.json:
-        out.json(to_json(fleet))
+        out.json(to_json(fleet, left_out))
     else:
         _show(args.log, fleet, out)
     return 0
@@ -88,7 +115,11 @@ def _row(worker: WorkerAudit, elsewhere: int) -> list[str]:
     ]
 
 
-def to_json(fleet: Fleet) -> dict[str, Any]:
+def _left_out(each: LeftOut) -> str:
+    return f"{printable(str(each.path))}: {each.reason}"
+
+
+def to_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
     """All of a fleet."""
     return {
         "prompt_tokens": int(fleet.reasons.sum()),
@@ -96,6 +127,7 @@ def to_json(fleet: Fleet) -> dict[str, Any]:
         "elsewhere_tokens": sum(fleet.elsewhere),
         "reasons": reasons_json(fleet.reasons),
         "blocks_computed_on": {str(workers): blocks for workers, blocks in fleet.computed_on.items()},
+        "left_out": [{"name": each.path.name, "reason": each.reason} for each in left_out],
         "workers": [
             {"name": worker.name, "elsewhere_tokens": tokens, "audit": audit_json(worker.audit)}
             for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)

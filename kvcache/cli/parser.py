@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,6 +33,14 @@ COMMANDS = {
 """Each is a module, and what it is for."""
 
 
+_LONG = re.compile(r"\S{81,}")
+"""What nobody reads in a message: an argument that is quoted in it."""
+
+
+def _cut(word: re.Match[str]) -> str:
+    return f"{word[0][:40]}…{word[0][-10:]}"
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, and where to read more."""
 
@@ -49,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        messages.error(f"{message} (see `{self.prog} --help`)")
+        messages.error(f"{_LONG.sub(_cut, message)} (see `{self.prog} --help`)")
         self.exit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -90,6 +99,10 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         group.add_argument(*names, action="store_true", default=default, help=purpose)
 
 
+_MOST_DIGITS = 18
+"""Of a number that one gives here; Python itself reads no more than some thousands."""
+
+
 def natural(text: str) -> int:
     """An integer, at least 0."""
     return _at_least(0, text)
@@ -101,6 +114,8 @@ def positive(text: str) -> int:
 
 
 def _at_least(least: int, text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) > _MOST_DIGITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large a number")
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
     return int(text)

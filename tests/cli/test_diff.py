@@ -181,6 +181,7 @@ def test_errors(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
         assert (done.code, done.out) == (2, "")
         assert f"{tmp_path} is not a log directory" in done.err
     assert kvcache("diff", log, log, "--top", "-1").code == 2
+    assert "'0' is not an integer of at least 1" in kvcache("diff", log, log, "--top", "0").err
     damaged = run_log(tmp_path / "damaged", *SIZES)
     [file] = segments(damaged)
     data = bytearray(file.read_bytes())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from hypothesis import strategies as st
 from events.log.frames import SEGMENT_HEADER_BYTES
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.engines import in_processes, on_ray
-from kvcache.audit.fleet import WorkerAudit, audit_worker, together
+from kvcache.audit.fleet import LeftOut, WorkerAudit, audit_worker, together
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
 from tests.cli.conftest import Kvcache
@@ -43,6 +47,15 @@ def worker(directory: Path, steps: Sequence[tuple[int, str, list[int]]], **setti
             manager.flush()
 
 
+def read(found: Iterable[WorkerAudit | LeftOut]) -> list[WorkerAudit]:
+    """Audits of logs of which none is left out."""
+    workers = []
+    for each in found:
+        assert isinstance(each, WorkerAudit)
+        workers.append(each)
+    return workers
+
+
 @pytest.fixture
 def fleet(tmp_path: Path) -> Path:
     """East has A from second 0 until B takes its place at 4; west asks for A at 2 and at 6, and lost it between."""
@@ -53,7 +66,7 @@ def fleet(tmp_path: Path) -> Path:
 
 def test_what_another_worker_had(fleet: Path) -> None:
     """Of three misses of A in west and east, one came while the other had it."""
-    found = together(in_processes([fleet / "east", fleet / "west"], 1))
+    found = together(read(in_processes([fleet / "east", fleet / "west"], 1)))
     assert [each.name for each in found.workers] == ["east", "west"]
     assert found.elsewhere == [0, 12]
     assert found.computed_on == {1: 6, 2: 3}
@@ -74,7 +87,7 @@ def test_processes_agree(fleet: Path, jobs: int, kvcache: Kvcache) -> None:
 def test_ray_agrees(fleet: Path) -> None:
     """On a cluster of this machine alone."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    found = together(on_ray([fleet / "east", fleet / "west"]))
+    found = together(read(on_ray([fleet / "east", fleet / "west"])))
     assert found.elsewhere == [0, 12]
 
 
@@ -86,6 +99,52 @@ def test_without_ray_it_says_what_to_do(
     done = kvcache("audit", fleet, "--engine", "ray")
     assert done.code == 2
     assert "kvcache[ray]" in done.err
+
+
+def test_a_single_log_is_read_here(fleet: Path, kvcache: Kvcache) -> None:
+    """--engine is for several logs, and is not ignored for one."""
+    done = kvcache("audit", fleet / "east", "--engine", "ray")
+    assert (done.code, done.out) == (2, "")
+    assert "--engine ray is for a directory of logs" in done.err
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_cannot_be_read_is_left_out(
+    fleet: Path, jobs: int, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that cannot be looked into, and a log that cannot be read, are told; the others are audited."""
+    alone = json.loads(kvcache("audit", fleet, "--jobs", jobs, "--json").out)
+    assert alone.pop("left_out") == []
+    (fleet / "closed").mkdir()
+    (fleet / "odd").mkdir()
+    [segment] = (fleet / "east").glob("*.kvlog")
+    (fleet / "odd" / segment.name).symlink_to(segment.name)  # to itself: even the superuser cannot read it
+    names = os.listdir
+
+    def refused(path: Any) -> list[str]:
+        if Path(path).name == "closed":  # the superuser may read everything
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return names(path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    done = kvcache("audit", fleet, "--jobs", jobs, "--json")
+    assert done.code == 0
+    assert f"kvcache: warning: left out: {fleet / 'closed'}: Permission denied\n" in done.err
+    assert f"left out: {fleet / 'odd'}: Too many levels of symbolic links\n" in done.err
+    found = json.loads(done.out)
+    assert found.pop("left_out") == [
+        {"name": "closed", "reason": "Permission denied"},
+        {"name": "odd", "reason": "Too many levels of symbolic links"},
+    ]
+    assert found == alone
+    for name in ("east", "west"):
+        shutil.rmtree(fleet / name)
+    done = kvcache("audit", fleet, "--jobs", jobs)
+    assert (done.code, done.out) == (2, "")
+    assert (
+        f"no log in it can be read: {fleet / 'closed'}: Permission denied; {fleet / 'odd'}: Too many"
+        in done.err
+    )
 
 
 def test_blocks_that_cannot_be_compared_are_refused(fleet: Path) -> None:

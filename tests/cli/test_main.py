@@ -25,6 +25,10 @@ READERS = {
     "match": ["match", "LOG", "--request", "3"],
     "export": ["export", "LOG", "--to", "csv", "-o", "OUT"],
     "diff": ["diff", "LOG", "LOG"],
+    "audit": ["audit", "LOG"],
+    "explain": ["explain", "LOG", "--request", "3"],
+    "curve": ["curve", "LOG"],
+    "whatif": ["whatif", "LOG", "--no-bound"],
     "config": ["config", "--set", "max_sequence_length=64", "--set", "primary_blocks=4"],
     "completion": ["completion", "bash"],
     "run": ["run", str(TRACE), "--no-pools", "--limit", "2"],
@@ -65,6 +69,27 @@ class TestErrors:
         assert done.err.startswith("kvcache: error: ")
         assert says in done.err
         assert done.err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["audit", "LOG", "--top", "1" + "0" * 5000],
+            ["diff", "LOG", "LOG", "--top", "1" + "0" * 30],
+            ["whatif", "LOG", "--jobs", "x" * 5000],
+            ["curve", "LOG", "--sample", "9" * 5000],
+            ["run", "--seed", "9" * 5000],
+            ["events", "LOG", "--until", "z" * 5000],
+            ["explain", "LOG", "--request", "z" * 5000],
+            ["audit", "LOG", "--bogus" * 1000],
+        ],
+        ids=lambda args: args[0],
+    )
+    def test_huge_arguments_are_not_repeated(self, kvcache: Kvcache, log: Path, args: list[str]) -> None:
+        """What is wrong is said with the beginning of the argument alone."""
+        done = kvcache(*(str(log) if arg == "LOG" else arg for arg in args))
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("kvcache: error: ")
+        assert len(done.err) < 400
 
     def test_each_problem_of_the_settings_has_its_line(self, kvcache: Kvcache) -> None:
         """Several wrong settings are several lines, each complete."""

@@ -63,6 +63,31 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("audit", "LOG"),
+        ("curve", "LOG", "--json"),
+        ("diff", "LOG", "LOG"),
+        ("events", "LOG"),
+        ("explain", "LOG", "--request", "3", "--json"),
+        ("export", "LOG", "--to", "csv", "-o", "tables"),
+        ("replay", "LOG"),
+        ("whatif", "LOG", "--set", "primary_blocks=100"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_reader_that_has_gone(start: Start, log: Path, command: tuple[str, ...]) -> None:
+    """Commands that read logs end as shells expect it, and say nothing, when nobody reads what they print."""
+    process = start(*(log if each == "LOG" else each for each in command), "-q")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141
+    process.stdout = None
+
+
 class TestSignals:
     """Ctrl-C and SIGTERM end a run in good order."""
 
