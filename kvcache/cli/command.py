@@ -63,6 +63,8 @@ def _run(argv: Sequence[str] | None) -> int:
     logs.configure(as_json=args.log_json, verbose=args.verbose, quiet=args.quiet)
     try:
         return int(args.run(args, Output(quiet=args.quiet, verbose=args.verbose)))
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
     except BrokenPipeError:
         raise
     except EXPECTED as error:

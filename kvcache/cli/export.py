@@ -11,6 +11,7 @@ from events.types import EventBatch
 from kvcache.audit import open_log
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count
+from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.replay import describe_end
 from kvcache.export.export import FORMATS, export
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read once, write all tables, tell their rows."""
     reader = LogReader(open_log(args.log).path)
-    with progress("exporting", None, shown=not out.quiet) as update:
+    with leaving_at_sigterm(), progress("exporting", None, shown=not out.quiet) as update:
         rows = export(_watched(reader, update), args.to, args.output, force=args.force)
     if reader.end.kind == "torn":
         out.note(f"the log is {describe_end(reader.end)}")

@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self, TextIO
 
@@ -74,6 +74,21 @@ class StopSignals(threading.Event):
     def exit_code(self) -> int:
         """0, or what shells expect of a program that a signal has ended."""
         return 0 if self.first is None else 128 + self.first
+
+
+@contextmanager
+def leaving_at_sigterm() -> Iterator[None]:
+    """At SIGTERM leave what is entered here in good order, as at Ctrl-C, and then the process, with exit code 143."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # what is being cleared away is not to be left halfway
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def open_missing() -> None:

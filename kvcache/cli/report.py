@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.cli.output import Output, size
+from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import progress
 from kvcache.errors import UsageError
 from kvcache.export.target import replacing
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     curve, whatif = _json(args.curve), _json(args.whatif)
     # What is wrong with the place is said before a long log is read.
     with (
+        leaving_at_sigterm(),
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
         progress("reading", None, shown=not out.quiet) as update,
     ):

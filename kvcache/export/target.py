@@ -28,13 +28,17 @@ class TargetExists(UsageError):
         return f"{self.path} exists already, and is nothing of that form that could be replaced: choose another path"
 
 
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing has."""
+
+
 @contextmanager
 def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path]:
     """Give a path to write to, beside the one that is meant; takes its place when the block ends without an error.
 
     A file is written that begins with `header`, or a directory of tables (None). Raises `TargetExists`, also with
     `force` for what is no such thing, and FileNotFoundError where the path's own directory is missing. Until the end,
-    what is at `path` stays.
+    what is at `path` stays. A disk that takes no more is an OSError that names `path`.
     """
     _refuse(path, header, force)
     parent = path.absolute().parent
@@ -42,7 +46,8 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
     work = Path(tempfile.mkdtemp(dir=parent, prefix=f".{path.name}.", suffix=".partial"))
     try:
-        yield work / "new"
+        with _naming(path, work):
+            yield work / "new"
         # Somebody may have been faster.
         _refuse(path, header, force)
         if header is None and os.path.lexists(path):
@@ -50,6 +55,18 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
         (work / "new").replace(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _naming(path: Path, work: Path) -> Iterator[None]:
+    """Where a write fails, say what was to be written. What fails while reading is left as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _OF_WRITING or str(error.filename).startswith(str(work)):
+            number = error.errno or errno.EIO
+            raise OSError(number, os.strerror(number), str(path)) from error
+        raise
 
 
 def _refuse(path: Path, header: bytes | None, force: bool) -> None:

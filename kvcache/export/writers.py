@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import sqlite3
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,8 +91,13 @@ class SqliteWriter:
     """One database with all tables. Booleans are 0 and 1, times text."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        with _as_of_system(path):
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._create()
+
+    def _create(self) -> None:
         # Whole or not at all is seen to by who names the file; no need for a journal on the way.
-        self._database = sqlite3.connect(path, isolation_level=None)
         self._database.execute("PRAGMA journal_mode = OFF")
         self._database.execute("PRAGMA synchronous = OFF")
         for table, columns in COLUMNS.items():
@@ -104,17 +111,29 @@ class SqliteWriter:
         """Append rows."""
         places = ", ".join("?" * len(COLUMNS[table]))
         spelled = [_for_sqlite(column, own) for column, own in zip(COLUMNS[table], values, strict=True)]
-        self._database.execute("BEGIN")
-        # SECURITY: the names are the schema's own; values are bound.
-        self._database.executemany(
-            f"INSERT INTO {table} VALUES ({places})",  # noqa: S608
-            zip(*spelled, strict=True),
-        )
-        self._database.execute("COMMIT")
+        with _as_of_system(self._path):
+            self._database.execute("BEGIN")
+            # SECURITY: the names are the schema's own; values are bound.
+            self._database.executemany(
+                f"INSERT INTO {table} VALUES ({places})",  # noqa: S608
+                zip(*spelled, strict=True),
+            )
+            self._database.execute("COMMIT")
 
     def close(self) -> None:
         """Close the database."""
         self._database.close()
+
+
+@contextmanager
+def _as_of_system(path: Path) -> Iterator[None]:
+    """Raise what the system refuses as the other formats do: as an OSError."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        # The lower byte is the kind of error.
+        number = errno.ENOSPC if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def _for_sqlite(column: Column, values: list[Any]) -> Sequence[Any]:

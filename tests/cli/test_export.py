@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
 import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -473,3 +474,66 @@ class TestPage:
         ]
         free, seq, time = min(rooms)
         assert ran("tightest", place, monkeypatch)["tightest"] == (time, seq, free)
+
+
+FORMATS_HERE = [each.values[0] for each in WRITTEN if not (each.marks and missing("pyarrow"))]
+
+
+@pytest.mark.parametrize("to", FORMATS_HERE)
+def test_a_file_that_may_not_grow(log: Path, tmp_path: Path, run_python: RunPython, to: str) -> None:
+    """A disk that takes no more is one line that names the path that was meant, and leaves nothing behind."""
+    path = tmp_path / "out" / "tables"
+    path.parent.mkdir()
+    done = run_python(
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "from kvcache.cli import main\n"
+        f"sys.exit(main(['export', {str(log)!r}, '--to', {to!r}, '-o', {str(path)!r}]))"
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"kvcache: error: {path}: (File too large|Input/output error)\n", done.stderr)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_full_disk_under_a_database(
+    kvcache: Kvcache, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What sqlite calls full is what the system calls so, with the path."""
+    connect = sqlite3.connect
+
+    def limited(*args: Any, **options: Any) -> sqlite3.Connection:
+        database = connect(*args, **options)
+        database.execute("PRAGMA max_page_count = 8")
+        return database
+
+    monkeypatch.setattr(sqlite3, "connect", limited)
+    done = kvcache("export", log, "--to", "sqlite", "-o", tmp_path / "t.sqlite")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"kvcache: error: {tmp_path / 't.sqlite'}: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", FORMATS_HERE)
+def test_sigterm_leaves_nothing_behind(
+    kvcache: Kvcache, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """As after Ctrl-C, what was half written is gone, and the exit code says what ended the command."""
+    begun: list[Path] = []
+
+    def watched(reader: LogReader, update: Any) -> Iterator[EventBatch]:
+        for number, batch in enumerate(reader):
+            yield batch
+            if number == 5:
+                begun.extend(tmp_path.iterdir())
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("kvcache.cli.export._watched", watched)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        done = kvcache("export", log, "--to", to, "-o", tmp_path / "tables")
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (done.code, done.out, done.err) == (143, "", "")
+    assert [path.suffix for path in begun] == [".partial"]
+    assert list(tmp_path.iterdir()) == []
