@@ -10,7 +10,7 @@ from typing import Any, Literal
 from events.errors import NotALog
 from events.log import LogReader
 from events.log.segments import is_log
-from events.types import EventBatch
+from events.types import EpochStarted, EventBatch
 from kvcache.audit.collecting import Collector, Several
 from kvcache.audit.evictions import Evictions
 from kvcache.audit.fold import HistoryFold
@@ -45,6 +45,13 @@ class Log:
     def __iter__(self) -> Iterator[EventBatch]:
         """The batches; `EventBatch.ts` is the wall clock in ns. Columns are unpacked by `events.packed`."""
         return iter(LogReader(self.path))
+
+    @property
+    def log_id(self) -> str | None:
+        """What its writer called it, in hex digits; copies have the same. None where the first batch does not say."""
+        first = next(iter(self), None)
+        events = () if first is None else first.events
+        return next((event.log_id.hex() for event in events if isinstance(event, EpochStarted)), None)
 
     def requests(self) -> Iterator[RequestRow]:
         """Each admission with its outcome, in the order in which they ended, and requests that were only refused."""

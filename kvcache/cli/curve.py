@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from events.structs import LEVEL_NAMES
+from kvcache.audit import open_log
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
     if args.json:
-        out.json(to_json(found))
+        out.json({"log_id": open_log(args.log).log_id, **to_json(found)})
     else:
         _show(args.log, found, out)
     return 0

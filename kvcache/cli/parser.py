@@ -99,7 +99,7 @@ def _add_common(parser: argparse.ArgumentParser, default: Any) -> None:
         group.add_argument(*names, action="store_true", default=default, help=purpose)
 
 
-_MOST_DIGITS = 18
+_MOST_DIGITS = 19
 """Of a number that one gives here; Python itself reads no more than some thousands."""
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from kvcache.audit import open_log
 from kvcache.cli.output import Output, size
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import progress
-from kvcache.errors import UsageError
 from kvcache.export.target import replacing
+from kvcache.report.given import Curve, WhatIf, read, refuse_other
 from kvcache.report.report import report
 
 PAGE_HEADER = b"<!doctype html>"
 """How a page begins: nothing else is overwritten."""
+
+_Form = TypeVar("_Form", Curve, WhatIf)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log twice, and write the page."""
-    curve, whatif = _json(args.curve), _json(args.whatif)
+    curve = _given(args.log, args.curve, Curve, out)
+    whatif = _given(args.log, args.whatif, WhatIf, out)
     # What is wrong with the place is said before a long log is read.
     with (
         leaving_at_sigterm(),
@@ -66,10 +69,12 @@ def run(args: argparse.Namespace, out: Output) -> int:
     return 0
 
 
-def _json(path: Path | None) -> Any:
+def _given(log: Path, path: Path | None, form: type[_Form], out: Output) -> _Form | None:
+    """What a file says, if it is about this log."""
     if path is None:
         return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UsageError(f"{path} holds no JSON") from None
+    given = read(path, form)
+    if given.log_id is None:
+        out.warning(f"{path} does not say of which log it is: taken as of this one")
+    refuse_other(open_log(log).log_id, given, str(path))
+    return given

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from kvcache.audit import open_log
 from kvcache.cli import logs
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         out.json(
             {
                 "log": str(args.log),
+                "log_id": open_log(args.log).log_id,
                 "recorded": rows[0].to_json(),
                 "trials": [row.to_json() for row in rows[1:]],
             }

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from kvcache.audit.phrases import count, share
 from kvcache.report.charts import hit_rates
-from kvcache.report.given import Curve, Trial, WhatIf, setting, understood
+from kvcache.report.given import Curve, Trial, WhatIf, setting
 from kvcache.report.markup import folded, paragraph, table
 from kvcache.report.sections import Parts
 
 
-def add_curve(parts: Parts, given: Mapping[str, Any]) -> None:
-    """Hit rates by size of the cache. Raises `UsageError` for other data."""
-    curve = understood(given, Curve)
+def add_curve(parts: Parts, curve: Curve) -> None:
+    """Hit rates by size of the cache."""
     sizes = sorted(curve.sizes, key=lambda size: size.blocks)
     best = [
         None if size.best_hits is None else size.best_hits / max(curve.block_requests, 1) for size in sizes
@@ -44,9 +40,8 @@ def add_curve(parts: Parts, given: Mapping[str, Any]) -> None:
     parts.add("curve", "A larger or a smaller cache", note + drawn + folded("As a table", listed))
 
 
-def add_whatif(parts: Parts, given: Mapping[str, Any]) -> None:
-    """Other settings tried on this log. Raises `UsageError` for other data."""
-    whatif = understood(given, WhatIf)
+def add_whatif(parts: Parts, whatif: WhatIf) -> None:
+    """Other settings tried on this log."""
     settings = whatif.differing()
     columns = [
         "cache",

@@ -2,49 +2,88 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from kvcache.errors import UsageError
 
 
+@dataclass(eq=False, repr=False)
+class NotUnderstood(UsageError):
+    """What was given is not what the `command` prints. `what` names it: a file, or an argument."""
+
+    what: str
+    command: str
+    reason: str
+    text = "{what} is not what `kvcache {command} LOG --json` prints: {reason}"
+
+
+@dataclass(eq=False, repr=False)
+class OtherLog(UsageError):
+    """What was given is about another log."""
+
+    what: str
+    command: str
+    text = "{what} is about another log: give what `kvcache {command} LOG --json` prints for this one"
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Blocks = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+_Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Number = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+_Plain = bool | _Number | float | str | list[_Number | float | str] | None
+_Config = dict[str, _Plain | dict[str, _Plain]]
+
+
 class Size(msgspec.Struct):
     """One size of the cache."""
 
-    blocks: int
-    hit_rate: float
-    best_hits: int | None = None
+    blocks: _Blocks
+    hit_rate: _Part
+    best_hits: _Count | None = None
 
 
 class Curve(msgspec.Struct):
     """Hit rates by size."""
 
+    command: ClassVar[str] = "curve"
     sizes: list[Size]
-    block_requests: int = 0
-    num_blocks: dict[str, int] = {}
-    knee: int | None = None
+    log_id: str | None = None
+    block_requests: _Count = 0
+    num_blocks: dict[Literal["primary", "secondary"], _Count] = {}
+    knee: _Blocks | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no curve has."""
+        if any((size.best_hits or 0) > self.block_requests for size in self.sizes):
+            raise ValueError("`best_hits` exceed `block_requests`")
 
 
 class Trial(msgspec.Struct):
     """One cache that was tried, or the recorded one."""
 
-    hit_rate: float
+    hit_rate: _Part
     policy: str | None = None
-    of_bound: float | None = None
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    blocks_onboarded: int = 0
-    preempted: int = 0
-    config: dict[str, Any] = {}
+    of_bound: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    computed_tokens: _Count = 0
+    recomputed_tokens: _Count = 0
+    blocks_onboarded: _Count = 0
+    preempted: _Count = 0
+    config: _Config = {}
 
 
 class WhatIf(msgspec.Struct):
     """What was recorded, and what was tried."""
 
+    command: ClassVar[str] = "whatif"
     recorded: Trial
     trials: list[Trial]
+    log_id: str | None = None
 
     def differing(self) -> list[str]:
         """The settings that are not the same in all of them, as dotted names."""
@@ -56,14 +95,34 @@ class WhatIf(msgspec.Struct):
 _Form = TypeVar("_Form", Curve, WhatIf)
 
 
-def understood(given: Mapping[str, Any], form: type[_Form]) -> _Form:
-    """The JSON of a command as what a report shows of it. Raises `UsageError` if it is something else."""
+def understood(given: object, form: type[_Form], what: str) -> _Form:
+    """The JSON of a command as what a report shows of it; `what` names it in errors. Raises `NotUnderstood`."""
+    if isinstance(given, form):
+        return given
     try:
-        return msgspec.convert(given, form)
-    except msgspec.ValidationError as error:
-        raise UsageError(
-            f"this is not what `kvcache {form.__name__.lower()} LOG --json` prints: {error}"
-        ) from error
+        # Written and read, since only JSON is to be understood: it has no NaN, and no lone surrogates.
+        return msgspec.json.decode(json.dumps(given, allow_nan=False).encode(), type=form)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotUnderstood(what, form.command, _first_line(error)) from error
+
+
+def read(path: Path, form: type[_Form]) -> _Form:
+    """The same from a file. Raises OSError as well."""
+    content = path.read_bytes()
+    try:
+        return msgspec.json.decode(content, type=form)
+    except (ValueError, RecursionError) as error:
+        raise NotUnderstood(str(path), form.command, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
+
+
+def refuse_other(log_id: str | None, given: Curve | WhatIf, what: str) -> None:
+    """Raise `OtherLog` if what is given says that it is about another log than this one."""
+    if log_id is not None and given.log_id is not None and given.log_id != log_id:
+        raise OtherLog(what, given.command)
 
 
 def setting(trial: Trial, name: str) -> str:

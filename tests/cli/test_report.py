@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from events.log import LogReader
 from events.types import PRIMARY
@@ -26,10 +29,13 @@ from kvcache.errors import OutOfBlocks, UsageError
 from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT, slot_states
 from kvcache.replay import replay
 from kvcache.report import page as page_module
+from kvcache.report.beside import add_curve, add_whatif
 from kvcache.report.gathered import gather
+from kvcache.report.given import Curve, WhatIf, understood
 from kvcache.report.groups import GROUPS
 from kvcache.report.lanes import Phase
 from kvcache.report.report import report
+from kvcache.report.sections import Parts
 from tests.cli.browser import Browser, executable
 from tests.cli.conftest import Kvcache, run_log
 from tests.conftest import RunPython
@@ -480,6 +486,20 @@ WHATIF = {
 }
 
 
+ODD: list[Any] = [
+    None, True, -1, 0, 2**63, 10**400, -0.5, 1.5, 1e308, float("nan"), float("inf"), "", "x", "\ud800", "<b>", [], [[]],
+    [None], {}, {"x": {"y": {}}}, {"": []}, [1, "x"], "9" * 5000,
+]  # fmt: skip
+
+
+def places(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to each value inside."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, each in inner:
+        yield (step,)
+        yield from ((step, *rest) for rest in places(each))
+
+
 class TestBeside:
     """Sections for what other commands worked out."""
 
@@ -515,13 +535,68 @@ class TestBeside:
     @pytest.mark.parametrize("option", ["curve", "whatif"])
     def test_other_data_is_refused(self, busy: Path, tmp_path: Path, kvcache: Kvcache, option: str) -> None:
         """What is not the other command's JSON, or no JSON at all, is an error that names what was expected."""
-        for text, said in (("{}", f"`kvcache {option} LOG --json` prints"), ("[", "holds no JSON")):
-            (tmp_path / "given.json").write_text(text)
-            given = [f"--{option}", tmp_path / "given.json"]
-            done = kvcache("report", busy, "-o", tmp_path / "page.html", *given)
-            assert done.code == 2
-            assert said in done.err
+        good = {"curve": CURVE, "whatif": WHATIF}[option]
+        rate = json.dumps(good).replace('"hit_rate": 0.', '"hit_rate": NaN, "x": 0.', 1)
+        large = json.dumps(good).replace('"hit_rate": 0.', '"hit_rate": 1.', 1)
+        deep = '{"trials": ' + "[" * 10**5
+        file = tmp_path / "given.json"
+        for text in ("{}", "[", "", "null", "[]", "3", '"text"', rate, large, deep, "\0", "{" * 5):
+            file.write_text(text)
+            done = kvcache("report", busy, "-o", tmp_path / "page.html", f"--{option}", file)
+            assert (done.code, done.err.count("\n")) == (2, 1)
+            said = f"kvcache: error: {file} is not what `kvcache {option} LOG --json` prints: "
+            assert done.err.startswith(said)
         assert not (tmp_path / "page.html").exists()
+
+    def test_another_log_is_refused(self, busy: Path, log: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+        """The figures of another log are not shown as this one's; those of a copy are its own."""
+        curve, whatif = tmp_path / "curve.json", tmp_path / "whatif.json"
+        curve.write_text(kvcache("curve", busy, "--json").out)
+        whatif.write_text(kvcache("whatif", busy, "--no-bound", "--json", "-q").out)
+        for option, file in (("curve", curve), ("whatif", whatif)):
+            done = kvcache("report", log, "-o", tmp_path / "page.html", f"--{option}", file)
+            assert (done.code, done.out) == (2, "")
+            assert done.err == (
+                f"kvcache: error: {file} is about another log: give what `kvcache {option} LOG --json` prints for "
+                "this one\n"
+            )
+            with pytest.raises(UsageError, match=f"{option}= is about another log"):
+                report(log, **{option: json.loads(file.read_text())})
+        assert not (tmp_path / "page.html").exists()
+        shutil.copytree(busy, tmp_path / "copy")
+        given = ["--curve", curve, "--whatif", whatif]
+        done = kvcache("report", tmp_path / "copy", "-o", tmp_path / "page.html", *given)
+        assert (done.code, done.err.count("\n")) == (0, 1)
+
+    def test_a_nameless_file_is_warned_of(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+        """What does not say of which log it is may be right."""
+        (tmp_path / "curve.json").write_text(json.dumps(CURVE))
+        done = kvcache("report", busy, "-o", tmp_path / "page.html", "--curve", tmp_path / "curve.json")
+        assert done.code == 0
+        assert "warning" in done.err
+        assert "does not say of which log it is" in done.err
+
+    @given(data=st.data())
+    def test_odd_data_is_refused_or_drawn(self, data: st.DataObject) -> None:
+        """Whatever stands in the place of a value: a typed error, or a section with JSON that browsers read."""
+        good: dict[str, Any] = data.draw(st.sampled_from([CURVE, WHATIF]))
+        changed = json.loads(json.dumps(good))
+        at = data.draw(st.sampled_from(list(places(changed))))
+        value = data.draw(st.sampled_from(ODD))
+        owner: Any = changed
+        for step in at[:-1]:
+            owner = owner[step]
+        owner[at[-1]] = value
+        parts = Parts()
+        try:
+            if good is CURVE:
+                add_curve(parts, understood(changed, Curve, "x"))
+            else:
+                add_whatif(parts, understood(changed, WhatIf, "x"))
+        except UsageError:
+            return
+        json.dumps(parts.charts, allow_nan=False).encode()
+        "".join(markup for _, _, markup in parts.sections).encode()
 
     def test_the_library_refuses_it_too(self, busy: Path) -> None:
         """With a typed error."""
