@@ -13,7 +13,7 @@ from kvcache.whatif.commands import Create
 from kvcache.whatif.future import Future
 from kvcache.whatif.playback import Playback
 from kvcache.whatif.policies.clairvoyant import Clairvoyant, with_outlook
-from kvcache.whatif.policies.registry import policy
+from kvcache.whatif.policies.registry import blaming, policy
 from kvcache.whatif.recorded import Unplayable, prompts, recorded
 from kvcache.whatif.tally import Tally
 
@@ -63,8 +63,8 @@ def play(
 ) -> list[Outcome]:
     """Play the requests of a log for each trial; the first outcome is what was recorded.
 
-    The log is read once, or once more where policies know what comes. Raises what `recorded` raises, `ConfigError` and
-    `UnknownPolicy`. `progress` hears how many batches are done.
+    The log is read once, or once more where policies know what comes. Raises what `recorded` raises, `ConfigError`,
+    `UnknownPolicy` and `PolicyFailed`. `progress` hears how many batches are done.
     """
     chosen = list(trials)
     futures: dict[Any, Future] = {}
@@ -76,16 +76,17 @@ def play(
                 config = command.config
         for event in batch.events:
             then.count(event)
-        for player in players:
-            player.play(batch)
+        for trial, player in zip(chosen, players, strict=True):
+            with blaming(trial.policy):
+                player.play(batch)
         progress(number + 1)
     if config is None:
         raise Unplayable(str(log), "it holds no cache yet")
-    played = zip(chosen, players, strict=True)
-    return [
-        Outcome(config, then),
-        *(Outcome(trial.settings(config), player.finish()) for trial, player in played),
-    ]
+    outcomes = [Outcome(config, then)]
+    for trial, player in zip(chosen, players, strict=True):
+        with blaming(trial.policy):
+            outcomes.append(Outcome(trial.settings(config), player.finish()))
+    return outcomes
 
 
 def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Future]) -> Playback:

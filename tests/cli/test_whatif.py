@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -206,27 +208,89 @@ class Mine(LeastRecentlyUsed):
 """
 
 
-def test_an_order_of_ones_own(tmp_path: Path, log: Path, run_python: RunPython) -> None:
+class Site(NamedTuple):
+    """Where a package with orders of eviction is installed."""
+
+    path: Path
+    run_python: RunPython
+
+    def whatif(self, *args: Any) -> subprocess.CompletedProcess[str]:
+        """Call the command in a process that has the package."""
+        play = self.path.parent / "play.py"
+        play.write_text(
+            "import sys\nfrom kvcache.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))\n"
+        )
+        called = [str(play), "whatif", *map(str, args)]
+        code = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, *{called!r}]))"
+        return self.run_python(code, path=[self.path])
+
+
+@pytest.fixture
+def installed(tmp_path: Path, run_python: RunPython) -> Callable[[str, str], Site]:
+    """Install a module `mine` with these entry points."""
+
+    def install(source: str, entries: str) -> Site:
+        site = tmp_path / "site"
+        info = site / "mine-1.0.dist-info"
+        info.mkdir(parents=True)
+        (site / "mine.py").write_text(source)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[kvcache.eviction_orders]\n{entries}\n")
+        return Site(site, run_python)
+
+    return install
+
+
+def test_an_order_of_ones_own(log: Path, installed: Callable[[str, str], Site]) -> None:
     """An order of another package is found by its entry point, also in the processes beside this one."""
-    site = tmp_path / "site"
-    info = site / "mine-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "mine.py").write_text(ORDER)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvcache.eviction_orders]\nmru = mine:Mine\nnone = mine:ORDER\n")
-    code = (
-        "import sys\nfrom kvcache.cli import main\nif __name__ == '__main__': sys.exit(main(sys.argv[1:]))\n"
-    )
-    (tmp_path / "play.py").write_text(code)
-    call = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(tmp_path / 'play.py')!r}, *ARGS]))"
-    args = ["whatif", str(log), "--policy", "lru,mru", "--no-bound", "--jobs", "2", "--json"]
-    done = run_python(call.replace("ARGS", repr(args)), path=[site])
+    site = installed(ORDER, "mru = mine:Mine\nnone = mine:ORDER")
+    done = site.whatif(log, "--policy", "lru,mru", "--no-bound", "--jobs", "2", "--json")
     assert done.returncode == 0, done.stderr
     lru, mru = json.loads(done.stdout)["trials"]
     assert (lru["policy"], mru["policy"]) == ("lru", "mru")
     assert mru["reused_tokens"] < lru["reused_tokens"]
-    done = run_python(call.replace("ARGS", repr([*args[:3], "none"])), path=[site])
+    done = site.whatif(log, "--policy", "none")
     assert "policy 'none': mine:ORDER provides it but cannot be imported" in done.stderr
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize(
+    ("body", "failure"),
+    [
+        ("raise RuntimeError([7] * 3)", "RuntimeError at mine.py:6"),
+        ("raise OSError(28, 'full', 'x')", "OSError at mine.py:6"),
+        ("return run.nothing", "AttributeError at mine.py:6"),
+        ("return (object(),)", "TypeError at "),
+    ],
+)
+def test_an_order_that_fails(
+    log: Path, installed: Callable[[str, str], Site], body: str, failure: str, jobs: int
+) -> None:
+    """It is one line that names the policy and what was raised, without what that quotes; wherever it is played."""
+    site = installed(ORDER.partition("        return")[0] + f"        {body}\n", "broken = mine:Mine")
+    done = site.whatif(log, "--policy", "lru,broken", "--no-bound", "--jobs", jobs, "-q")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvcache: error: policy 'broken' failed: {failure}")
+    assert "; it is mine:Mine, no part of kvcache" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "7, 7" not in done.stderr
+
+
+def test_an_order_that_cannot_be_loaded(log: Path, installed: Callable[[str, str], Site]) -> None:
+    """Whatever its module raises."""
+    done = installed("1 / 0", "broken = mine:Mine").whatif(log, "--policy", "broken")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert (
+        "policy 'broken': mine:Mine provides it but fails when it is imported (ZeroDivisionError"
+        in done.stderr
+    )
+
+
+def test_an_order_with_a_name_of_ours(log: Path, installed: Callable[[str, str], Site]) -> None:
+    """Nobody is to take the figures of ours for those of the package."""
+    done = installed(ORDER, "lru = mine:Mine").whatif(log, "--policy", "lru")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "policy 'lru': mine:Mine has a name of ours, too: give its entry point another one" in done.stderr
 
 
 def is_running(group: int) -> bool:
