@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from kvcache.errors import ConfigError
+from kvcache.settings.byte_sizes import in_bytes, or_size
 from kvcache.settings.problems import Accepts, problems_of
 from kvcache.settings.sources import Sources
 
@@ -91,7 +92,13 @@ _Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 
 _Flag = Annotated[bool, Accepts("true or false")]
 _OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
 _OfLayers = Annotated[tuple[_OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-_Bytes = Annotated[int, Field(ge=1, le=MAX_BYTES), Accepts("bytes, from 1 to 2**62")]
+_IN_BYTES = BeforeValidator(in_bytes)
+_Bytes = Annotated[
+    int,
+    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
+    _IN_BYTES,
+    Accepts("bytes, from 1 to 2**62, also as 64MiB"),
+]
 _ZeroUp = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 _OfWindows = Field(min_length=1, max_length=MAX_LAYERS)
 _MaybeBlocks = Annotated[
@@ -167,9 +174,12 @@ class LogConfig(_Settings, frozen=True):
     overflow: Annotated[Literal["block", "drop"], Accepts("block or drop")] = "drop"
     """When the disk is too slow: let the engine wait, or lose batches and record the loss. While it refuses to be
     written (it is full, or fails), both lose what the queue has no room for, and with `block` each flush raises."""
-    segment_bytes: Annotated[int, Field(ge=4096, le=MAX_BYTES), Accepts("bytes, from 4096 to 2**62")] = (
-        64 * 1024 * 1024
-    )
+    segment_bytes: Annotated[
+        int,
+        Field(ge=4096, le=MAX_BYTES, json_schema_extra=or_size("MGT")),
+        _IN_BYTES,
+        Accepts("bytes, from 4096 to 2**62, also as 64MiB"),
+    ] = 64 * 1024 * 1024
     """A file is followed by the next one when it has grown to this size."""
     fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
@@ -226,7 +236,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     max_tokens: _MaybeTokens = None
     """Tokens that the blocks on the device hold, for each group of layers with the same window."""
     primary_bytes: Annotated[
-        int | None, Field(ge=1, le=MAX_BYTES), Accepts("bytes, from 1 to 2**62, or none")
+        int | None,
+        Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
+        _IN_BYTES,
+        Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
     ] = None
     """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
     free_gpu_memory_fraction: Annotated[
@@ -237,7 +250,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     secondary_blocks: _MaybeNoBlocks = None
     """Blocks in host memory, for each group of layers with the same window, or one number per window, ascending."""
     host_cache_size: Annotated[
-        int | None, Field(ge=0, le=MAX_BYTES), Accepts("bytes, from 0 to 2**62, or none")
+        int | None,
+        Field(ge=0, le=MAX_BYTES, json_schema_extra=or_size()),
+        _IN_BYTES,
+        Accepts("bytes, from 0 to 2**62, also as 64GiB, or none"),
     ] = None
     """Host memory of all groups together, in bytes, divided by `window_shares`. With `secondary_blocks`, the smaller
     wins; with neither, there is none."""

@@ -30,8 +30,8 @@ import msgspec
 from events.codec import to_json
 from events.log.durable import write_all
 from events.types import EventBatch
+from events.units import parse_bytes
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
-from sinks.units import parse_bytes
 
 FILE_MODE = 0o600
 LOOK_SECONDS = 1.0

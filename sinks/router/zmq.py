@@ -39,11 +39,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.transport import INT32, ZMQSettings, ZMQTransport
-from sinks.units import parse_bytes, parse_seconds
 
 MAX_CHUNK_BYTES = 8 << 20
 

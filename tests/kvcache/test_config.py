@@ -86,7 +86,7 @@ class TestProblems:
             ),
             (
                 {"host_cache_size": 2**62 + 1},
-                f"host_cache_size: given {2**62 + 1}; accepted: bytes, from 0 to 2**62, or none",
+                f"host_cache_size: given {2**62 + 1}; accepted: bytes, from 0 to 2**62, also as 64GiB, or none",
             ),
             (
                 {"max_tokens": 2**62 + 1},
@@ -94,7 +94,7 @@ class TestProblems:
             ),
             (
                 {"log": {"segment_bytes": 2**62 + 1}},
-                f"log.segment_bytes: given {2**62 + 1}; accepted: bytes, from 4096 to 2**62",
+                f"log.segment_bytes: given {2**62 + 1}; accepted: bytes, from 4096 to 2**62, also as 64MiB",
             ),
             (
                 {"log": {1: 2}},
@@ -258,6 +258,37 @@ class TestLoad:
             toml, env={"KVCACHE_MAX_ATTENTION_WINDOW": "32", "KVCACHE_NUM_KV_HEADS": "4"}
         )
         assert (loaded.max_attention_window, loaded.num_kv_heads) == ((32,), 4)
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("1MiB", 1 << 20),
+            ("1.5KiB", 1536),
+            ("80GB", 80 * 10**9),
+            ("0.3KB", 300),
+            ("4194304TiB", 1 << 62),
+            ("7B", 7),
+            ("1048576", 1 << 20),
+        ],
+    )
+    def test_bytes_with_a_unit(self, toml: Path, text: str, value: int) -> None:
+        """A size is a number of bytes wherever it is given, exactly."""
+        assert KVCacheConfig.load(toml, env={"KVCACHE_PRIMARY_BYTES": text}).primary_bytes == value
+        assert KVCacheConfig.load(toml, env={}, host_cache_size=f" {text} ").host_cache_size == value
+        log = {"max_queued_bytes": text, "segment_bytes": "64KiB"}
+        assert KVCacheConfig.load(toml, env={}, log=log).log.max_queued_bytes == value
+        toml.write_text(f'primary_bytes = "{text}"\n{toml.read_text()}')
+        assert KVCacheConfig.load(toml, env={}).primary_bytes == value
+
+    @pytest.mark.parametrize(
+        "text", ["MiB", "1XB", "1mib", "-1MiB", "1 2MiB", "0KiB", "0.5B", "4194305TiB", "9" * 5000 + "B"]
+    )
+    def test_what_is_no_size(self, toml: Path, text: str) -> None:
+        """A unit that there is not, and a size out of range, are refused with what is accepted."""
+        with pytest.raises(
+            ConfigError, match=r"primary_bytes: given .*; accepted: bytes, from 1 to 2\*\*62, also as"
+        ):
+            KVCacheConfig.load(toml, env={}, primary_bytes=text)
 
     def test_none_in_the_environment(self, toml: Path) -> None:
         """The word "none" takes a setting back where none is allowed, and is a name where it is one."""

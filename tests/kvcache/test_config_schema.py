@@ -73,6 +73,7 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
         dict,
         lambda _, of, value: all(accepts(of[name], value[name]) for name in of.keys() & value),
     ),
+    "pattern": (str, lambda _, pattern, value: re.search(pattern, value) is not None),
     "required": (dict, lambda _, names, value: value.keys() >= set(names)),
     "type": (object, lambda _, name, value: is_of_type(name, value)),
 }
@@ -100,7 +101,8 @@ def settings(**changed: Any) -> dict[str, Any]:
 
 VALUES: list[Any] = [
     None, True, False, *range(-1, 5), 48, 64, 99, 100, 101, 4095, 4096, 65536, 65537, 2**30, 2**30 + 1, 2**31 - 1,
-    2**31, 2**62, 2**62 + 1, 2**70, -(2**70), 1.5, 0.5, -0.5, "", "x", "none", "block", "NHD", "nhd", "int8", "xxh3_64",
+    2**31, 2**62, 2**62 + 1, 2**70, -(2**70), 1.5, 0.5, -0.5, "", "x", "1KB", "4KiB", "1.5MiB", "999999.9TiB", "0MiB",
+    "-1MiB", "9999999TiB", "1 MiB ", "MiB", "1mib", "1EiB", "1e3MiB", "none", "block", "NHD", "nhd", "int8", "xxh3_64",
     "equal", "group", [], [0, 1], [1, 2], [1, -1], ["x", 1], [None, 1], [True, 1], [[1], [2]], {}, {"x": 1},
 ]  # fmt: skip
 FIELDS = [
@@ -175,6 +177,8 @@ def test_what_is_needed(missing: str) -> None:
         {"max_attention_window": [32]},
         {"max_attention_window": None},
         {"secondary_blocks": 0, "host_cache_size": 2**62},
+        {"primary_bytes": "80GB", "host_cache_size": "1.5TiB"},
+        {"log": {"segment_bytes": "64MiB", "max_queued_bytes": "512KiB"}},
         {"model": "m", "block_hash": "xxh3_64", "log": {"record_tokens": False, "segment_bytes": 4096}},
         {"block_hash": "none", "log": {"record_tokens": True}},
         {"block_hash": "none", "log": {}},

@@ -583,7 +583,7 @@ class TestURL:
                 "zmq+pub://127.0.0.1:1?coalesce=50",
                 r"coalesce='50' needs a number and one of the units .*50ms",
             ),
-            ("zmq+pub://127.0.0.1:1?ring=64MB", r"ring='64MB' needs a number .*64MiB"),
+            ("zmq+pub://127.0.0.1:1?ring=64XB", r"ring='64XB' needs a number .*64MiB"),
             ("zmq+pub://127.0.0.1:1?model=a@b", "model must have none"),
             ("zmq+pub://127.0.0.1:1?buffer=1", "unknown option 'buffer'"),
             ("zmq+pub://127.0.0.1:1?topic=a&model=b", "leave one of them out"),

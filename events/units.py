@@ -1,0 +1,43 @@
+"""Durations and sizes as people write them, in a URL or a setting: ``50ms``, ``1.5s``, ``1MiB``, ``0``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)", re.ASCII)
+_SECONDS = {
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "min": Fraction(60),
+}
+_BYTES = {
+    "B": 1,
+    **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+}
+_DIGITS = 40
+"""More are no duration and no size."""
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in a duration. Raises ValueError without a unit, except for 0."""
+    return float(_parse(text, _SECONDS, "50ms or 1s"))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in a size, rounded down; KiB are 1024, KB 1000. Raises ValueError without a unit, except for 0."""
+    return int(_parse(text, _BYTES, "512KiB or 64MiB"))
+
+
+def _parse(text: str, units: Mapping[str, int | Fraction], example: str) -> Fraction:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is not None and len(match[1]) <= _DIGITS:
+        number, unit = Fraction(match[1]), match[2]
+        if unit in units:
+            return number * units[unit]
+        if number == 0 and not unit:
+            return number
+    raise ValueError(f"{text!r} needs a number and one of the units {', '.join(units)}, as in {example}")
