@@ -272,6 +272,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
     ] = 30
     """Evicted blocks of a lower priority are dropped instead of being kept in host memory."""
+    eviction_policy: Annotated[Literal["lru", "levels"], Accepts("lru or levels")] = "lru"
+    """Which blocks of one priority go first. lru: those that were released longest ago. levels: the same, but each use
+    after the first counts as if released later, by half the time for which blocks live, three at most; blocks that
+    were evicted are remembered by name. Sliding windows keep to lru."""
     block_hash: Annotated[
         Literal["auto", "v2_sha256_64", "v1_block_key", "xxh3_64", "none"],
         Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
@@ -343,6 +347,10 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
             f"max_tokens: given {config.max_tokens}; accepted: at least one block of {config.tokens_per_block} tokens"
         )
     problems += _problems_of_lists(config)
+    if config.block_hash == "none" and config.eviction_policy == "levels":
+        problems.append(
+            "block_hash: given 'none'; accepted: another one with eviction_policy=levels, which counts uses by name"
+        )
     if config.block_hash == "none" and not config.log.record_tokens:
         problems.append(
             "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "

@@ -19,7 +19,7 @@ from events.packed import TOKEN_BYTES
 from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed, refuse_no_order
+from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
 from kvcache.device.engine import engine_for
 from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
@@ -55,8 +55,8 @@ class KVCacheManager:
 
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
     `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
-    or sinks. `wall_ns` stamps batches and is never used for a decision. `eviction_order` says which blocks go first:
-    another class than the usual one (`kvcache.decide.eviction_order`) is for trying out others in simulation.
+    or sinks. `wall_ns` stamps batches and is never used for a decision. `eviction_order`, a class
+    (`kvcache.decide.eviction_order`), says which blocks go first instead of `eviction_policy`, for simulations.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class KVCacheManager:
         sinks: Items[str | Sink | SinkRunner] = (),
         wall_ns: Callable[[], int] = time.time_ns,
         state: CacheState | None = None,
-        eviction_order: type[EvictionOrder] = LeastRecentlyUsed,
+        eviction_order: type[EvictionOrder] | None = None,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
@@ -77,7 +77,8 @@ class KVCacheManager:
             raise UsageError(f"state must be a CacheState, not {type(state).__name__}")
         if state is not None and (pools is not None or copier is not None):
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
-        refuse_no_order(eviction_order)
+        if eviction_order is not None:
+            refuse_no_order(eviction_order)
         self.config = config
         self.layout = served_layout(config)
         warn_of_windows(self.layout, config)
@@ -109,7 +110,7 @@ class KVCacheManager:
         outputs: Outputs,
         created: CacheCreated,
         wall_ns: Callable[[], int],
-        eviction_order: type[EvictionOrder],
+        eviction_order: type[EvictionOrder] | None,
     ) -> None:
         """Make the parts that work on the journal's state."""
         journal, guard, transfers, readiness = self._journal, self._guard, self.transfers, self._readiness

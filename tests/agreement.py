@@ -8,6 +8,8 @@ from typing import Any
 
 from events.tokens.symbols import UNKNOWN
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason
+from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.results import Admission, BlockTable, Match, Replacement
 from kvcache.stats import Stats
@@ -57,6 +59,27 @@ def blocks_agree(state: CacheState, index: int, window: Window) -> None:
     }
     blank = [len(level.blank) for level in state.groups[index].levels]
     assert blank == [window.blank(PRIMARY), window.blank(SECONDARY)]
+
+
+def uses_agree(state: CacheState, index: int, window: Window) -> None:
+    """How often which blocks were used, in which order, and by how much the turns of cached ones are put off."""
+    group: Any = state.groups[index]
+    assert isinstance(group, CountingGroup) == window.levels
+    if window.levels:
+        counted = [(name, uses) for name, uses in group.uses.by_name.items()]
+        assert counted == [(name_of(path), min(uses, 4)) for path, uses in window.uses.items()]
+        assert group.uses.last_turn == window.last_turn
+        put_off = {
+            name: run.credit
+            for run in group.tree.runs.values()
+            for name in names_of_run(run, group.tree.key_bytes)
+        }
+        assert put_off == {name_of(path): block.credit for path, block in window.cached.items()}
+
+
+def names_of_run(run: Run, key_bytes: int) -> list[bytes]:
+    """The names of its blocks."""
+    return [bytes(run.keys[at : at + 8]) for at in range(0, len(run.keys), key_bytes)]
 
 
 def gauges_agree(said: Stats, model: Model) -> None:

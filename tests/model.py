@@ -56,11 +56,22 @@ class Model:
         partial: bool = True,
         offload_from: int = 30,
         ahead_share: int = 16,
+        levels: bool = False,
     ) -> None:
         self.size, self.reuse, self.partial = size, reuse, partial
         ahead = min(64, blocks[PRIMARY] // ahead_share)
         self.windows = [
-            Window(size, blocks, tokens, tokens < limit, reuse, partial, offload_from, ahead)
+            Window(
+                size,
+                blocks,
+                tokens,
+                tokens < limit,
+                reuse,
+                partial,
+                offload_from,
+                ahead,
+                levels and tokens >= limit,
+            )
             for tokens in windows
         ]
         self.running: dict[Hashable, Running] = {}

@@ -40,6 +40,8 @@ class Block:
     level: int = PRIMARY
     refs: int = 0
     stamp: int = 0
+    credit: int = 0
+    """By how much later it counts as released."""
     priority: int = PRIORITY
 
 
@@ -66,6 +68,12 @@ class Window:
     offload_from: int
     ahead: int
     """Decoding that evicts at all makes so many blocks blank before it takes its own, if they can be had."""
+    levels: bool = False
+    """Whether blocks that were used again go later (`eviction_policy`)."""
+    uses: dict[Path, int] = field(default_factory=dict)
+    """How often blocks were used, cached or not; those used last are last."""
+    last_turn: int = 0
+    """Of the block that was evicted for good last."""
     cached: dict[Path, Block] = field(default_factory=dict)
     tables: dict[Hashable, list[Entry]] = field(default_factory=dict)
     ids: int = 0
@@ -120,9 +128,10 @@ class Window:
         ]
         return min(candidates, key=self.order, default=None)
 
-    def order(self, path: Path) -> tuple[int, int, int]:
+    def order(self, path: Path) -> tuple[int, ...]:
         depth = len(path) if self.sliding else -len(path)
-        return self.cached[path].priority, self.cached[path].stamp, depth
+        block = self.cached[path]
+        return block.priority, block.stamp + block.credit, block.stamp, depth
 
     def evict(self, needed: int, exempt: Collection[Path] = ()) -> None:
         while self.blank(PRIMARY) < needed:
@@ -135,14 +144,20 @@ class Window:
                 if not self.sliding:
                     behind = [each for each in self.cached if each != path and each[: len(path)] == path]
                     self.remove(behind)
-                self.remove([path])
+                self.evict_for_good(path)
 
     def make_room(self, path: Path, exempt: Collection[Path]) -> bool:
         if self.blocks[SECONDARY] and not self.blank(SECONDARY):
             lower = self.victim(SECONDARY, exempt)
             if lower is not None and self.order(lower) < self.order(path):
-                self.remove([lower])
+                self.evict_for_good(lower)
         return self.blank(SECONDARY) > 0
+
+    def evict_for_good(self, path: Path) -> None:
+        block = self.cached[path]
+        if block.level == (SECONDARY if self.blocks[SECONDARY] else PRIMARY):
+            self.last_turn = block.stamp + block.credit
+        self.remove([path])
 
     def remove(self, paths: Iterable[Path]) -> None:
         gone = set(paths)
@@ -159,7 +174,7 @@ class Window:
 
     def hold(self, path: Path) -> Path:
         block = self.cached[path]
-        block.refs, block.stamp = block.refs + 1, 0
+        block.refs, block.stamp, block.credit = block.refs + 1, 0, 0
         return path
 
     def claim(self, request_id: Hashable, path: Path, tokens: int) -> None:
@@ -180,6 +195,10 @@ class Window:
             block = self.cached[entry]
             block.refs -= 1
             block.stamp = 0 if block.refs else stamp
+            if self.levels and not block.refs:
+                self.uses[entry] = uses = self.uses.pop(entry, 0) + 1
+                life = max(0, stamp - self.last_turn) if self.last_turn else 0
+                block.credit = min(uses - 1, 3) * life // 2
 
     def to_detach(self, request_id: Hashable, sequence: Running) -> int:
         """Blocks that no token to come attends to."""
@@ -194,8 +213,10 @@ class Window:
         self.let_go.append((request_id, count))
 
     def end(self, request_id: Hashable, stamp: int) -> None:
-        for entry in self.tables.pop(request_id):
+        for entry in reversed(self.tables.pop(request_id)):
             self.release(entry, stamp)
+        while len(self.uses) > 5 * sum(self.blocks):
+            del self.uses[next(iter(self.uses))]
 
     def clear(self) -> None:
         """What sequences hold is theirs, or shared by them; nothing is cached."""

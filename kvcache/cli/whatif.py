@@ -22,16 +22,16 @@ from kvcache.settings.sources import look_up
 from kvcache.whatif.comparison import Row, compared, with_bounds
 from kvcache.whatif.policies.registry import BASE, BOUND, HINTED, policy
 from kvcache.whatif.tally import Tally
-from kvcache.whatif.trial import Outcome, Trial, first_config
+from kvcache.whatif.trial import POLICY_SETTING, Outcome, Trial, first_config
 from kvcache.whatif.workers import Stopped, play_side_by_side
 
 _EPILOG = """\
 Every combination of the values and policies is played: kvcache whatif LOG --set primary_blocks=1000,2000
 --set secondary_blocks=0,4000 --policy lru,levels plays eight. One number per window stands in brackets:
 --set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
-tokens: max_tokens gives room in tokens. Under the log's own settings and lru, exactly what was recorded happens again.
+tokens: max_tokens gives room in tokens. Under the log's own settings exactly what was recorded happens again.
 
-Policies: lru, as the cache has it; levels and lfu, which count uses; arc, which divides the cache
+Policies: lru and levels, as caches have them (eviction_policy); lfu, which counts uses; arc, which divides the cache
 between what was used once and again; belady and returns, which know the prompts to
 come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
 windows with full attention.
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         dest="policies",
-        help="orders of eviction (lru)",
+        help="orders of eviction (the log's own)",
     )
     add("--no-bound", action="store_true", help=f"do not play {BOUND}, too, to compare the others with")
     add("--jobs", type=positive, metavar="N", help="processes beside each other (as many as there are cores)")
@@ -128,7 +128,7 @@ def alternatives(text: str) -> list[tuple[str, str]]:
     return [(name, value.strip()) for value in found]
 
 
-def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[str]) -> list[Trial]:
+def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[str | None]) -> list[Trial]:
     """A trial for each choice of a value from each axis, and each policy. Raises `UsageError` if these are too many."""
     names = [axis[0][0] for axis in axes]
     for name in names:
@@ -136,6 +136,8 @@ def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[s
             raise UsageError(
                 f"--set {name} is given twice: write all its values once, with commas between them"
             )
+    if POLICY_SETTING in names and policies != [None]:
+        raise UsageError(f"--policy says what --set {POLICY_SETTING} would: give one of them")
     chosen = [parse_sets([f"{name}={value}" for name, value in choice]) for choice in product(*axes)]
     trials = [Trial(sets, name) for sets in chosen for name in policies]
     if len(trials) > _MOST:
@@ -143,12 +145,12 @@ def combinations(axes: Sequence[Sequence[tuple[str, str]]], policies: Sequence[s
     return trials
 
 
-def _policies(given: Sequence[str]) -> list[str]:
-    """The policies to play, each once; raises `UnknownPolicy`."""
-    names = [name.strip() for text in given for name in text.split(",")] or ["lru"]
+def _policies(given: Sequence[str]) -> list[str | None]:
+    """The policies to play, each once, or that of the settings (None); raises `UnknownPolicy`."""
+    names = [name.strip() for text in given for name in text.split(",")]
     for name in names:
         policy(name)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(names)) or [None]
 
 
 # -- what came out
@@ -185,7 +187,7 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
     ]
     cells = [
         [
-            "recorded" if row.trial is None else row.trial.policy,
+            "recorded" if row.trial is None else row.policy,
             *(_setting(row, name) for name in fields),
             f"{row.outcome.tally.reused_tokens:,}",
             share(row.hit_rate),

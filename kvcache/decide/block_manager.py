@@ -19,9 +19,10 @@ from events.types import Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.interning import forget_unused, intern, missing_pages
 from kvcache.decide.priorities import set_priority
+from kvcache.decide.reuse_levels import ORDERS
 from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError
@@ -59,7 +60,7 @@ class BlockManager:
         emit: Callable[[Event], None],
         *,
         recorded: bool,
-        order: type[EvictionOrder] = LeastRecentlyUsed,
+        order: type[EvictionOrder] | None = None,
     ) -> None:
         self._config, self._state, self._emit = config, state, emit
         self._decoding: DecodeBatch | None = None
@@ -74,7 +75,7 @@ class BlockManager:
                 reuse=config.enable_block_reuse,
                 partial_reuse=config.enable_partial_reuse,
                 offload_min_priority=config.secondary_offload_min_priority,
-                order=order,
+                order=order or ORDERS[config.eviction_policy],
             )
             for index, group in enumerate(state.groups)
         )

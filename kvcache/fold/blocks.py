@@ -156,7 +156,7 @@ class BlockFold(Contents):
         _check_level(event.level)
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
-        self.groups[event.group].remove(event.level, slots)
+        self.groups[event.group].remove(event.level, slots, event.why)
 
     def _detach(self, event: ev.BlocksDetached) -> None:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]

@@ -16,6 +16,7 @@ from events.tokens.symbols import rich_end
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.contents import AnyGroup, Contents
+from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.prefix_tree import Root, Run, runs_below
@@ -34,6 +35,8 @@ def check(state: Contents) -> None:
                 check_places(group, run)
             else:
                 _check_states(group, run)
+        if isinstance(group, CountingGroup):
+            group.uses.check()
     check_slots(state)
 
 
@@ -113,7 +116,8 @@ def _check_states(group: GroupState, run: Run) -> None:
     children, parent = run.children.values(), run.parent
     same_level = sum(child.level == run.level for child in children)
     invariant(run.same_level_children == same_level, "children are counted wrongly")
-    invariant((run.refs == 0) or (run.released_at == 0), "a held block has a release stamp")
+    invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
+    invariant(run.credit >= 0 and (not run.credit or isinstance(group, CountingGroup)), "a run has a credit")
     if isinstance(parent, Run):
         invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")
         invariant(parent.refs >= run.refs, "a block is held but its parent is not")

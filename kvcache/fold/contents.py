@@ -12,9 +12,11 @@ from events.tokens.sequences import RunningTokens
 from events.tokens.symbols import SymbolTable, pages_in, rich_end
 from events.types import SLIDING, Namespace, RequestId
 from kvcache.errors import invariant
+from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Node
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.shape import counts_uses
 from kvcache.fold.sliding_group import SlidingGroup
 
 AnyGroup = GroupState | SlidingGroup
@@ -80,7 +82,8 @@ class Contents:
         """The state of a window in which nothing is cached yet."""
         assert self.created is not None
         group, key_bytes, size = self.created.groups[index], self.created.key_bytes, self.tokens_per_block
-        kind = SlidingGroup if group.kind == SLIDING else GroupState
+        full = CountingGroup if counts_uses(self.created) else GroupState
+        kind = SlidingGroup if group.kind == SLIDING else full
         block_bytes = size * TOKEN_BYTES if self.tokens_recorded else key_bytes
         return kind(index, group, size, block_bytes, key_bytes, tokens_recorded=self.tokens_recorded)
 

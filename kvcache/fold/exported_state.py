@@ -15,6 +15,7 @@ from events.types import PRIMARY, SECONDARY, GroupExported, SequenceExported, St
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
 from kvcache.fold.contents import AnyGroup, Contents, Transfer
+from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Node, PathEnd, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
@@ -47,7 +48,7 @@ def export(state: Contents) -> StateExported:
 
 def _export_group(group: AnyGroup) -> GroupExported:
     numbers: list[int] = []
-    symbols, keys, slots = bytearray(), bytearray(), array("i")
+    symbols, keys, slots, put_off = bytearray(), bytearray(), array("i"), array("q")
     index: dict[int, int] = {}
     for number, root in enumerate(group.tree.roots.values()):
         for run in runs_below(root):
@@ -55,12 +56,15 @@ def _export_group(group: AnyGroup) -> GroupExported:
             index[run.id] = len(index)
             numbers += [parent, len(run.slots), run.partial or group.tokens_per_block]
             numbers += [run.level, run.priority, run.expiry, run.released_at, run.refs, run.transfer]
+            put_off.append(run.credit)
             symbols += run.symbols
             keys += run.keys
             slots += run.slots
     blocks = b""
     if isinstance(group, SlidingGroup):
         slots, blocks = group.exported(slots)
+    elif isinstance(group, CountingGroup):
+        blocks = (put_off + group.uses.numbers()).tobytes()
     return GroupExported(
         namespaces=tuple(group.tree.roots),
         runs=array("q", numbers).tobytes(),
@@ -131,6 +135,8 @@ def _install_group(state: Contents, group: AnyGroup, exported: GroupExported) ->
         else:
             _place(group, run)
     columns.check_used_up()
+    if isinstance(group, CountingGroup):
+        _install_uses(group, runs, array("q", exported.blocks))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
     shared = array("q", exported.shared)
@@ -149,7 +155,8 @@ class _Columns:
         self._keys = exported.keys
         self._of_blocks = array("q", exported.blocks)
         sliding = len(self._slots) if isinstance(group, SlidingGroup) else 0
-        invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
+        if not isinstance(group, CountingGroup):
+            invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
         self._block = self._symbol = 0
         whole = len(self._keys) == len(self._slots) * group.tree.key_bytes
         invariant(whole, "the exported keys are not those of the exported blocks")
@@ -200,6 +207,14 @@ def _place(group: GroupState, run: Run) -> None:
     level.own(run.slots, run.id)
     if not run.refs:
         level.unreferenced += len(run.slots)
+
+
+def _install_uses(group: CountingGroup, runs: list[Run], numbers: array[int]) -> None:
+    invariant(len(numbers) > len(runs), "the exported credits are cut short")
+    for run, credit in zip(runs, numbers, strict=False):
+        run.credit = credit
+        invariant(0 <= run.credit <= MAX_NUMBER, "a run has an impossible credit")
+    group.uses.install(numbers[len(runs) :])
 
 
 def _install_sequence(state: Contents, entry: SequenceExported) -> None:

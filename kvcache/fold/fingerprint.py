@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from events.packed import NAME_BYTES
 from kvcache.fold.contents import AnyGroup, Contents
+from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -52,7 +53,20 @@ def _add_group(digest: Any, group: AnyGroup) -> None:
             columns[slots] = _rows(group, runs)
         digest.update(columns.ravel())
         digest.update(level.blank)
+    if isinstance(group, CountingGroup):
+        _add_uses(digest, group)
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
+
+
+def _add_uses(digest: Any, group: CountingGroup) -> None:
+    """The credits of cached blocks by level and slot, and what is known of uses."""
+    for level in group.levels:
+        column = np.zeros(level.size, np.int64)
+        for run in group.tree.runs.values():
+            if run.credit and run.level == level.index:
+                column[np.frombuffer(run.slots, np.int32)] = run.credit
+        digest.update(column)
+    digest.update(group.uses.numbers())
 
 
 def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int64]) -> None:

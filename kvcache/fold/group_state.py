@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from events.ids import LevelIndex
-from events.types import PRIMARY, SECONDARY, Namespace
+from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import CachedPart, Group
 from kvcache.fold.prefix_tree import Node, Run
@@ -208,7 +208,7 @@ class GroupState(Group):
             self.split(run, at)
         return self.split(run, take) if take < len(run.slots) else run
 
-    def remove(self, level: int, slots: array[int]) -> None:
+    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
         """Forget cached blocks that no sequence holds, deepest first."""
         done, count = 0, len(slots)
         if count and self._shorten(level, slots, count):

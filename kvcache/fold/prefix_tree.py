@@ -76,6 +76,7 @@ class Run(Node):
     """Consecutive cached blocks of one prefix with the same state."""
 
     __slots__ = (
+        "credit",
         "expiry",
         "head",
         "id",
@@ -111,6 +112,8 @@ class Run(Node):
         self.expiry = 0
         self.released_at = 0
         """When it was released: a counter, 0 while it is held."""
+        self.credit = 0
+        """By how many releases its turn is put off, since it was used again; 0 where uses are not counted."""
         self.refs = 0
         self.transfer = 0
         """The copy that brings these blocks here, 0 when they have landed."""
@@ -121,6 +124,11 @@ class Run(Node):
     def is_leaf(self) -> bool:
         """Whether its last block may be evicted: nobody holds it, and nothing hangs behind it in its level."""
         return not (self.refs or self.same_level_children)
+
+    @property
+    def turn(self) -> int:
+        """When it was released, credit included."""
+        return self.released_at + self.credit
 
     def grows(self, priority: int) -> bool:
         """Whether a sequence that ends here may extend this run by blocks of this priority: nobody else holds it."""
@@ -148,6 +156,7 @@ class Run(Node):
             and self.transfer == other.transfer
             and self.priority == other.priority
             and self.expiry == other.expiry
+            and self.credit == other.credit
         )
 
 
@@ -209,6 +218,7 @@ class PrefixTree:
         del run.keys[:keys]
         upper.level, upper.priority, upper.expiry = run.level, run.priority, run.expiry
         upper.refs, upper.released_at, upper.transfer = run.refs, run.released_at, run.transfer
+        upper.credit = run.credit
         upper.same_level_children = 1  # its only child has the same state, hence the same level
         run.head = bytes(run.symbols[: self.block_bytes])
         # It begins as `run` did, so it takes its place under the same key, and `parent.order` stays as it is.

@@ -16,6 +16,8 @@ from kvcache.errors import invariant
 _MAX_BLOCKS = 2**31 - 1
 """Slots are int32."""
 _MAX_TOKENS = 2**31 - 1
+_NO_COUNTS, _COUNTS = "lru", "levels"
+"""Of `eviction_policy`; logs from before that say nothing."""
 _MAX_TOKENS_PER_BLOCK = 2**30
 """So that a block's tokens are counted by an int32."""
 
@@ -34,6 +36,14 @@ def check_created(event: CacheCreated) -> None:
     assert algorithm is not None
     invariant(algorithm.key_bytes == event.key_bytes, "keys have another size than their algorithm makes")
     invariant(isinstance(_parsed(event.config), dict), "the settings of a cache are no JSON object")
+    policy = _parsed(event.config).get("eviction_policy", _NO_COUNTS)
+    invariant(policy in (_NO_COUNTS, _COUNTS), "blocks are evicted in an unknown order")
+    invariant(policy == _NO_COUNTS or event.key_bytes > 0, "uses are counted of blocks without names")
+
+
+def counts_uses(event: CacheCreated) -> bool:
+    """Whether the order of eviction goes by how often blocks were used."""
+    return bool(_parsed(event.config).get("eviction_policy") == _COUNTS)
 
 
 def longest_sequence(event: CacheCreated) -> int:

@@ -14,7 +14,7 @@ from itertools import repeat
 
 import numpy as np
 
-from events.types import PRIMARY, SECONDARY, Namespace
+from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.places import FEW, HOLE, NOBODY, indexes
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
@@ -214,7 +214,7 @@ class SlidingGroup(SlidingTree):
             )
             self.priorities[place] = priority
 
-    def remove(self, level: int, slots: array[int]) -> None:
+    def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
         """Forget cached blocks that no sequence holds."""
         places = self.places(level, slots)
         self._check_unreferenced(places)

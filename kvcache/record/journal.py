@@ -23,7 +23,8 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> Cach
     algorithm: str = config.block_hash
     if algorithm == "auto":
         # Names are for others: where nobody listens, computing them would be most of the work.
-        algorithm = DEFAULT_ALGORITHM if heard else "none"
+        named = heard or config.eviction_policy == "levels"
+        algorithm = DEFAULT_ALGORITHM if named else "none"
     return CacheCreated(
         config=config.model_dump_json(),
         tokens_per_block=config.tokens_per_block,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache.settings.sources import Values
 from kvcache.whatif.policies.registry import BASE, BOUND, HINTED
-from kvcache.whatif.trial import Outcome, Trial
+from kvcache.whatif.trial import POLICY_SETTING, Outcome, Trial
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,16 @@ class Row:
         tally = self.outcome.tally
         return tally.reused_tokens / tally.prompt_tokens if tally.prompt_tokens else 0.0
 
+    @property
+    def policy(self) -> str:
+        """The order of eviction."""
+        return _policy(self.trial, self.outcome)
+
     def to_json(self) -> dict[str, Any]:
         """All numbers, and the settings of the last cache."""
         tally = self.outcome.tally
         return {
-            "policy": None if self.trial is None else self.trial.policy,
+            "policy": None if self.trial is None else self.policy,
             "requests": tally.requests,
             "prompt_tokens": tally.prompt_tokens,
             "reused_tokens": tally.reused_tokens,
@@ -66,15 +72,20 @@ def with_bounds(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _bounds(trials: Sequence[Trial]) -> list[Trial]:
-    bounds = [Trial(trial.sets, BOUND) for trial in trials]
-    return bounds + [Trial(trial.sets, BASE) for trial in trials if trial.policy == HINTED]
+    bounds = [Trial(_other_sets(trial), BOUND) for trial in trials]
+    return bounds + [Trial(_other_sets(trial), BASE) for trial in trials if trial.policy == HINTED]
+
+
+def _other_sets(trial: Trial) -> Values:
+    """What a trial sets beside the order of eviction."""
+    return {name: value for name, value in trial.sets.items() if name != POLICY_SETTING}
 
 
 def compared(trials: Sequence[Trial], outcomes: Sequence[Outcome], shown: int) -> list[Row]:
     """What was recorded, which is the first outcome, and the first so many trials, each beside its bound."""
     then, *played = outcomes
     reused = {
-        (trial.policy, _settings(outcome)): outcome.tally.reused_tokens
+        (_policy(trial, outcome), _settings(outcome)): outcome.tally.reused_tokens
         for trial, outcome in zip(trials, played, strict=True)
     }
     rows: list[tuple[Trial | None, Outcome]] = [(None, then), *zip(trials[:shown], played, strict=False)]
@@ -89,4 +100,10 @@ def _row(trial: Trial | None, outcome: Outcome, reused: dict[tuple[str, str], in
 
 
 def _settings(outcome: Outcome) -> str:
-    return outcome.config.model_dump_json()
+    """What the order of eviction does not say."""
+    return outcome.config.model_dump_json(exclude={POLICY_SETTING})
+
+
+def _policy(trial: Trial | None, outcome: Outcome) -> str:
+    named = None if trial is None else trial.policy
+    return named or outcome.config.eviction_policy

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from events.types import BlocksMoved, BlocksRemoved, Event, SequenceAdded
 from kvcache.config import KVCacheConfig
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed
+from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.errors import OutOfBlocks, PromptTooLong
 from kvcache.manager import KVCacheManager
 from kvcache.whatif.commands import (
@@ -50,12 +50,14 @@ def unchanged(config: KVCacheConfig) -> KVCacheConfig:
 
 
 class Playback:
-    """One combination of settings and order of eviction. `hear` is told all events of its managers."""
+    """One combination of settings and order of eviction (None: that of the settings). `hear` is told all events of its
+    managers.
+    """
 
     def __init__(
         self,
         settings: Settings = unchanged,
-        order: type[EvictionOrder] = LeastRecentlyUsed,
+        order: type[EvictionOrder] | None = None,
         *,
         named: bool = False,
         foresight: Foresight | None = None,
@@ -134,8 +136,8 @@ class Playback:
     def _create(self, config: KVCacheConfig) -> None:
         self.finish()
         # Names are for orders that tell contents apart; the log is not ours to write.
-        block_hash = "v2_sha256_64" if self._named else "none"
         config = self._settings(config)
+        block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
         quiet = config.model_copy(update={"block_hash": block_hash, "event_buffer_max_size": 0})
         self._manager = manager = KVCacheManager(quiet, eviction_order=self._order)
         self._longest = manager.layout.longest_prompt(quiet).tokens

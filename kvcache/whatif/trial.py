@@ -8,15 +8,17 @@ from os import PathLike
 from typing import Any
 
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
+from kvcache.decide.reuse_levels import ORDERS
 from kvcache.settings.sources import Values, merged
 from kvcache.whatif.commands import Create
 from kvcache.whatif.future import Future
 from kvcache.whatif.playback import Playback
 from kvcache.whatif.policies.clairvoyant import Clairvoyant, with_outlook
-from kvcache.whatif.policies.registry import blaming, policy
+from kvcache.whatif.policies.registry import BASE, blaming, policy
 from kvcache.whatif.recorded import Unplayable, prompts, recorded
 from kvcache.whatif.tally import Tally
 
+POLICY_SETTING = "eviction_policy"
 SECONDARY_LIMITS = ("secondary_blocks", "host_cache_size")
 
 
@@ -26,7 +28,8 @@ class Trial:
 
     sets: Values = field(default_factory=dict)
     """Settings that differ from the recorded ones."""
-    policy: str = "lru"
+    policy: str | None = None
+    """The order of eviction, whatever the settings say; None: theirs."""
 
     def settings(self, config: KVCacheConfig) -> KVCacheConfig:
         """The settings of its cache where a recorded one had these; raises `ConfigError`.
@@ -37,7 +40,11 @@ class Trial:
         for limits in (PRIMARY_LIMITS, SECONDARY_LIMITS):
             if any(name in self.sets for name in limits):
                 values |= dict.fromkeys(limits)
-        return KVCacheConfig(**merged(values, self.sets))
+        values = merged(values, self.sets)
+        if self.policy is not None:
+            # Orders other than the cache's own ones find a state in which no uses are counted.
+            values = merged(values, {POLICY_SETTING: self.policy if self.policy in ORDERS else BASE})
+        return KVCacheConfig(**values)
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,9 @@ def play(
 
 def playback_of(log: str | PathLike[str], trial: Trial, futures: dict[Any, Future]) -> Playback:
     """What plays a trial. Trials with blocks of one size share what is known of the future, in `futures`."""
-    order = policy(trial.policy)
+    order = None if trial.policy is None else policy(trial.policy)
     named = bool(getattr(order, "needs_names", False))
-    if not issubclass(order, Clairvoyant):
+    if order is None or not issubclass(order, Clairvoyant):
         return Playback(trial.settings, order, named=named)
     size = trial.sets.get("tokens_per_block")
     if size not in futures:

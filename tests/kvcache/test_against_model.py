@@ -100,6 +100,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             partial=settings.enable_partial_reuse,
             offload_from=settings.secondary_offload_min_priority,
             ahead_share=AHEAD_SHARE,
+            levels=settings.eviction_policy == "levels",
         )
 
     # -- commands
@@ -294,6 +295,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.manager.check()
         for index, window in enumerate(self.model.windows):
             agreement.blocks_agree(self.manager.state, index, window)
+            agreement.uses_agree(self.manager.state, index, window)
         free = [window.available() for window in self.model.windows]
         assert self.manager.num_free_blocks == min(free)
         assert self.manager.num_free_blocks_per_window() == dict(zip(self.windows, free, strict=True))

@@ -294,7 +294,7 @@ def test_an_order_that_was_not_told_is_found_out() -> None:
         manager.check()
 
 
-@pytest.mark.parametrize("order", [None, 3, "x", int, EvictionOrder, lambda group: LeastRecentlyUsed(group)])
+@pytest.mark.parametrize("order", [3, "x", int, EvictionOrder, lambda group: LeastRecentlyUsed(group)])
 def test_what_is_no_order_is_refused(tmp_path: Path, order: Any) -> None:
     """It is said so before a log is opened."""
     with pytest.raises(UsageError, match="eviction_order must be"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from events.packed import NAME_BYTES
-from events.types import PRIMARY, SECONDARY
+from events.types import PRIMARY
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.whatif.policies.by_block import ByBlock
@@ -70,50 +70,6 @@ class Counting(ByBlock):
     def count(self, run: Run, at: int) -> int:
         """How often a block was used, at least once."""
         return self.uses.get(self.name(run, at), 1)
-
-
-class Levels(Counting):
-    """Least recently used, but what was used again counts as used later: by half the usual age of what is evicted for
-    each use more, three at most.
-    """
-
-    def __init__(self, group: GroupState) -> None:
-        self._now = 0
-        """The last release."""
-        self._ages = 0
-        """256 times the mean age at which blocks were evicted lately."""
-        self._released: dict[int, int] = {}
-        """When blocks that may be next were released, by their slot in the last level."""
-        self._last = SECONDARY if group.levels[SECONDARY].size else PRIMARY
-        """The level from which blocks are evicted for good."""
-        super().__init__(group)
-
-    def evictable(self, run: Run) -> None:
-        """Note the time."""
-        self._now = max(self._now, run.released_at)
-        if run.level == self._last:
-            self._released[run.slots[-1]] = run.released_at
-        super().evictable(run)
-
-    def held(self, level: int, slots: array[int]) -> None:
-        """What is found is no victim."""
-        if level == self._last:
-            for slot in slots:
-                self._released.pop(slot, None)
-        super().held(level, slots)
-
-    def rank(self, run: Run, at: int) -> int:
-        """The release, and what its uses add to it."""
-        bonus = min(self.count(run, at) - 1, 3)
-        return run.released_at + (self._ages >> 9) * bonus
-
-    def gone(self, level: int, slots: array[int]) -> None:
-        """Learn how old victims are."""
-        released = self._released.pop(slots[0], None) if level == self._last and slots else None
-        if released is not None:
-            age = self._now - released
-            self._ages += age - (self._ages >> 8) if self._ages else age << 8
-        super().gone(level, slots)
 
 
 class LeastFrequentlyUsed(Counting):

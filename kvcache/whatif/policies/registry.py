@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from events.errors import type_and_place
-from kvcache.decide.eviction_order import EvictionOrder, LeastRecentlyUsed, refuse_no_order
+from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
+from kvcache.decide.reuse_levels import ORDERS
 from kvcache.errors import CapacityError, ConfigError, UsageError
 from kvcache.whatif.policies.adaptive import AdaptiveReplacement
 from kvcache.whatif.policies.clairvoyant import Belady, Returns
-from kvcache.whatif.policies.counting import LeastFrequentlyUsed, Levels
+from kvcache.whatif.policies.counting import LeastFrequentlyUsed
 
 ENTRY_POINT_GROUP = "kvcache.eviction_orders"
 """The entry's name is the policy's; its object is a class derived from `EvictionOrder`. Its attribute `needs_names`, if
@@ -24,8 +25,7 @@ BASE = "lru"
 HINTED = "returns"
 """Knows what hints of an application can tell."""
 _BUILT_IN: dict[str, type[EvictionOrder]] = {
-    BASE: LeastRecentlyUsed,
-    "levels": Levels,
+    **ORDERS,
     "lfu": LeastFrequentlyUsed,
     "arc": AdaptiveReplacement,
     HINTED: Returns,
