@@ -20,6 +20,7 @@ from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Node, PathEnd, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.use_counts import MAX_TURN
 
 COLUMNS = 9
 """Numbers per run in `GroupExported.runs`."""
@@ -119,6 +120,8 @@ def install(state: Contents, event: StateExported) -> None:
     invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
     state.next_handle, state.next_transfer = numbers
     state.releases, state.changed_blocks = event.releases, event.changed_blocks
+    counting = any(isinstance(group, CountingGroup) for group in state.groups)
+    invariant(not counting or 0 <= state.releases <= MAX_TURN, "no cache has released so often")
     check_slots(state)
 
 
@@ -213,7 +216,7 @@ def _install_uses(group: CountingGroup, runs: list[Run], numbers: array[int]) ->
     invariant(len(numbers) > len(runs), "the exported credits are cut short")
     for run, credit in zip(runs, numbers, strict=False):
         run.credit = credit
-        invariant(0 <= run.credit <= MAX_NUMBER, "a run has an impossible credit")
+        invariant(credit >= 0 and run.turn <= MAX_TURN, "a run has an impossible credit")
     group.uses.install(numbers[len(runs) :])
 
 

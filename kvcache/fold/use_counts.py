@@ -11,6 +11,8 @@ MOST_USES = 4
 """More are not counted."""
 REMEMBERED = 5
 """Blocks for each slot of the window whose uses are known: what is cached, and four times as much that was."""
+MAX_TURN = 1 << 60
+"""No cache has so many releases; what is worked out from fewer has room in an int64."""
 
 
 class UseCounts:
@@ -65,7 +67,7 @@ class UseCounts:
 
     def check(self) -> None:
         """Raise `InvariantViolated` if these are none that can have been counted."""
-        invariant(self.last_turn >= 0, "a block was evicted before any was released")
+        invariant(0 <= self.last_turn <= MAX_TURN, "no block can have been evicted with such a turn")
         invariant(len(self.by_name) <= self._most, "more blocks are remembered than can be")
         uses = self.by_name.values()
         invariant(not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "a block has impossibly many uses")
