@@ -32,7 +32,7 @@ def random_log(seed: int, directory: Path) -> Path:
     """Write the log of a random program into a new directory, and return it. The same seed gives the same bytes.
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
-    without reuse; LoRA adapters, salts, extra ids, images that get the symbols of others; copies that are late and
+    without reuse, in both orders of eviction; LoRA adapters, salts, extra ids, images that get the symbols of others; copies that are late and
     seldom fail; lost batches; processes that end and begin anew, empty or with the state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
@@ -217,4 +217,5 @@ def _settings(seed: int, rng: random.Random) -> KVCacheConfig:
         enable_block_reuse=seed % 10 != 3,
         enable_partial_reuse=rng.random() < 0.5,
         secondary_offload_min_priority=rng.choice([0, 35]),
+        eviction_policy="levels" if seed % 3 == 1 else "lru",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import islice
 
 from events.packed import NAME_BYTES
 from kvcache.errors import invariant
@@ -36,7 +37,9 @@ class UseCounts:
         by_name, counts = self.by_name, []
         for at in range(len(names) - NAME_BYTES, -1, -NAME_BYTES):
             name = names[at : at + NAME_BYTES]
-            uses = min(by_name.pop(name, 0) + 1, MOST_USES)
+            uses = by_name.pop(name, 0)
+            if uses < MOST_USES:
+                uses += 1
             by_name[name] = uses
             counts.append(uses)
         return counts
@@ -46,7 +49,7 @@ class UseCounts:
         by_name = self.by_name
         excess = len(by_name) - self._most
         if excess > 0:
-            for name in [name for name, _ in zip(by_name, range(excess), strict=False)]:
+            for name in list(islice(by_name, excess)):
                 del by_name[name]
 
     def numbers(self) -> array[int]:
