@@ -102,10 +102,12 @@ class GroupExported(Part, frozen=True):
     shared: Numbers
     """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
     blocks: Numbers = b""
-    """What is known of single blocks. int64. In a sliding window 6 per block of the runs: level, priority, expiry,
-    release stamp, references, transfer. In a full one with `eviction_policy` ``levels`` one per run, by how many
-    releases its turn is put off; then the turn of the block that was evicted for good last; then 2 per block, cached or
-    not: name and uses, those used longest ago first."""
+    """Sliding windows only. int64, 6 per block of the runs: level, priority, expiry, release stamp, references,
+    transfer."""
+    uses: Numbers = b""
+    """Only in a full window with `eviction_policy` ``levels``. int64. One per run, by how many releases its turn is put
+    off; then the turn of the block that was evicted for good last; then 2 per block, cached or not: name and uses, what
+    was used longest ago first."""
 
 
 class SequenceExported(Part, frozen=True):

@@ -61,11 +61,11 @@ def _export_group(group: AnyGroup) -> GroupExported:
             symbols += run.symbols
             keys += run.keys
             slots += run.slots
-    blocks = b""
+    blocks = uses = b""
     if isinstance(group, SlidingGroup):
         slots, blocks = group.exported(slots)
     elif isinstance(group, CountingGroup):
-        blocks = (put_off + group.uses.numbers()).tobytes()
+        uses = (put_off + group.uses.numbers()).tobytes()
     return GroupExported(
         namespaces=tuple(group.tree.roots),
         runs=array("q", numbers).tobytes(),
@@ -75,6 +75,7 @@ def _export_group(group: AnyGroup) -> GroupExported:
         blank_slots=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
         shared=array("q", [number for item in group.shared.items() for number in item]).tobytes(),
         blocks=blocks,
+        uses=uses,
     )
 
 
@@ -139,7 +140,7 @@ def _install_group(state: Contents, group: AnyGroup, exported: GroupExported) ->
             _place(group, run)
     columns.check_used_up()
     if isinstance(group, CountingGroup):
-        _install_uses(group, runs, array("q", exported.blocks))
+        _install_uses(group, runs, array("q", exported.uses))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
     shared = array("q", exported.shared)
@@ -158,8 +159,7 @@ class _Columns:
         self._keys = exported.keys
         self._of_blocks = array("q", exported.blocks)
         sliding = len(self._slots) if isinstance(group, SlidingGroup) else 0
-        if not isinstance(group, CountingGroup):
-            invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
+        invariant(len(self._of_blocks) == sliding * BLOCK_COLUMNS, "the exported blocks are cut short")
         self._block = self._symbol = 0
         whole = len(self._keys) == len(self._slots) * group.tree.key_bytes
         invariant(whole, "the exported keys are not those of the exported blocks")

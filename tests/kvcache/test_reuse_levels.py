@@ -173,7 +173,8 @@ class Beside:
 
     def step(self) -> None:
         """Admit a request, or end one."""
-        running, rng = list(self.model.running), self.rng
+        running: list[Any] = list(self.model.running)
+        rng = self.rng
         if len(running) < 3 and rng.random() < 0.6:
             talk = rng.choice(self.talks[: rng.choice([3, 12])])
             prompt = [*talk[: rng.randint(1, len(talk))], rng.randrange(9)]
@@ -272,9 +273,9 @@ def test_fingerprint_depends_on(change: str) -> None:
 
 def lie(exported: StateExported, change: Callable[[list[int]], None]) -> StateExported:
     """The state with other numbers of credits and uses: two runs, then the turn, then names and uses."""
-    numbers = np.frombuffer(exported.groups[0].blocks, np.int64).tolist()
+    numbers = np.frombuffer(exported.groups[0].uses, np.int64).tolist()
     change(numbers)
-    group = msgspec.structs.replace(exported.groups[0], blocks=np.array(numbers, np.int64).tobytes())
+    group = msgspec.structs.replace(exported.groups[0], uses=np.array(numbers, np.int64).tobytes())
     return msgspec.structs.replace(exported, groups=(group,))
 
 
