@@ -33,8 +33,8 @@ def random_log(seed: int, directory: Path) -> Path:
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
-    others; copies that are late and seldom fail; lost batches; processes that end and begin anew, empty or with the state that
-    the log tells.
+    others; copies that are late and seldom fail; lost batches; processes that end and begin anew, empty or with the
+    state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
         program = Program(seed, directory)

@@ -51,6 +51,26 @@ class TestResult:
         assert then["reused_tokens"] == sum(event.reused for event in added)
         assert 0 < then["of_bound"] <= 1
 
+    def test_the_policy_is_that_of_the_log(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """A log with another order of eviction happens again too, and either way to say a policy gives the same."""
+        small = ("--limit", 40, "--primary-blocks", 90, "--secondary-blocks", 40)
+        log = run_log(tmp_path / "log", *small, "--set", "eviction_policy=levels")
+        [again] = found(kvcache("whatif", log, "--jobs", 1, "--json"))["trials"]
+        done = found(kvcache("whatif", log, "--jobs", 1, "--json", "--set", "eviction_policy=levels,lru"))
+        asked = found(kvcache("whatif", log, "--jobs", 1, "--json", "--policy", "levels,lru"))
+        assert done == asked
+        then, [levels, lru] = done["recorded"], done["trials"]
+        assert [each.pop("policy") for each in (then, again, levels, lru)] == [
+            None,
+            "levels",
+            "levels",
+            "lru",
+        ]
+        assert then == levels
+        assert {**again, "of_gap": levels["of_gap"]} == levels  # without lru beside it there is no gap
+        assert lru["blocks_offloaded"] != levels["blocks_offloaded"]
+        assert lru["of_bound"] < levels["of_bound"]
+
     def test_more_room_reuses_more(self, kvcache: Kvcache, log: Path) -> None:
         """Each combination is there, in order, with its settings; the largest cache reuses all that comes again."""
         sizes = ("--set", "primary_blocks=70,120,2000", "--set", "secondary_blocks=0, 50")
@@ -178,6 +198,10 @@ class TestChoice:
             ),
             (["--set", "primary_blocks=100,x"], "primary_blocks: given 'x'; accepted: an integer from 1"),
             (["--set", "primary_block=100"], "primary_block: no such field; did you mean primary_blocks?"),
+            (
+                ["--policy", "lru", "--set", "eviction_policy=lru,levels"],
+                "--policy says what --set eviction_policy would: give one of them",
+            ),
             (["--policy", "lru,mru"], "policy 'mru': there are lru, levels, lfu, arc, returns, belady"),
         ],
     )
