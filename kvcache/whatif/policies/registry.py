@@ -56,17 +56,17 @@ class PolicyFailed(UsageError):
 
 
 @contextmanager
-def blaming(name: str) -> Iterator[None]:
+def blaming(name: str | None) -> Iterator[None]:
     """What fails inside while an order of another package is at work is its fault. Raises `PolicyFailed`.
 
-    But for what settings and the machine are to blame for.
+    But for what settings and the machine are to blame for. None is the order of the settings, which is ours.
     """
     try:
         yield
     except (ConfigError, CapacityError, MemoryError):
         raise
     except Exception as error:
-        if name in _BUILT_IN:
+        if name is None or name in _BUILT_IN:
             raise
         [provider, *_] = [entry.value for entry in entry_points(group=ENTRY_POINT_GROUP, name=name)]
         # SECURITY: without its text, which may quote a run's tokens.
