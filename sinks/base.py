@@ -92,8 +92,10 @@ class Sink(Protocol):
     # A sink may have, besides: `tick()`, called after each batch and about every 10 ms while none comes, and
     # counted, retried and quarantined like `write` when it raises; `overflow`, what is to give way when its
     # queue is full (`sinks.queue.Overflow`), where the runner is not told; `reopen()`, called when the application
-    # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; and `needs_tokens`: True if token ids,
-    # which are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
+    # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; `resume(last_seq)`, called before `open` where an
+    # earlier process has given it the batches up to this one of the same log (`kvcache publish`), which returns the
+    # last one that it has indeed, if it can tell; and `needs_tokens`: True if token ids, which are the prompts, are
+    # what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
     # One that does not say, or says None, gets them unless `log.record_tokens` is false. And `watch(probe)`, by which a
     # process that knows more of the cache than its events say lets itself be asked (`Probe`).
 

@@ -38,6 +38,7 @@ LOOK_SECONDS = 1.0
 """How often the sink looks whether its path still has the file that it writes to."""
 KEEP = 5
 MOST_KEPT = 1000
+_TAIL_BYTES = 1 << 16
 """Each rotation renames all of them."""
 
 
@@ -73,6 +74,14 @@ class FileSink:
         self._take(self._opened())
         # What is there from now on is this sink's own, also after a failure.
         self._append = True
+
+    def resume(self, last_seq: int) -> int:
+        """Go on in a file that an earlier process has filled, up to batch `last_seq` or further; returns how far."""
+        self._append = True
+        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+            # A later batch may have been written since somebody took note.
+            return max(last_seq, _read_number(_last_line(self._path)).seq)
+        return last_seq
 
     def write(self, batch: EventBatch) -> None:
         """Append one line. Raises OSError after cutting off what was written of it."""
@@ -206,6 +215,29 @@ def _max_bytes(url: SinkURL, options: FileOptions) -> int:
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
     return max_bytes
+
+
+class _Numbered(msgspec.Struct, frozen=True):
+    """What is looked at of a line."""
+
+    seq: int
+
+
+_read_number = msgspec.json.Decoder(_Numbered).decode
+
+
+def _last_line(path: Path) -> bytes:
+    """The last whole line of a file; empty if there is none, or it is no file."""
+    with path.open("rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return b""
+        tail, at = b"", file.seek(0, os.SEEK_END)
+        while at and tail.count(b"\n") < 2:  # the end of the line before it, and its own
+            step = min(at, max(_TAIL_BYTES, len(tail)))
+            at -= step
+            file.seek(at)
+            tail = file.read(step) + tail
+    return tail.rpartition(b"\n")[0].rpartition(b"\n")[2]
 
 
 def _older_file(path: Path, number: int) -> Path:

@@ -145,6 +145,20 @@ def write_all(descriptor: int, parts: Sequence[bytes]) -> None:
                 rest = rest[os.write(descriptor, rest) :]
 
 
+def replace_file(path: Path, content: bytes, mode: int) -> None:
+    """Make `path` a file with this content: at any moment a crash leaves the old one or the new. Raises OSError."""
+    unfinished = path.with_name(path.name + ".new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(unfinished, flags, mode)
+    try:
+        write_all(descriptor, [content])
+        sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+    unfinished.replace(path)
+    sync_directory(path.parent)
+
+
 def sync_file(descriptor: int) -> None:
     """Make what a file holds, and how much that is, survive a power failure. OSError if that cannot be done."""
     if not _full_sync(descriptor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from typing import Literal
 from events.codec import decode_batch
 from events.errors import EventDecodeError, LogDamaged, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
-from events.log.segments import Broken, Frame, Segment, is_log, segment_paths
+from events.log.segments import Broken, Frame, Segment, first_seq, is_log, segment_paths
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch
 
@@ -46,15 +47,29 @@ class LogReader:
     """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
 
     Iterating raises NotALog, LogDamaged or LogTooNew; batches before the bad place have been yielded by
-    then. With `follow` it waits for more at the end, until `stop()` returns True. Every iteration begins anew.
+    then. With `follow` it waits for more at the end, until `stop()` returns True, which is asked every `poll_seconds`.
+    `start` is the number of the first batch wanted: segments before it are not read, and may be missing; where its own
+    is missing, too, the first batch that is there comes first. Every iteration begins anew.
     """
 
     def __init__(
-        self, directory: str | Path, *, follow: bool = False, stop: Callable[[], bool] = lambda: False
+        self,
+        directory: str | Path,
+        *,
+        follow: bool = False,
+        stop: Callable[[], bool] = lambda: False,
+        start: int | None = None,
+        poll_seconds: float = _POLL_SECONDS,
     ) -> None:
         self.directory = Path(directory)
         self._follow = follow
         self._stop = stop
+        self._start = start
+        self._poll_seconds = poll_seconds
+        self.closed = False
+        """Whether what was read last is the mark of an orderly end: nothing comes but a new epoch."""
+        self._epoch = -1
+        """The one that reading begins with. A later one may begin below `start`, if a crash took batches back."""
         self._end: LogEnd | None = None
         self._last_seq: int | None = None
         self._key_bytes = NAME_BYTES
@@ -72,8 +87,9 @@ class LogReader:
             raise NotALog(self.directory)
         self._end = self._last_seq = None
         self._key_bytes = NAME_BYTES
+        self.closed = False
         end = LogEnd("open", None, self.directory, 0, 0)
-        chain, previous = Chain(), None
+        chain, previous = self._beginning()
         while (path := self._next(previous)) is not None:
             ahead = replace(chain)
             try:
@@ -87,6 +103,22 @@ class LogReader:
             if step == "next":
                 chain, previous = ahead, path
         self._end = end
+
+    def _beginning(self) -> tuple[Chain, Path | None]:
+        """What the first segment wanted must continue, and the one before it."""
+        paths = segment_paths(self.directory) if self._start is not None else []
+        first = max(sum(first_seq(path) <= (self._start or 0) for path in paths) - 1, 0)
+        for at in range(first, -1, -1) if paths else ():
+            with suppress(FileNotFoundError), Segment(paths[at]) as segment:
+                header = segment.header()
+                # Cut short, it is being put aside by recovery: what is wanted has not been written yet.
+                if header is not None:
+                    self._epoch = header.epoch
+                    chain = Chain(
+                        header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc
+                    )
+                    return chain, paths[at - 1] if at else None
+        return Chain(), None
 
     def _next(self, previous: Path | None) -> Path | None:
         """The segment after this one (None: the first); following, this waits for it."""
@@ -102,7 +134,7 @@ class LogReader:
         """Wait a little for the writer; False if nobody wants to wait on."""
         if not self._follow or self._stop():
             return False
-        time.sleep(_POLL_SECONDS)
+        time.sleep(self._poll_seconds)
         return True
 
     def _segment(
@@ -111,12 +143,15 @@ class LogReader:
         """Yield the batches of one segment, then say where it ends and what to do next."""
         if not self._enter(segment, chain):
             return LogEnd("torn", self._last_seq, segment.path, 0, chain.seq), "stop"
-        looked_again = False
+        looked_again, wanted = False, self._start or 0
         while True:
             found = segment.read(chain)
             if isinstance(found, Frame):
                 looked_again = False
-                if not found.header.flags & CLOSED:
+                self.closed = chain.closed
+                if not found.header.flags & CLOSED and (
+                    found.header.seq >= wanted or chain.epoch != self._epoch
+                ):
                     yield self._batch(segment, found)
                 continue
             has_successor = self._behind(segment.path) is not None

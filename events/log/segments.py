@@ -50,6 +50,11 @@ def segment_paths(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
 
 
+def first_seq(path: Path) -> int:
+    """The number in a segment's name: that of its first batch."""
+    return int(path.stem)
+
+
 def is_log(directory: Path) -> bool:
     """Whether a writer has been here."""
     # pathlib's is_dir raises for a name that is too long.

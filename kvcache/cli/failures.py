@@ -5,11 +5,12 @@ from __future__ import annotations
 from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
 from kvcache.cli import messages
 from kvcache.errors import ConfigError, InternalError, KVCacheError
+from kvcache.publish.errors import BeginningRemoved, LogReplaced
 from sinks import SinkError
 
 EXPECTED = (KVCacheError, EventsError, SinkError, OSError, MemoryError)
 """What is told in one line. Everything else is a bug, and shows where it is."""
-_ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed)
+_ABOUT_DATA = (InternalError, EventDecodeError, LogDamaged, LogWriteFailed, BeginningRemoved, LogReplaced)
 
 
 def report(error: Exception, *, verbose: bool) -> int:

@@ -182,6 +182,15 @@ class RouterFeed:
             last.callback(self.transport.close)
             self._flush()
 
+    def restate(self) -> None:
+        """Tell the whole state next: what readers hold may be wrong. Only "cleared" while batches are missing.
+
+        To be called by whoever calls `write`.
+        """
+        self._restate = True
+        self._pending.clear()
+        self._pending_bytes = 0
+
     # --- on the way out ---------------------------------------------------------------------------------
 
     def _is_due(self, now: float) -> bool:

@@ -21,7 +21,7 @@ import time
 import zlib
 from pathlib import Path
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock, write_all
+from events.log.durable import Lock, LockHeld, NoRegularFile, replace_file, take_lock
 from sinks.base import SinkError
 
 STEP = 4096
@@ -150,13 +150,4 @@ def _write(path: Path, reserved: int) -> None:
     """Replace the file: at any moment a crash leaves the old content or the new."""
     content = f"{_MAGIC}\nreserved {reserved}\n".encode()
     content += f"crc32 {zlib.crc32(content):08x}\n".encode()
-    unfinished = path.with_name(path.name + ".new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, FILE_MODE)
-    try:
-        write_all(descriptor, [content])
-        sync_file(descriptor)
-    finally:
-        os.close(descriptor)
-    unfinished.replace(path)
-    sync_directory(path.parent)
+    replace_file(path, content, FILE_MODE)

@@ -1,0 +1,57 @@
+"""Where in a log a fold can begin: the first batch of an epoch creates the cache and holds its whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from events.log.frames import SegmentHeader
+from events.log.reader import LogReader
+from events.log.segments import Segment, segment_paths
+from events.types import EpochStarted, EventBatch
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The beginning of an epoch."""
+
+    log_id: bytes
+    epoch: int
+    seq: int
+    """Of its first batch, which may not be written yet."""
+
+
+def beginnings(directory: Path) -> list[Beginning]:
+    """Of all epochs whose first segment is there, oldest first. Raises LogDamaged, LogTooNew."""
+    found: list[Beginning] = []
+    previous: SegmentHeader | None = None
+    for header in _headers(directory):
+        begins = header.number == 0 if previous is None else header.epoch > previous.epoch
+        # Where segments were removed, only its first batch tells what a segment begins with.
+        if begins or (previous is None and first_batch(directory, header.base_seq) is not None):
+            found.append(Beginning(header.log_id, header.epoch, header.base_seq))
+        previous = header
+    return found
+
+
+def has_segments(directory: Path) -> bool:
+    """Whether anything is written that can be read."""
+    return next(_headers(directory), None) is not None
+
+
+def first_batch(directory: Path, seq: int) -> EventBatch | None:
+    """Batch `seq`, if it is there and begins an epoch."""
+    batch = next(iter(LogReader(directory, start=seq)), None)
+    begins = batch is not None and batch.seq == seq and isinstance(batch.events[0], EpochStarted)
+    return batch if begins else None
+
+
+def _headers(directory: Path) -> Iterator[SegmentHeader]:
+    for path in segment_paths(directory):
+        # One that is gone, or cut short, is being put aside by recovery.
+        with suppress(FileNotFoundError), Segment(path) as segment:
+            header = segment.header()
+            if header is not None:
+                yield header

@@ -1,0 +1,189 @@
+"""``kvcache publish``: follow a log that another process writes, and run the sinks here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, duration
+from kvcache.cli.parser import seconds
+from kvcache.cli.process import StopSignals
+from kvcache.cli.times import iso
+from kvcache.errors import UsageError
+from kvcache.publish.follower import Until
+from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
+
+_LIVE_SECONDS = 0.2
+"""Between two looks of a person at a terminal."""
+_EPILOG = """\
+The engine pays for its log only: no sink, reader or flood can touch it. Start this before the engine or after it; it may
+restart (and continue its log), and so may this. Every sink goes on where it was, by a file in --state; routers are
+told "cleared" and the whole state whenever this starts.
+
+A sink that is slow, fails or hangs falls behind in the log, holds up no other, and loses nothing: what it did not take
+is offered again. How far each is behind is told on stderr, in one line on a terminal.
+
+Ctrl-C and SIGTERM end it in good order. Exit code 1: the log is damaged, or its beginning was removed. The routers of
+a feed are told "cleared" then.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Publish the events of a log that another process writes."
+    parser.epilog = _EPILOG
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory; it is waited for")
+    add = parser.add_argument
+    add(
+        "--sink",
+        action="append",
+        required=True,
+        dest="sinks",
+        metavar="URL",
+        help="where events go, as in zmq+pub://127.0.0.1:5557?replay=5558 or file:e.jsonl; may be repeated",
+    )
+    add(
+        "--state",
+        type=Path,
+        metavar="DIR",
+        help="where it is kept what each sink has had, and the numbers of feeds (LOG)",
+    )
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument("--once", action="store_true", help="end at the end of the log as it is now")
+    ends.add_argument("--until-closed", action="store_true", help="end when the engine has closed the log")
+    add(
+        "--every",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="between two lines that tell how far sinks are behind (10)",
+    )
+    add("--json", action="store_true", help="these lines as JSON on stdout, one object each")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Publish until a signal comes, or all is done."""
+    if args.json and any(url.partition(":")[0] == "stdout" for url in args.sinks):
+        raise UsageError("--json and the sink stdout: cannot share stdout: leave one of them out")
+    until: Until = "end" if args.once else "closed" if args.until_closed else "stopped"
+    publisher = Publisher(args.log, args.sinks, state_dir=args.state, until=until)
+    teller = _Teller(args, out)
+    with StopSignals() as stop:
+        try:
+            publisher.run(stop.is_set, teller.tell)
+        finally:
+            teller.end(publisher.stats())
+    return stop.exit_code
+
+
+class _Teller:
+    """Says how far the sinks are."""
+
+    def __init__(self, args: argparse.Namespace, out: Output) -> None:
+        self._log, self._out = printable(str(args.log)), out
+        self._as_json = args.json
+        self._live = not (args.json or out.quiet or args.log_json) and sys.stderr.isatty()
+        self._every = _LIVE_SECONDS if self._live else args.every
+        self._due = 0.0
+        self._said = ""
+        self._found = self._waited = False
+
+    def tell(self, stats: PublishStats) -> None:
+        """To be called often."""
+        if not self._found:
+            self._note_log(stats)
+        now = time.monotonic()
+        if now < self._due or not self._found:
+            return
+        self._due = now + self._every
+        if self._live:
+            self._draw(_line(stats))
+        else:
+            self._say(stats)
+
+    def end(self, stats: PublishStats) -> None:
+        """What is to be said last."""
+        if self._live:
+            self._draw("")
+        if self._found:
+            self._say(stats)
+
+    def _note_log(self, stats: PublishStats) -> None:
+        self._found = stats.head is not None
+        if self._found:
+            self._out.note(f"publishing {self._log}")
+        elif not self._waited:
+            self._waited = True
+            self._out.note(f"waiting for {self._log}: no log is there yet")
+
+    def _say(self, stats: PublishStats) -> None:
+        """A line for each report in which something has changed."""
+        text = json.dumps(to_json(stats)) if self._as_json else _line(stats)
+        if text == self._said:
+            return
+        self._said = text
+        if self._as_json:
+            print(text, flush=True)
+        else:
+            self._out.note(text)
+
+    def _draw(self, text: str) -> None:
+        width = shutil.get_terminal_size().columns - 1
+        # The cursor goes back, so that whatever is said meanwhile begins its own line.
+        sys.stderr.write(f"\x1b[K{text[:width]}\r")
+        sys.stderr.flush()
+
+
+def _line(stats: PublishStats) -> str:
+    """For people."""
+    head = stats.head
+    if head is None:
+        return "the log is not there"
+    closed = ", closed" if head.closed else ""
+    sinks = "; ".join(_described(lag) for lag in stats.sinks)
+    return f"batch {head.seq:,} of epoch {head.epoch}{closed}: {sinks}"
+
+
+def _described(lag: SinkLag) -> str:
+    sink = lag.follower
+    text = f"{printable(sink.sink)} "
+    if lag.batches:
+        by = f" ({duration(lag.seconds)})" if lag.seconds is not None else ""
+        text += f"{count(lag.batches, 'batch', 'batches')}{by} behind"
+    else:
+        text += "up to date"
+    if sink.state in ("catching up", "failing"):
+        text += f", {sink.state}"
+    return f"{text}: {sink.last_error}" if sink.state == "failing" else text
+
+
+def to_json(stats: PublishStats) -> dict[str, object]:
+    """For programs."""
+    head = stats.head
+    ts = None if head is None else head.ts
+    return {
+        "seq": None if head is None else head.seq,
+        "ts": ts,
+        "time": None if ts is None else iso(ts),
+        "epoch": None if head is None else head.epoch,
+        "closed": None if head is None else head.closed,
+        "sinks": [
+            {
+                "sink": lag.follower.sink,
+                "state": lag.follower.state,
+                "seq": lag.follower.seq if lag.follower.seq >= 0 else None,
+                "lag_batches": lag.batches,
+                "lag_seconds": lag.seconds,
+                "batches": lag.follower.batches,
+                "events": lag.follower.events,
+                "errors": lag.follower.errors,
+                "last_error": lag.follower.last_error,
+            }
+            for lag in stats.sinks
+        ],
+    }

@@ -1,0 +1,109 @@
+"""The epoch that a batch belongs to: what its sinks must know of the cache, and where reading begins."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from events.log.epochs import Beginning, beginnings, first_batch, has_segments
+from events.types import CacheCreated, EpochStarted, EventBatch
+from kvcache.publish.errors import BeginningRemoved
+from kvcache.publish.position import Position
+from sinks import SinkContext
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """What is looked at of the settings."""
+
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What the first batch of an epoch says."""
+
+    log_id: bytes
+    number: int
+    has_tokens: bool
+    key_bytes: int
+    tokens_per_block: int
+    model: str
+
+    @classmethod
+    def of(cls, batch: EventBatch) -> Epoch | None:
+        """The epoch that begins with this batch; None: it begins none."""
+        started = batch.events[0] if batch.events else None
+        if not isinstance(started, EpochStarted):
+            return None
+        created = next(event for event in batch.events if isinstance(event, CacheCreated))
+        settings = _Model()
+        with suppress(msgspec.DecodeError):
+            settings = msgspec.json.decode(created.config, type=_Model)
+        return cls(
+            started.log_id,
+            started.epoch,
+            started.tokens_recorded,
+            created.key_bytes,
+            created.tokens_per_block,
+            settings.model,
+        )
+
+    def context(self, state_dir: Path) -> SinkContext:
+        """For the sinks that get this epoch's batches."""
+        return SinkContext(self.key_bytes, self.tokens_per_block, self.model, state_dir)
+
+    def suits(self, other: Epoch) -> bool:
+        """Whether sinks that were made for the other epoch understand this one."""
+        return (self.key_bytes, self.tokens_per_block, self.model) == (
+            other.key_bytes,
+            other.tokens_per_block,
+            other.model,
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where reading begins."""
+
+    epoch: Epoch
+    seq: int
+    """The first batch to be read."""
+    removed: int
+    """So many batches before it are not there any more."""
+
+
+def last_epoch(log: Path) -> Start | None:
+    """Where a fold begins: the last epoch; None: its first batch is not written yet. Raises BeginningRemoved."""
+    found = _beginnings(log)
+    return _start(log, found[-1], found[-1].seq) if found else None
+
+
+def behind(log: Path, position: Position | None) -> Start | None:
+    """Where a sink goes on that has had all up to `position`; None as above. Raises BeginningRemoved."""
+    found = _beginnings(log)
+    if not found:
+        return None
+    wanted = 0
+    if position is not None and position.log_id == found[0].log_id.hex():
+        later = [each.seq for each in found if each.epoch > position.epoch]
+        wanted = min([position.seq + 1, *later])
+    before = [each for each in found if each.seq <= wanted]
+    return _start(log, before[-1] if before else found[0], wanted)
+
+
+def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:
+    batch = first_batch(log, beginning.seq)
+    epoch = None if batch is None else Epoch.of(batch)
+    if epoch is None:
+        return None
+    return Start(epoch, max(wanted, beginning.seq), max(0, beginning.seq - wanted))
+
+
+def _beginnings(log: Path) -> list[Beginning]:
+    found = beginnings(log)
+    if not found and has_segments(log):
+        raise BeginningRemoved(log)
+    return found

@@ -1,0 +1,56 @@
+"""Why a log cannot be published.
+
+::
+
+    LogError                  as in `events.errors`
+    ├── BeginningRemoved      what all later batches build on is not there any more
+    └── LogReplaced           another log has taken the place of the one that was followed
+    UsageError                as in `kvcache.errors`
+    ├── NoTokens              a sink needs token ids, and the log has none
+    └── NotPublishable        a sink asks for what no log has, or two cannot be told apart
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from events.errors import LogError
+from kvcache.errors import UsageError
+
+
+class BeginningRemoved(LogError):
+    """Segments were removed, those with the beginning of the last epoch among them."""
+
+    text = (
+        "{path}: the files with the beginning of its last epoch were removed, without which nothing behind them can be "
+        "understood: restart the engine, which begins a new epoch with its whole state"
+    )
+
+
+class LogReplaced(LogError):
+    """The directory holds another log than before."""
+
+    text = (
+        "{path} was replaced by another log: start `kvcache publish` again, and its sinks begin with that one"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class NoTokens(UsageError):
+    """The log's last epoch was recorded without token ids."""
+
+    log: str
+    sink: str
+    text = (
+        "{log} holds no token ids, which the sink {sink} needs: let the engine record them (log.record_tokens), "
+        "or give that sink to the engine itself"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class NotPublishable(UsageError):
+    """A sink that can only be the engine's own, or not beside the others."""
+
+    sink: str
+    reason: str
+    text = "sink {sink!r}: {reason}"

@@ -1,0 +1,307 @@
+"""One sink and its thread, which reads the log by itself.
+
+The log is the queue: a sink that is slow, fails or hangs falls behind in it, holds up nobody, takes no memory, and
+loses nothing. A batch may come twice where the sink had taken half of it, or the process was killed; its number tells.
+
+A feed for routers is a fold: it begins with the state at the beginning of the log's last epoch, silently, and when it
+has got to the end it is opened, and routers are told the whole state as of then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from events.codec import batch_without_tokens
+from events.diagnostics import get_logger
+from events.errors import LogDamaged
+from events.log import LogReader
+from events.log.segments import first_seq, segment_paths
+from events.types import EventBatch, Gap
+from kvcache.publish.delivery import Delivery
+from kvcache.publish.epoch import Epoch, Start, behind, last_epoch
+from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
+from kvcache.publish.position import Position, PositionFile
+from sinks import Sink, SinkContext, SinkURL, open_sink
+from sinks.router.feed import RouterFeed
+
+_SAVE_SECONDS = 0.5
+
+State = Literal["waiting", "catching up", "running", "failing", "ended"]
+Until = Literal["stopped", "end", "closed"]
+"""When the work is done: never, at the log's end as it is, or when the log's writer has closed it."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class FollowerStats:
+    """One moment of a sink."""
+
+    sink: str
+    state: State
+    seq: int
+    """The last batch that it has had; -1: none."""
+    ts: int | None
+    """When that batch was made, nanoseconds since 1970; None: before this process began."""
+    batches: int
+    """Taken since this process began."""
+    events: int
+    errors: int
+    """Times that it raised."""
+    last_error: str | None
+
+
+class SinkFollower:
+    """Gives the batches of a log to the sink that `url` names, on a thread of its own.
+
+    Raises SinkURLError, and NotPublishable for what only an engine can know.
+    """
+
+    def __init__(
+        self, log: Path, url: str, state_dir: Path, *, until: Until = "stopped", poll_seconds: float = 0.005
+    ) -> None:
+        self.name = str(SinkURL.parse(url))
+        self.failure: BaseException | None = None
+        """Why it has ended, if not because it was told to, or came to the end."""
+        self._log, self._url, self._state_dir = log, url, state_dir
+        self._until, self._poll_seconds = until, poll_seconds
+        self._sink: Sink = self._made(SinkContext(0, 1, state_dir=state_dir))
+        self._stopping = threading.Event()
+        self._delivery = Delivery(self.name, self._stopping)
+        self._file = None if isinstance(self._sink, RouterFeed) else PositionFile(state_dir, self.name)
+        self._epoch: Epoch | None = None
+        """Of the last batch that was met."""
+        self._concealed = False
+        """Whether batches are withheld, because the sink needs tokens and they have none."""
+        self._has_begun = self._is_live = self._is_finished = False
+        """Whether a sink was made, whether it has been opened, whether all is done."""
+        self._seq = -1
+        self._ts: int | None = None
+        self._saved: Position | None = None
+        self._saved_at = 0.0
+        self._state: State = "waiting"
+        self._batches = self._events = 0
+        self._thread = threading.Thread(target=self._run, name=f"kvcache-publish-{self.name}", daemon=True)
+
+    # --- any thread -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether `start` was called."""
+        return self._thread.ident is not None
+
+    def ask_to_stop(self) -> None:
+        """End behind the batch at work."""
+        self._stopping.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until it has ended; False if it has not."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self._state == "ended"
+
+    def stats(self) -> FollowerStats:
+        """The counters of this moment."""
+        delivery = self._delivery
+        state: State = "failing" if delivery.failures and self._state == "running" else self._state
+        return FollowerStats(
+            self.name,
+            state,
+            self._seq,
+            self._ts,
+            self._batches,
+            self._events,
+            delivery.errors,
+            delivery.last_error,
+        )
+
+    # --- its thread: where to begin ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not (self._stopping.is_set() or self._is_finished):
+                start = self._find_start()
+                if start is not None:
+                    self._follow(start)
+                else:
+                    self._stopping.wait(self._poll_seconds)
+        except BaseException as error:  # noqa: BLE001  whoever waits for this thread is to hear of it
+            gone = isinstance(error, FileNotFoundError) and not self._log.is_dir()
+            self.failure = LogReplaced(self._log) if gone else error
+            self._let_routers_forget()
+        finally:
+            self._end()
+
+    def _find_start(self) -> Start | None:
+        """Where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
+        if self._file is None:
+            return last_epoch(self._log)
+        if not self._has_begun:
+            self._saved = self._file.open()
+        return behind(self._log, self._position() or self._saved)
+
+    def _follow(self, start: Start) -> None:
+        """Read on from there, until all is done, the sink has to be made anew, or the log was cut."""
+        first = self._begin(start)
+        reader = LogReader(
+            self._log,
+            follow=True,
+            stop=lambda: self._idle(reader),
+            start=first,
+            poll_seconds=self._poll_seconds,
+        )
+        try:
+            for batch in reader:
+                if self._stopping.is_set() or not self._meet(batch) or not self._give(batch):
+                    return
+        except LogDamaged:
+            if not self._was_cut():
+                raise
+
+    def _begin(self, start: Start) -> int:
+        """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
+        epoch, first = start.epoch, start.seq
+        self._state = "catching up"
+        sink = self._made(epoch.context(self._state_dir))
+        if not self._has_begun and getattr(sink, "needs_tokens", None) and not epoch.has_tokens:
+            raise NoTokens(str(self._log), self.name)
+        self._delivery.use(sink)
+        self._sink, self._epoch, self._concealed = sink, epoch, False
+        self._has_begun, self._is_live = True, self._file is not None
+        if not self._is_live:
+            return first
+        known = self._position() or self._saved
+        if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
+            # It may have had more than was noted before the process was killed.
+            first = max(first, sink.resume(first - 1) + 1)
+        if self._delivery.open():
+            if start.removed:
+                self._tell_of_gap(start)
+            self._seq = first - 1
+            self._save()
+        return first
+
+    def _made(self, context: SinkContext) -> Sink:
+        sink = open_sink(self._url, context)
+        if context.salts.wanted:
+            reason = "salts=plain needs the salts themselves, of which a log has digests only: leave it out"
+            raise NotPublishable(self.name, reason)
+        return sink
+
+    def _was_cut(self) -> bool:
+        """Whether the segments were removed that would have been read next."""
+        paths = segment_paths(self._log)
+        return bool(paths) and first_seq(paths[0]) > self._seq + 1
+
+    # --- its thread: batches ----------------------------------------------------------------------------
+
+    def _meet(self, batch: EventBatch) -> bool:
+        """Look whether an epoch begins; False if it is one that the sink was not made for."""
+        epoch = Epoch.of(batch)
+        if epoch is None or self._epoch is None:
+            return True
+        fits = epoch.suits(self._epoch)
+        self._epoch = epoch
+        self._concealed = bool(getattr(self._sink, "needs_tokens", None)) and not epoch.has_tokens
+        if self._concealed:
+            _log.error("log_without_tokens", log=str(self._log), sink=self.name, epoch=epoch.number)
+            if isinstance(self._sink, RouterFeed):
+                self._sink.restate()
+        return fits
+
+    def _give(self, batch: EventBatch) -> bool:
+        """Have the sink take a batch; False if it was told to stop before."""
+        given = self._as_given(batch)
+        if isinstance(self._sink, RouterFeed):
+            # It only folds, which is done once or not at all; it may not be open yet.
+            self._sink.write(given)
+        elif not self._delivery.write(given):
+            return False
+        self._seq, self._ts = batch.seq, batch.ts
+        self._batches += 1
+        self._events += len(batch.events)
+        if self._is_live:
+            self._delivery.tick()
+            if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
+                self._save()
+        return True
+
+    def _as_given(self, batch: EventBatch) -> EventBatch:
+        if self._concealed:
+            return _gap(batch.seq, batch.seq, batch.ts, "the log has no token ids")
+        return batch_without_tokens(batch) if getattr(self._sink, "needs_tokens", None) is False else batch
+
+    def _tell_of_gap(self, start: Start) -> None:
+        last = start.seq - 1
+        _log.warning(
+            "log_was_cut",
+            log=str(self._log),
+            sink=self.name,
+            first_seq=start.seq - start.removed,
+            last_seq=last,
+        )
+        self._delivery.write(_gap(start.seq - start.removed, last, 0, "removed from the log"))
+
+    def _idle(self, reader: LogReader) -> bool:
+        """Asked by the reader at the end of what there is: whether to stop."""
+        if self._stopping.is_set():
+            return True
+        if not self._is_live:
+            self._is_live = self._delivery.open()
+        self._state = "running"
+        self._delivery.tick()
+        if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
+            self._save()
+        self._is_finished = self._until == "end" or (self._until == "closed" and reader.closed)
+        return self._is_finished
+
+    # --- its thread: what is kept, and the end ----------------------------------------------------------
+
+    def _position(self) -> Position | None:
+        if self._epoch is None:
+            return None
+        return Position(self._epoch.log_id.hex(), self._epoch.number, self._seq)
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        position = self._position()
+        if self._file is None or position is None or position == self._saved:
+            return
+        try:
+            self._file.save(position)
+            self._saved = position
+        except OSError as error:
+            _log.warning("position_not_saved", sink=self.name, reason=error.strerror or type(error).__name__)
+
+    def _let_routers_forget(self) -> None:
+        """Whatever they were told may be wrong soon, and nothing more will be said."""
+        if isinstance(self._sink, RouterFeed) and self._delivery.is_open:
+            with suppress(Exception):  # it may be what has failed
+                self._sink.write(_gap(self._seq + 1, self._seq + 1, 0, "the log cannot be read"))
+                self._sink.restate()
+
+    def _end(self) -> None:
+        self._delivery.close()
+        if self._has_begun:
+            self._save()
+        if self._file is not None:
+            self._file.close()
+        self._state = "ended"
+
+
+def _gap(first: int, last: int, ts: int, reason: str) -> EventBatch:
+    """What stands for batches that the sink cannot have."""
+    return EventBatch(last, ts, (Gap(first_seq=first, last_seq=last, reason=reason),))
