@@ -21,9 +21,9 @@ from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 _LIVE_SECONDS = 0.2
 """Between two looks of a person at a terminal."""
 _EPILOG = """\
-The engine pays for its log only: no sink, reader or flood can touch it. Start this before the engine or after it; it may
-restart (and continue its log), and so may this. Every sink goes on where it was, by a file in --state; routers are
-told "cleared" and the whole state whenever this starts.
+The engine pays for its log only: no sink, reader or flood can touch it. Start this before the engine or after it. The
+engine may restart (and continue its log), and so may this: every sink goes on where it was, by a file in --state, and
+routers are told "cleared" and the whole state whenever this starts.
 
 A sink that is slow, fails or hangs falls behind in the log, holds up no other, and loses nothing: what it did not take
 is offered again. How far each is behind is told on stderr, in one line on a terminal.

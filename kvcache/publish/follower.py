@@ -173,7 +173,7 @@ class SinkFollower:
 
     def _begin(self, start: Start) -> int:
         """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
-        epoch, first = start.epoch, start.seq
+        epoch, first, known = start.epoch, start.seq, self._position() or self._saved
         self._state = "catching up"
         sink = self._made(epoch.context(self._state_dir))
         if not self._has_begun and getattr(sink, "needs_tokens", None) and not epoch.has_tokens:
@@ -183,7 +183,6 @@ class SinkFollower:
         self._has_begun, self._is_live = True, self._file is not None
         if not self._is_live:
             return first
-        known = self._position() or self._saved
         if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
             # It may have had more than was noted before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)

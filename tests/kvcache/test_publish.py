@@ -1,0 +1,565 @@
+"""Following a log: where sinks begin and go on, what they get where the log has a hole, and what happens when they fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from events.errors import LogDamaged, NotALog
+from events.log import LogReader, LogWriter
+from events.log.epochs import beginnings
+from events.log.head import LogHead
+from events.types import EventBatch, Gap
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.fold.residency import resident_names
+from kvcache.publish.errors import BeginningRemoved, LogReplaced, NoTokens, NotPublishable
+from kvcache.publish.publisher import Publisher, PublishStats
+from sinks import SinkContext, SinkError, SinkURL, registry
+from sinks.base import SinkURLError
+from sinks.file import FileOptions, FileSink
+from sinks.router.feed import FeedBatch, RouterFeed
+from sinks.router.numbers import FeedNumbers
+from tests.chaos import wait_until
+
+CONFIG = KVCacheConfig(
+    max_sequence_length=64, tokens_per_block=2, primary_blocks=64, block_hash="v2_sha256_64", model="m"
+)
+
+
+def write(
+    log: Path, requests: int = 5, *, first: int = 0, close: bool = True, **options: Any
+) -> KVCacheManager:
+    """An epoch of a log: each request stores blocks of its own, in a batch of its own."""
+    writer = LogWriter(log, resume=True, **options)
+    manager = KVCacheManager(CONFIG, log=writer)
+    for number in range(first, first + requests):
+        manager.add_sequence(number, [100 + number] * 7)
+        manager.store_context_blocks(number, 7)
+        manager.remove_sequence(number)
+        manager.flush()
+    writer.flush()
+    if close:
+        manager.close()
+    return manager
+
+
+class Collector:
+    """A sink that keeps what it gets; tests tell it to fail or to hang."""
+
+    needs_tokens: bool | None = None
+
+    def __init__(self) -> None:
+        self.batches: list[EventBatch] = []
+        self.opened = 0
+        self.fail: Callable[[], None] = lambda: None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def open(self) -> None:
+        self.opened += 1
+
+    def write(self, batch: EventBatch) -> None:
+        self.gate.wait()
+        self.fail()
+        self.batches.append(batch)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    @property
+    def seqs(self) -> list[int]:
+        return [batch.seq for batch in self.batches]
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        found = [event for batch in self.batches for event in batch.events if isinstance(event, Gap)]
+        return [(gap.first_seq, gap.last_seq) for gap in found]
+
+
+class Told:
+    """A feed's transport that folds changes into what routers would hold."""
+
+    subscribers = 0
+
+    def __init__(self) -> None:
+        self.batches: list[FeedBatch] = []
+        self.opened = 0
+
+    def open(self, next_seq: int) -> None:
+        self.opened += 1
+
+    def send(self, batch: FeedBatch) -> None:
+        self.batches.append(FeedBatch(batch.seq, batch.ts, list(batch.changes), batch.groups))
+
+    def tick(self, take_state: object) -> None:
+        """Nobody to look after."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    @property
+    def kinds(self) -> list[str]:
+        return [type(change).__name__ for batch in self.batches for change in batch.changes]
+
+    @property
+    def names(self) -> set[int]:
+        names: set[int] = set()
+        for change in (change for batch in self.batches for change in batch.changes):
+            if type(change).__name__ == "Cleared":
+                names.clear()
+                continue
+            parts = [change.names[at : at + 8] for at in range(0, len(change.names), 8)]  # type: ignore[union-attr]
+            told = {int.from_bytes(part, "big") for part in parts}
+            names = names | told if type(change).__name__ == "Stored" else names - told
+        return names
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What stands for a URL: `x:a` is a `Collector`, `feed:a` a feed over `Told`; by their paths."""
+    made: dict[str, Any] = {}
+    factory = registry._factory
+
+    def collector(url: SinkURL, context: SinkContext) -> Any:
+        return made.setdefault(url.path, Collector())
+
+    def feed(url: SinkURL, context: SinkContext) -> Any:
+        told = made.setdefault(url.path, Told())
+        numbers = FeedNumbers(None, first=len(told.batches))
+        return RouterFeed(told, numbers, coalesce_seconds=0, heartbeat_seconds=0)
+
+    own: dict[str, Any] = {"x": collector, "feed": feed}
+    monkeypatch.setattr(registry, "_factory", lambda url: own.get(url.scheme) or factory(url))
+    return made
+
+
+class Running:
+    """A publisher on a thread of its own."""
+
+    def __init__(self, log: Path, *urls: str, **options: Any) -> None:
+        self.publisher = Publisher(log, urls, **options)
+        self.stopping, self.error = threading.Event(), None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.publisher.run(self.stopping.is_set)
+        except BaseException as error:
+            self.error = error  # type: ignore[assignment]
+
+    def stop(self) -> PublishStats:
+        self.stopping.set()
+        self.thread.join()
+        return self.publisher.stats()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def once(log: Path, *urls: str, **options: Any) -> PublishStats:
+    publisher = Publisher(log, urls, until="end", **options)
+    publisher.run()
+    return publisher.stats()
+
+
+class TestWhereSinksBegin:
+    """A sink gets every batch of the log, once; a feed the state."""
+
+    def test_goes_on_where_it_was(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Several runs together give a sink each batch once, over the epochs of the log."""
+        log = tmp_path / "log"
+        write(log)
+        once(log, "x:a")
+        write(log, first=5)
+        stats = once(log, "x:a")
+        assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)]
+        assert sinks["a"].gaps == []
+        [lag] = stats.sinks
+        assert (lag.batches, lag.follower.state, lag.follower.seq) == (0, "ended", sinks["a"].seqs[-1])
+
+    def test_each_sink_has_its_own_place(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """A sink that comes later gets the log from its beginning."""
+        log = tmp_path / "log"
+        write(log)
+        once(log, "x:a", state_dir=tmp_path / "state")
+        once(log, "x:a", "x:b", state_dir=tmp_path / "state")
+        assert sinks["a"].seqs == sinks["b"].seqs == [batch.seq for batch in LogReader(log)]
+        assert [path.name for path in log.iterdir() if path.suffix == ".json"] == []
+
+    def test_another_log_is_begun_at_its_beginning(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Numbers of another log mean nothing."""
+        log = tmp_path / "log"
+        write(log)
+        once(log, "x:a", state_dir=tmp_path / "state")
+        shutil.rmtree(log)
+        write(log, 2)
+        before = len(sinks["a"].batches)
+        once(log, "x:a", state_dir=tmp_path / "state")
+        assert sinks["a"].seqs[before:] == [batch.seq for batch in LogReader(log)]
+
+    def test_batches_that_a_crash_took_back(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Where the next epoch uses their numbers again, the sink gets those of the next epoch."""
+        log = tmp_path / "log"
+        write(log, close=False)
+        shutil.copytree(log, tmp_path / "cut")
+        once(log, "x:a", state_dir=tmp_path / "state")
+        [segment] = (tmp_path / "cut").glob("*.kvlog")
+        segment.write_bytes(segment.read_bytes()[:-10])
+        write(tmp_path / "cut", 3)
+        second = beginnings(tmp_path / "cut")[1].seq
+        before = len(sinks["a"].batches)
+        assert second <= sinks["a"].seqs[-1]
+        once(tmp_path / "cut", "x:a", state_dir=tmp_path / "state")
+        assert sinks["a"].seqs[before:] == list(range(second, sinks["a"].seqs[-1] + 1))
+
+    def test_a_feed_tells_the_state_and_no_history(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """After a restart comes "cleared" and what is resident, and nothing that is not any more."""
+        log = tmp_path / "log"
+        manager = write(log, 40)
+        once(log, "feed:a")
+        assert sinks["a"].names == resident_names(manager.state, 0)
+        assert sinks["a"].kinds.count("Cleared") == 1
+        assert "Removed" not in sinks["a"].kinds
+        assert any(
+            type(event).__name__ == "BlocksRemoved" for batch in LogReader(log) for event in batch.events
+        )
+
+    def test_a_feed_reads_the_last_epoch_only(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Epochs before it may be gone."""
+        log = tmp_path / "log"
+        write(log)
+        manager = write(log, first=5)
+        min(log.glob("*.kvlog")).unlink()
+        once(log, "feed:a")
+        assert sinks["a"].names == resident_names(manager.state, 0) != set()
+
+
+class TestHoles:
+    """What of the log is not there, or was not recorded."""
+
+    def test_removed_segments(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """A sink goes on at the next epoch that is there, behind a gap over what it will not get."""
+        log = tmp_path / "log"
+        write(log, 2)
+        write(log, 2)
+        second = beginnings(log)[1].seq
+        min(log.glob("*.kvlog")).unlink()
+        once(log, "x:a")
+        assert sinks["a"].gaps == [(0, second - 1)]
+        assert sinks["a"].seqs == [second - 1, *(batch.seq for batch in LogReader(log, start=second))]
+
+    def test_segments_removed_while_a_sink_hangs(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """One that is too far behind gets a gap, and goes on."""
+        log = tmp_path / "log"
+        write(log, 30, segment_bytes=2000)
+        sinks["a"] = Collector()
+        sinks["a"].gate.clear()
+        with Running(log, "x:a"):
+            write(log, 2)
+            second = beginnings(log)[1].seq
+            for path in sorted(log.glob("*.kvlog"))[:-1]:
+                path.unlink()
+            sinks["a"].gate.set()
+            wait_until(lambda: bool(sinks["a"].gaps), "no gap is told")
+            last = [batch.seq for batch in LogReader(log, start=second)][-1]
+            wait_until(lambda: sinks["a"].seqs[-1] == last, "it does not go on")
+        [(first, gap_last)] = sinks["a"].gaps
+        assert gap_last == second - 1
+        assert sinks["a"].seqs == [*range(first), second - 1, *range(second, last + 1)]
+
+    def test_the_beginning_of_the_last_epoch_is_gone(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Then nothing can be understood, and the error says what to do."""
+        log = tmp_path / "log"
+        write(log, 30, segment_bytes=2000)
+        min(log.glob("*.kvlog")).unlink()
+        for url in ("x:a", "feed:b"):
+            with pytest.raises(BeginningRemoved, match="restart the engine"):
+                once(log, url)
+
+    def test_damage_makes_routers_forget(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Routers that have been told the state are told "cleared" when what follows cannot be read."""
+        log = tmp_path / "log"
+        write(log)
+        with Running(log, "feed:a") as running:
+            wait_until(lambda: "a" in sinks and sinks["a"].names != set(), "nothing is told")
+            shutil.copytree(log, tmp_path / "copy")
+            write(tmp_path / "copy", 2)
+            damaged = max((tmp_path / "copy").glob("*.kvlog"))
+            content = bytearray(damaged.read_bytes())
+            content[70] ^= 1
+            (log / damaged.name).write_bytes(content)
+            wait_until(lambda: running.error is not None, "nobody notices")
+        assert isinstance(running.error, LogDamaged)
+        assert sinks["a"].names == set()
+
+    def test_a_torn_tail_is_waited_at(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """What the engine's next start cuts off was never told, and what it writes then is."""
+        log = tmp_path / "log"
+        write(log, close=False)
+        [segment] = log.glob("*.kvlog")
+        whole = [batch.seq for batch in LogReader(log)]
+        shutil.copytree(log, tmp_path / "torn")
+        torn = tmp_path / "torn" / segment.name
+        torn.write_bytes(torn.read_bytes()[:-10])
+        with Running(tmp_path / "torn", "x:a"):
+            wait_until(
+                lambda: "a" in sinks and sinks["a"].seqs == whole[:-1], "the whole batches do not come"
+            )
+            write(tmp_path / "torn", 2)
+            wait_until(lambda: len(sinks["a"].seqs) > len(whole), "the next epoch does not come")
+        assert sinks["a"].seqs == [batch.seq for batch in LogReader(tmp_path / "torn")]
+
+    def test_a_log_without_tokens(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """A feed refuses it at the start; told of it by a new epoch, routers forget, until one with tokens begins."""
+        log = tmp_path / "log"
+        write(log)
+        with Running(log, "feed:a") as running:
+            wait_until(lambda: "a" in sinks and sinks["a"].names != set(), "nothing is told")
+            write(log, record_tokens=False)
+            wait_until(lambda: sinks["a"].names == set(), "routers do not forget")
+            manager = write(log)
+            names = resident_names(manager.state, 0)
+            wait_until(lambda: sinks["a"].names == names, "the next epoch is not told")
+        assert running.error is None
+        write(log, record_tokens=False)
+        with pytest.raises(NoTokens, match=r"log\.record_tokens"):
+            once(log, "feed:b")
+        once(log, "x:c")
+        assert sinks["c"].seqs == [batch.seq for batch in LogReader(log)]
+
+    def test_a_replaced_log(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Another log in the same place is told as such, and routers forget."""
+        log = tmp_path / "log"
+        write(log)
+        with Running(log, "x:a") as running:
+            wait_until(lambda: "a" in sinks and len(sinks["a"].seqs) > 3, "nothing is told")
+            log.rename(tmp_path / "old")
+            write(log)
+            wait_until(lambda: running.error is not None, "nobody notices")
+        assert isinstance(running.error, LogReplaced)
+
+    @pytest.mark.parametrize("kind", ["file", "directory"])
+    def test_no_log(self, tmp_path: Path, kind: str) -> None:
+        """What is no log is not waited for; nor, with until="end", what is not there."""
+        place = tmp_path / "log"
+        if kind == "file":
+            place.write_text("x")
+        else:
+            place.mkdir()
+            (place / "x").write_text("x")
+        with pytest.raises(NotALog):
+            Publisher(place, ["stdout:"])
+        with pytest.raises(NotALog):
+            once(tmp_path / "missing", "stdout:")
+
+
+class TestSinksThatFail:
+    """What a sink did not take is offered again; the others do not notice."""
+
+    def test_a_hanging_sink_holds_up_no_other(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """While one hangs, others get everything; it is told as behind, and when it goes on it has lost nothing."""
+        log = tmp_path / "log"
+        sinks["a"] = Collector()
+        sinks["a"].gate.clear()
+        with Running(log, "x:a", "x:b", "feed:c") as running:
+            manager = write(log, 50, close=False)
+            names, last = resident_names(manager.state, 0), manager.stats().batches - 1
+            wait_until(lambda: "b" in sinks and sinks["b"].seqs[-1:] == [last], "b is held up")
+            wait_until(lambda: sinks["c"].names == names, "c is held up")
+            stats = running.publisher.stats()
+            assert [lag.batches for lag in stats.sinks] == [last + 1, 0, 0]
+            sinks["a"].gate.set()
+            wait_until(lambda: sinks["a"].seqs == sinks["b"].seqs, "a does not get what it missed")
+        manager.close()
+
+    def test_one_that_hangs_is_left_behind_at_the_end(
+        self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Closing waits a while, and for all of them together."""
+        monkeypatch.setattr("kvcache.publish.publisher._CLOSE_SECONDS", 0.3)
+        log = tmp_path / "log"
+        write(log)
+        sinks["a"] = Collector()
+        sinks["a"].gate.clear()
+        running = Running(log, "x:a", "x:b")
+        wait_until(lambda: "b" in sinks and len(sinks["b"].seqs) > 3, "b is held up")
+        begun = time.monotonic()
+        running.stop()
+        assert time.monotonic() - begun < 2
+        sinks["a"].gate.set()
+
+    def test_a_failing_sink_is_tried_until_it_takes(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """It is closed, opened again, and offered the same batch: nothing is lost, and the errors are counted."""
+        log = tmp_path / "log"
+        write(log)
+        sinks["a"] = Collector()
+        left = 7
+
+        def fail() -> None:
+            nonlocal left
+            left -= 1
+            if left > 0:
+                raise OSError(28, "made up")
+
+        sinks["a"].fail = fail
+        with Running(log, "x:a") as running:
+            wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 2, "it does not fail")
+            wait_until(lambda: len(sinks["a"].seqs) > 4, "it is not tried again")
+            stats = running.publisher.stats().sinks[0].follower
+        assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)]
+        assert sinks["a"].opened == 2
+        assert (stats.errors, stats.state) == (6, "running")
+        assert "made up" in str(stats.last_error)
+
+    def test_one_that_cannot_be_opened_ends_it(self, tmp_path: Path) -> None:
+        """At the start, when somebody is there to see it."""
+        log = tmp_path / "log"
+        write(log)
+        with pytest.raises(SinkError, match="no such directory"):
+            once(log, f"file:{tmp_path}/missing/e.jsonl")
+
+    def test_what_no_log_can_serve(self, tmp_path: Path) -> None:
+        """Wrong URLs are told before the log is waited for, as are plain salts, and two sinks of one name."""
+        with pytest.raises(SinkURLError, match="unknown scheme"):
+            Publisher(tmp_path / "log", ["zmq:"])
+        with pytest.raises(NotPublishable, match="digests only"):
+            Publisher(tmp_path / "log", ["zmq+pub://127.0.0.1:5557?salts=plain"])
+        with pytest.raises(NotPublishable, match="told apart"):
+            Publisher(tmp_path / "log", ["file:a?tokens=1", "file:a"])
+
+    def test_one_process_per_sink(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """A second publisher of the same sink is refused, and told by whom it is served."""
+        log = tmp_path / "log"
+        write(log)
+        with Running(log, "x:a"):
+            wait_until(lambda: "a" in sinks and len(sinks["a"].seqs) > 3, "nothing is told")
+            with pytest.raises(SinkError, match="is served by process"):
+                once(log, "x:a")
+
+    def test_a_damaged_position(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Nobody guesses what the sink has had."""
+        log = tmp_path / "log"
+        write(log)
+        once(log, "x:a")
+        [path] = log.glob("publish-*.json")
+        path.write_text(path.read_text()[:-5])
+        with pytest.raises(SinkError, match="damaged"):
+            once(log, "x:a")
+
+    def test_memory_is_bounded_while_a_sink_hangs(
+        self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A sink that hangs holds one batch: the log is the queue."""
+        decoded = 0
+        read = LogReader.__iter__
+
+        def counted(self: LogReader) -> Any:
+            nonlocal decoded
+            for batch in read(self):
+                decoded += 1
+                yield batch
+
+        monkeypatch.setattr(LogReader, "__iter__", counted)
+        log = tmp_path / "log"
+        write(log, 60)
+        sinks["a"] = Collector()
+        sinks["a"].gate.clear()
+        with Running(log, "x:a"):
+            wait_until(
+                lambda: decoded == 2, "it does not begin"
+            )  # the first one twice: it tells what to begin with
+            threading.Event().wait(0.2)
+            assert decoded == 2
+            sinks["a"].gate.set()
+
+
+class TestFile:
+    """A file that goes on where a killed process has left it."""
+
+    def test_takes_up_behind_its_last_whole_line(self, tmp_path: Path) -> None:
+        """What the position file did not know yet is not written again; a torn line is."""
+        log, path = tmp_path / "log", tmp_path / "e.jsonl"
+        write(log)
+        once(log, f"file:{path}")
+        [state] = log.glob("publish-*.json")
+        whole = path.read_text()
+        content = json.loads(state.read_text())
+        content["position"]["seq"] = 1
+        state.write_text(json.dumps(content))
+        once(log, f"file:{path}")
+        assert path.read_text() == whole
+        state.write_text(json.dumps(content))
+        lines = whole.splitlines(keepends=True)
+        path.write_text("".join(lines[:4]) + lines[4][:20])
+        once(log, f"file:{path}")
+        assert path.read_text().splitlines() == [
+            *whole.splitlines()[:4],
+            lines[4][:20],
+            *whole.splitlines()[4:],
+        ]
+
+    def test_a_file_of_somebody_else_is_refused(self, tmp_path: Path) -> None:
+        """A first run does not append to what is there."""
+        write(tmp_path / "log")
+        (tmp_path / "e.jsonl").write_text("kept\n")
+        with pytest.raises(SinkError, match="is not empty"):
+            once(tmp_path / "log", f"file:{tmp_path}/e.jsonl")
+
+    @pytest.mark.parametrize("length", [10, 70_000, 300_000])
+    @pytest.mark.parametrize("before", [0, 1, 70_000])
+    def test_lines_of_any_length(self, tmp_path: Path, length: int, before: int) -> None:
+        """The last line is found, however long it and the one before are."""
+        path = tmp_path / "e.jsonl"
+        lines = [json.dumps({"seq": 7, "x": "y" * before})] if before else []
+        path.write_text("".join(f"{line}\n" for line in [*lines, json.dumps({"x": "y" * length, "seq": 8})]))
+        sink = FileSink(path, FileOptions(), 8)
+        assert sink.resume(3) == 8
+        assert sink.resume(9) == 9
+        path.write_text("torn")
+        assert sink.resume(3) == 3
+        path.unlink()
+        assert sink.resume(3) == 3
+
+
+class TestReadingFromTheMiddle:
+    """A reader that begins at a batch, and the end of a log without reading it."""
+
+    def test_from_any_batch(self, tmp_path: Path) -> None:
+        """The same batches as from the beginning, without those before; closed where the writer has closed."""
+        log = tmp_path / "log"
+        write(log, 30, segment_bytes=2000)
+        write(log, 10)
+        whole = list(LogReader(log))
+        for start in range(len(whole) + 3):
+            reader = LogReader(log, start=start)
+            assert list(reader) == whole[start:]
+            assert reader.closed
+            assert reader.end.kind == "clean"
+
+    def test_head(self, tmp_path: Path) -> None:
+        """It is that of the last batch, at any time, also behind a torn one."""
+        log, head = tmp_path / "log", LogHead(tmp_path / "log")
+        assert head.look() is None
+        for epoch in range(3):
+            manager = write(log, 20, segment_bytes=3000, close=False)
+            last = list(LogReader(log))[-1]
+            seen = head.look()
+            assert seen is not None
+            assert (seen.epoch, seen.seq, seen.ts, seen.closed) == (epoch, last.seq, last.ts, False)
+            manager.close()
+            last = list(LogReader(log))[-1]
+            seen = head.look()
+            assert seen is not None
+            assert (seen.seq, seen.ts, seen.closed) == (last.seq, last.ts, True)
+        head.close()
