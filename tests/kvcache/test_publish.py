@@ -1,4 +1,4 @@
-"""Following a log: where sinks begin and go on, what they get where the log has a hole, and what happens when they fail."""
+"""Following a log: where sinks begin and go on, what they get where it has a hole, and what happens when they fail."""
 
 from __future__ import annotations
 
