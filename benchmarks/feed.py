@@ -196,10 +196,10 @@ def report(results: dict[str, list[dict[str, Any]]], forward: float) -> dict[str
             "late_ms_p99": statistics.median(quantile(run["late"], 0.99) for run in runs),
             "missing": sum(run["missing"] for run in runs),
         }
-    base = table["none"]["step_ms_mean"] + forward * 1e3 if "none" in table else None
-    for values in table.values():
-        if base is not None:
-            values["step_longer_percent"] = (values["step_ms_mean"] + forward * 1e3 - base) / base * 100
+    for kind in ("mean", "p50"):
+        for values in table.values() if "none" in table else ():
+            base = table["none"][f"step_ms_{kind}"] + forward * 1e3
+            values[f"{kind}_longer_%"] = (values[f"step_ms_{kind}"] + forward * 1e3 - base) / base * 100
     return table
 
 
@@ -230,9 +230,9 @@ def main() -> None:
         print(json.dumps(table, indent=2))
         return
     names = list(next(iter(table.values())))
-    print(f"{'':12}" + "".join(f"{name:>21}" for name in names))
+    print(f"{'':12}" + "".join(f"{name:>17}" for name in names))
     for mode, values in table.items():
-        print(f"{mode:12}" + "".join(f"{values[name]:21.3f}" for name in names))
+        print(f"{mode:12}" + "".join(f"{values[name]:17.3f}" for name in names))
 
 
 if __name__ == "__main__":
