@@ -94,8 +94,9 @@ class Sink(Protocol):
     # queue is full (`sinks.queue.Overflow`), where the runner is not told; `reopen()`, called when the application
     # says so (`KVCacheManager.reopen_sinks`), as at SIGHUP; `resume(last_seq)`, called before `open` where an
     # earlier process has given it the batches up to this one of the same log (`kvcache publish`), which returns the
-    # last one that it has indeed, if it can tell; and `needs_tokens`: True if token ids, which are the prompts, are
-    # what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
+    # last one that it has indeed, if it can tell; `folds`: True if it makes something of all batches since an epoch
+    # began, so that `kvcache publish` gives it those, and before `open`; and `needs_tokens`: True if token ids, which
+    # are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
     # One that does not say, or says None, gets them unless `log.record_tokens` is false. And `watch(probe)`, by which a
     # process that knows more of the cache than its events say lets itself be asked (`Probe`).
 

@@ -3,8 +3,8 @@
 The log is the queue: a sink that is slow, fails or hangs falls behind in it, holds up nobody, takes no memory, and
 loses nothing. A batch may come twice where the sink had taken half of it, or the process was killed; its number tells.
 
-A feed for routers is a fold: it begins with the state at the beginning of the log's last epoch, silently, and when it
-has got to the end it is opened, and routers are told the whole state as of then.
+A feed for routers folds, and so does what counts: such a sink begins with the beginning of the log's last epoch, in
+silence, and is opened when it has got to the end. Then routers are told the whole state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class SinkFollower:
         self._sink: Sink = self._made(SinkContext(0, 1, state_dir=state_dir))
         self._stopping = threading.Event()
         self._delivery = Delivery(self.name, self._stopping)
-        self._file = None if isinstance(self._sink, RouterFeed) else PositionFile(state_dir, self.name)
+        self._folds = bool(getattr(self._sink, "folds", False))
+        self._file = None if self._folds else PositionFile(state_dir, self.name)
         self._epoch: Epoch | None = None
         """Of the last batch that was met."""
         self._concealed = False
@@ -224,8 +225,8 @@ class SinkFollower:
     def _give(self, batch: EventBatch) -> bool:
         """Have the sink take a batch; False if it was told to stop before."""
         given = self._as_given(batch)
-        if isinstance(self._sink, RouterFeed):
-            # It only folds, which is done once or not at all; it may not be open yet.
+        if self._folds:
+            # That is done once or not at all; the sink may not be open yet.
             self._sink.write(given)
         elif not self._delivery.write(given):
             return False

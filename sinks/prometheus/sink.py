@@ -35,6 +35,8 @@ class PrometheusOptions(msgspec.Struct, frozen=True):
 class PrometheusSink:
     """Counts what batches say, and serves that to whoever asks."""
 
+    folds = True
+    """Its counters are those since the engine began, also where it is not in the engine's process."""
     needs_tokens = False
 
     def __init__(self, host: str, port: int, options: PrometheusOptions, model: str) -> None:

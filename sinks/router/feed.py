@@ -86,6 +86,8 @@ class RouterFeed:
 
     overflow: Overflow = "drop_newest"
     """Asked of the runner: what was lost lies in one piece, after which the fold waits for the whole state."""
+    folds = True
+    """Its `write` may be called before it is open."""
     needs_tokens = True
     """Routers find blocks by the tokens in them."""
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from sinks.base import SinkURLError
 from sinks.file import FileOptions, FileSink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
-from tests.chaos import wait_until
+from tests.chaos import free_port, wait_until
 
 CONFIG = KVCacheConfig(
     max_sequence_length=64, tokens_per_block=2, primary_blocks=64, block_hash="v2_sha256_64", model="m"
@@ -83,6 +84,15 @@ class Collector:
         return [(gap.first_seq, gap.last_seq) for gap in found]
 
 
+class FoldingCollector(Collector):
+    """One that needs all of an epoch, before it is opened."""
+
+    folds = True
+
+    def open(self) -> None:
+        self.opened = len(self.batches)
+
+
 class Told:
     """A feed's transport that folds changes into what routers would hold."""
 
@@ -135,7 +145,10 @@ def sinks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         numbers = FeedNumbers(None, first=len(told.batches))
         return RouterFeed(told, numbers, coalesce_seconds=0, heartbeat_seconds=0)
 
-    own: dict[str, Any] = {"x": collector, "feed": feed}
+    def folding(url: SinkURL, context: SinkContext) -> Any:
+        return made.setdefault(url.path, FoldingCollector())
+
+    own: dict[str, Any] = {"x": collector, "feed": feed, "fold": folding}
     monkeypatch.setattr(registry, "_factory", lambda url: own.get(url.scheme) or factory(url))
     return made
 
@@ -171,6 +184,10 @@ def once(log: Path, *urls: str, **options: Any) -> PublishStats:
     publisher = Publisher(log, urls, until="end", **options)
     publisher.run()
     return publisher.stats()
+
+
+def _runs(publisher: Publisher) -> bool:
+    return publisher.stats().sinks[0].follower.state == "running"
 
 
 class TestWhereSinksBegin:
@@ -243,6 +260,32 @@ class TestWhereSinksBegin:
         min(log.glob("*.kvlog")).unlink()
         once(log, "feed:a")
         assert sinks["a"].names == resident_names(manager.state, 0) != set()
+
+    def test_what_counts_begins_with_the_epoch(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """Each time, and is opened when it has had all; nothing is kept of how far it was."""
+        log = tmp_path / "log"
+        write(log)
+        write(log, first=5)
+        epoch = [batch.seq for batch in LogReader(log, start=beginnings(log)[1].seq)]
+        for times in (1, 2):
+            once(log, "fold:a")
+            assert sinks["a"].seqs == epoch * times
+            assert sinks["a"].opened == len(sinks["a"].seqs)
+        assert list(log.glob("publish-*")) == []
+
+    def test_metrics_of_a_restarted_sidecar(self, tmp_path: Path) -> None:
+        """They are those that a sink in the engine's process would have."""
+        pytest.importorskip("prometheus_client")
+        from urllib.request import urlopen
+
+        log, port = tmp_path / "log", free_port()
+        write(log, 5)
+        for _ in range(2):
+            with Running(log, f"prometheus://127.0.0.1:{port}") as running:
+                wait_until(partial(_runs, running.publisher), "no metrics")
+                with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                    text = page.read().decode()
+            assert 'kvcache_requests_total{model="m"} 5.0' in text
 
 
 class TestHoles:
