@@ -25,7 +25,7 @@ from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
 from sinks import registry
 from sinks.file import FileOptions
-from sinks.router.zmq import ZMQOptions
+from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.columns import pack_i32
 from tests.conftest import ROOT, RunPython

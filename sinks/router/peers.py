@@ -26,6 +26,17 @@ MAX_CONNECTIONS = 1000
 SILENCE_SECONDS = 60.0
 """A complaint is logged once in this time, however often there is reason for it."""
 
+_BEGIN = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
+_REFUSAL = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "a key is not on the list of those that may connect",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "one end has no key, or the wrong one, or is no ZeroMQ",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before the keys were compared",
+}
+_REFUSALS = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
 _READABLE = int(zmq.POLLIN)
 _TCP_INFO = getattr(sockets, "TCP_INFO", None)
 _COUNTS = struct.Struct("=QQ")
@@ -53,17 +64,29 @@ class Complaints:
 
 
 class Peers:
-    """Who is connected to a bound socket. For the thread that owns the socket."""
+    """Who is connected to a socket. For the thread that owns the socket, which makes it before it binds or connects.
 
-    def __init__(self, socket: zmq.Socket[bytes], complaints: Complaints) -> None:
+    `told_of_refusals`: whether a connection that comes to nothing is worth a word. At an open port it is not: anybody
+    may knock there.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        complaints: Complaints,
+        *,
+        most: int = MAX_CONNECTIONS,
+        told_of_refusals: bool = False,
+    ) -> None:
         self._socket = socket
-        self._port = port_of(endpoint_of(socket))
         self._complaints = complaints
-        # What begins before this is asked for belongs to nobody, so it comes right after binding.
-        self._monitor = socket.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
-        self._most = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        events = _BEGIN | zmq.Event.DISCONNECTED
+        self._monitor = socket.get_monitor_socket(events | _REFUSALS if told_of_refusals else events)
+        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.connected: dict[int, float] = {}
         """Since when each is there."""
+        self.refused = 0
+        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
 
     def refresh(self) -> list[int]:
         """Note who came; returns those that left."""
@@ -71,9 +94,12 @@ class Peers:
         # What `poll` finds out, without making a poller for it.
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             message = recv_monitor_message(self._monitor)
-            connection = int(message["value"])
-            if message["event"] == zmq.Event.ACCEPTED:
+            connection, event = int(message["value"]), message["event"]
+            if event & _BEGIN:
                 self.connected[connection] = time.monotonic()
+            elif event in _REFUSAL:
+                self.refused += 1
+                self._complaints.tell("peer_refused", _REFUSAL[zmq.Event(event)])
             else:
                 self.connected.pop(connection, None)
                 left.append(connection)
@@ -93,7 +119,7 @@ class Peers:
         """End a connection; nothing happens to a descriptor that has become something else."""
         self._complaints.tell("peer_cut_off", reason)
         if connection is not None:
-            _hang_up(connection, self._port)
+            _hang_up(connection, port_of(endpoint_of(self._socket)))
 
     def close(self) -> None:
         """End the monitor; before the socket is closed."""
@@ -106,6 +132,14 @@ def connection_of(message: zmq.Frame) -> int | None:
     try:
         return int(message.get(zmq.MessageOption.SRCFD))
     except (zmq.ZMQError, ValueError):
+        return None
+
+
+def key_of(message: zmq.Frame) -> str | None:
+    """The public key of who sent it; None where nothing is encrypted."""
+    try:
+        return str(message.get("User-Id")) or None
+    except zmq.ZMQError:
         return None
 
 
@@ -127,12 +161,12 @@ def traffic(connection: int) -> tuple[int, int]:
 def _hang_up(connection: int, port: int) -> None:
     # A copy, so that what is looked at is what is ended, whoever closes the descriptor meanwhile.
     with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
-        if peer.getsockname()[1] == port:
+        if port in (peer.getsockname()[1], peer.getpeername()[1]):
             peer.shutdown(sockets.SHUT_RDWR)
 
 
 def endpoint_of(socket: zmq.Socket[bytes]) -> str:
-    """Where a socket was bound last, as in ``tcp://127.0.0.1:5557``."""
+    """Where a socket was bound or connected last, as in ``tcp://127.0.0.1:5557``."""
     return str(socket.get_string(zmq.LAST_ENDPOINT))
 
 

@@ -1,5 +1,8 @@
 """The socket on which a feed is published, and which tells whoever comes what there is before anything else.
 
+Readers come to it, or it connects to where a reader is bound, as many workers do with one router; once a connection
+stands, both are the same.
+
 It is an XPUB in manual mode: it hands over what subscribers say, and a subscription takes effect only when it is
 admitted. Just then one message can be sent to that subscriber alone. So a router that connects late, or again, hears
 of nothing that it cannot understand, and those that were there before are not disturbed.
@@ -14,13 +17,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 
 from events.formats.vllm import encode_seq
 from sinks.base import SinkError
-from sinks.router.peers import Complaints, Peers, connection_of, endpoint_of, port_of, traffic
+from sinks.router.peers import (
+    MAX_CONNECTIONS,
+    Complaints,
+    Peers,
+    connection_of,
+    endpoint_of,
+    port_of,
+    traffic,
+)
+from sinks.router.places import Place
 
 READ_AT_ONCE, READ_SECONDS = 1000, 0.003
 """What subscribers say is read in such portions, so that they cannot keep the feed from its work."""
@@ -33,6 +45,8 @@ IDLE_SECONDS = 1.0
 """While others wait, who takes nothing of its first message for so long is cut off."""
 LARGE_BYTES = 64 << 10
 REOPEN_SECONDS, REOPEN_TRIES = 1.0, 100
+CALL_AGAIN_SECONDS = 1.0
+"""ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
 
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 """Flags of a message's last frame and of the others, as plain numbers: combining flags of the enumeration takes longer
@@ -60,24 +74,45 @@ class _Told:
 
 
 class Publisher:
-    """Owns the XPUB that `bind` makes for a port. For one thread.
+    """Owns an XPUB at a place. For one thread.
 
-    `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing.
+    `newcomer_waits` says whether there is a subscriber to `admit`; until then it hears nothing. `make` makes the
+    socket, with all its options, but neither bound nor connected. `keyed` says that it is encrypted, `most_peers` how
+    many connections it may have.
     """
 
-    def __init__(self, bind: Callable[[int], zmq.Socket[bytes]], port: int) -> None:
-        self._bind = bind
+    def __init__(
+        self,
+        make: Callable[[], zmq.Socket[bytes]],
+        place: Place,
+        *,
+        keyed: bool = False,
+        most_peers: int = MAX_CONNECTIONS,
+    ) -> None:
+        self._make, self._place = make, place
+        self._keyed, self._most_peers = keyed, most_peers
         self._complaints = Complaints()
+        self._refused_before = 0
         self.topic = b""
-        self._open(port)
+        self._open()
 
-    def _open(self, port: int) -> None:
-        self._socket = self._bind(port)
+    def _open(self) -> None:
+        self._socket = self._make()
         _address_newcomers(self._socket, False)
         self._socket.copy_threshold = LARGE_BYTES
-        self._peers = Peers(self._socket, self._complaints)
-        self.endpoint = endpoint_of(self._socket)
-        self._port = port_of(self.endpoint)
+        place = self._place
+        told = self._keyed or place.connects
+        # What begins before a connection is asked about belongs to nobody, so this comes first.
+        self._peers = Peers(self._socket, self._complaints, most=self._most_peers, told_of_refusals=told)
+        try:
+            place.take(self._socket)
+        except BaseException:
+            self._peers.close()
+            self._socket.close(linger=0)
+            raise
+        self.endpoint = place.address if place.connects else endpoint_of(self._socket)
+        self._place = replace(place, port=port_of(self.endpoint))
+        self._turned_away_at: float | None = None
         self._newcomer: _Newcomer | None = None
         self._topics: dict[int, set[bytes]] = {}
         self._told: set[int] = set()
@@ -91,6 +126,11 @@ class Publisher:
         """Connections with at least one subscription."""
         return len(self._topics)
 
+    @property
+    def refused(self) -> int:
+        """Connections that came to nothing because of keys."""
+        return self._refused_before + self._peers.refused
+
     def send(self, seq: int, payload: bytes) -> None:
         """Publish to all that were admitted. Who has no room loses it."""
         # What `send_multipart` does, without looking at each frame twice and combining flags.
@@ -103,6 +143,8 @@ class Publisher:
         """See who is there, and who must go; to be called often."""
         self._forget_who_left()
         self._peers.police()
+        if self._place.connects and self._peers.refused:
+            self._call_again()
 
     def newcomer_waits(self) -> bool:
         """Hear what subscribers say, up to one that waits to be admitted, or as much as is bearable."""
@@ -202,13 +244,25 @@ class Publisher:
         if self._socket.poll(0):
             self._reopen("a peer sent what is no subscription")
 
+    def _call_again(self) -> None:
+        """Call who has turned us away: its list of keys may have grown."""
+        now = time.monotonic()
+        if self._turned_away_at is None:
+            self._turned_away_at = now
+        elif now - self._turned_away_at >= CALL_AGAIN_SECONDS:
+            self._open_anew()
+
     def _reopen(self, reason: str) -> None:
-        """Close the socket and bind again, once ZeroMQ has let go of the port, which it does in its own time."""
         self._complaints.tell("feed_reopened", reason)
+        self._open_anew()
+
+    def _open_anew(self) -> None:
+        """Close the socket and take its place again, once ZeroMQ has let go of it, which it does in its own time."""
+        self._refused_before += self._peers.refused
         self.close()
         for left in reversed(range(REOPEN_TRIES)):
             try:
-                self._open(self._port)
+                self._open()
             except SinkError:
                 if not left:
                     raise

@@ -12,8 +12,9 @@ number from the one they asked for get the state under the first of these number
 
 One answer at a time is for one reader, and the last request that it has made meanwhile waits for its end. A few
 answers are given at once, the others wait in line: no answer is better than an empty one, which says that nothing was
-missed. Nothing is sent where the socket would wait, and a reader that takes nothing for `stall_seconds` is cut off. So
-what waits to be sent is bounded, whatever is asked.
+missed. For the same reason who asks more often than `per_second` waits, too. Nothing is sent where the socket would
+wait, and a reader that takes nothing for `stall_seconds` is cut off. So what waits to be sent is bounded, whatever is
+asked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import zmq
 
 from events.diagnostics import get_logger
 from events.formats.vllm import END_OF_REPLAY, encode_seq
-from sinks.router.peers import Complaints, Peers, connection_of
+from sinks.router.pace import Pace
+from sinks.router.peers import MAX_CONNECTIONS, Complaints, Peers, connection_of, key_of
 from sinks.router.replay_ring import ReplayRing
 from sinks.router.snapshot import Encode, Join, Snapshot
 
@@ -47,6 +49,8 @@ MAX_PADDED = 10_000_000
 STOP_POLL_MS = 20
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
+REQUESTS_PER_SECOND = 20
+"""Answers that one peer may have, and as many at once; a router needs one when it has missed something."""
 
 _MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
 """As plain numbers: combining flags of the enumeration takes longer than sending."""
@@ -63,6 +67,8 @@ class Request:
 
     start: int
     connection: int | None
+    peer: int | str | None
+    """Whose requests are counted together: those of a key, else those of a connection."""
 
 
 @dataclass(slots=True)
@@ -97,10 +103,14 @@ class ReplayServer:
         *,
         contiguous: bool = False,
         stall_seconds: float = STALL_SECONDS,
+        keyed: bool = False,
+        most_peers: int = MAX_CONNECTIONS,
+        per_second: float = REQUESTS_PER_SECOND,
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
-        self._peers = Peers(socket, Complaints())
+        self._peers = Peers(socket, Complaints(), most=most_peers, told_of_refusals=keyed)
+        self._pace = Pace(per_second)
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
@@ -123,6 +133,11 @@ class ReplayServer:
         """Answers that were made from the whole state."""
         self.dropped = 0
         """Answers given up because the reader took nothing or was gone, and requests that were too many."""
+
+    @property
+    def refused(self) -> int:
+        """Connections that came to nothing because of keys."""
+        return self._peers.refused
 
     def start(self) -> None:
         """Start the thread."""
@@ -157,8 +172,8 @@ class ReplayServer:
             except zmq.Again:
                 return
             if len(frames) == 3 and not len(frames[1]):
-                start = int.from_bytes(frames[2].bytes, "big")
-                self._note(frames[0].bytes, Request(start, connection_of(frames[2])))
+                start, connection = int.from_bytes(frames[2].bytes, "big"), connection_of(frames[2])
+                self._note(frames[0].bytes, Request(start, connection, key_of(frames[2]) or connection))
                 self._begin_answers()
 
     def _note(self, reader: bytes, request: Request) -> None:
@@ -168,10 +183,13 @@ class ReplayServer:
             self.dropped += 1
 
     def _begin_answers(self) -> None:
-        """Answer who is first in line; who is being answered waits for the end of that."""
-        busy = {answer.reader for answer in self._answers}
+        """Answer who is first in line; who is being answered waits for the end of that, who asks too often, too."""
+        if not self._line:
+            return
+        busy, now = {answer.reader for answer in self._answers}, time.monotonic()
         while len(self._answers) < ANSWERS_AT_ONCE:
-            reader = next((reader for reader in self._line if reader not in busy), None)
+            waiting = ((reader, request.peer) for reader, request in self._line.items() if reader not in busy)
+            reader = next((reader for reader, peer in waiting if self._pace.allows(peer, now)), None)
             if reader is None:
                 return
             request = self._line.pop(reader)

@@ -6,7 +6,6 @@ One socket publishes (`sinks.router.publisher`), another one answers who missed 
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,24 @@ import zmq
 from events.diagnostics import get_logger
 from events.feed.changes import Change
 from events.formats import vllm
+from events.sockets.curve import Curve
+from events.sockets.gate import Gate
+from events.sockets.hosts import is_loopback
+from events.sockets.keepalive import KEEPALIVE_SECONDS, set_keepalive
 from events.types import GroupCreated
-from sinks.base import SinkError
 from sinks.router.feed import FeedBatch, FeedState
-from sinks.router.peers import endpoint_of, own_address, port_of
+from sinks.router.options import INT32
+from sinks.router.peers import MAX_CONNECTIONS, endpoint_of, port_of
+from sinks.router.places import Place, pod_at
 from sinks.router.publisher import Publisher
 from sinks.router.replay_ring import ReplayRing
-from sinks.router.replay_server import STALL_SECONDS, ReplayServer
+from sinks.router.replay_server import REQUESTS_PER_SECOND, STALL_SECONDS, ReplayServer
 from sinks.router.snapshot import Snapshot
 
 MAX_INBOUND_BYTES = 512
 """Subscriptions and requests are short; whoever sends a longer frame is cut off."""
+MAX_KEYED_BYTES = 1024
+"""Where they are encrypted, a handshake is longer than any of them."""
 HANDSHAKE_MS = 5000
 """Who has not said by then what it is goes."""
 REPLAY_HWM = 256
@@ -38,8 +44,6 @@ ENCODE_SECONDS = 0.02
 
 
 _log = get_logger("sinks")
-INT32 = 2**31 - 1
-"""More than any socket, and any rank, can be given."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,14 @@ class ZMQSettings:
     host: str
     port: int
     replay_port: int | None = None
+    connects: bool = False
+    """Whether a reader is bound at host and port; else they are bound here."""
+    replay_host: str | None = None
+    """Where the replay is bound; None: `host`."""
     topic: str | None = None
-    """None: made of the address and the model."""
+    """None: made of the pod and the model."""
+    pod: str | None = None
+    """None: where the feed is bound or, if it connects, its replay."""
     model: str = "unknown"
     rank: int = 0
     ring_bytes: int = 64 << 20
@@ -63,6 +73,19 @@ class ZMQSettings:
     """After this a replay's reader that takes nothing is given up."""
     salts: Callable[[bytes], str | None] | None = None
     """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
+    curve: Curve | None = None
+    """Keys, if what is sent is to be encrypted."""
+    keepalive_seconds: float = KEEPALIVE_SECONDS
+    max_peers: int = MAX_CONNECTIONS
+    """Connections of each socket."""
+    replay_rate: float = REQUESTS_PER_SECOND
+    """Answers a second that one peer may have; 0: any number."""
+
+    @property
+    def is_near(self) -> bool:
+        """Whether nothing of the feed leaves this machine."""
+        replay = self.replay_port is None or is_loopback(self.replay_host or self.host)
+        return replay and is_loopback(self.host)
 
 
 class ZMQTransport:
@@ -80,26 +103,33 @@ class ZMQTransport:
         self.topic = b""
         self.replay_endpoint: str | None = None
         self.replay: ReplayServer | None = None
+        self._gate: Gate | None = None
 
     @property
     def subscribers(self) -> int:
         """Connections that have subscribed."""
         return self._publisher.subscribers
 
+    @property
+    def refused(self) -> int:
+        """Connections, to the feed or to its replay, that came to nothing because of keys."""
+        return self._publisher.refused + (self.replay.refused if self.replay is not None else 0)
+
     def open(self, next_seq: int) -> None:
-        """Bind the sockets. Raises SinkError if that cannot be done."""
+        """Open the sockets. Raises SinkError if that cannot be done."""
         self._ring.start(next_seq)
         self._snapshot = self._last = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._open_sockets()
         except BaseException:
+            self._close_gate()
             self._context.destroy(linger=0)
             raise
         if not next_seq and self._settings.port:
             reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
-        if not _is_loopback(self._settings.host):
+        if self._settings.curve is None and not self._settings.is_near:
             holds = "token ids, cache salts" if self._settings.salts else "token ids"
             _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds=holds, encrypted=False)
 
@@ -134,7 +164,13 @@ class ZMQTransport:
         if self.replay is not None:
             self.replay.stop()
         self._publisher.close()
+        self._close_gate()
         self._context.term()
+
+    def _close_gate(self) -> None:
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
 
     # --- who comes late -----------------------------------------------------------------------------------
 
@@ -166,15 +202,21 @@ class ZMQTransport:
 
     def _open_sockets(self) -> None:
         settings = self._settings
+        if settings.curve is not None and settings.curve.clients is not None:
+            self._gate = Gate(self._context, settings.curve.clients)
+            self._gate.open()
         # Opened again, it has the ports that readers know.
-        port = settings.port or port_of(self.endpoint)
-        self._publisher = Publisher(lambda port: self._bound(zmq.XPUB, port, settings.hwm), port)
+        place = Place(settings.host, settings.port or port_of(self.endpoint), settings.connects)
+        self._publisher = Publisher(
+            lambda: self._socket(zmq.XPUB, settings.hwm, place),
+            place,
+            keyed=settings.curve is not None,
+            most_peers=settings.max_peers,
+        )
         self.endpoint = self._publisher.endpoint
-        self.topic = self._publisher.topic = _topic(settings, self.endpoint).encode()
-        if settings.replay_port is not None:
-            port = settings.replay_port or port_of(self.replay_endpoint)
-            router = self._bound(zmq.ROUTER, port, REPLAY_HWM)
-            self.replay_endpoint = endpoint_of(router)
+        router = None if settings.replay_port is None else self._replay_socket(settings.replay_port)
+        self.topic = self._publisher.topic = self._topic().encode()
+        if router is not None:
             self.replay = ReplayServer(
                 router,
                 self._ring,
@@ -183,60 +225,55 @@ class ZMQTransport:
                 self._join,
                 contiguous=settings.pad,
                 stall_seconds=settings.stall_seconds,
+                keyed=settings.curve is not None,
+                most_peers=settings.max_peers,
+                per_second=settings.replay_rate,
             )
             self.replay.start()
 
-    def _bound(self, kind: int, port: int, hwm: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
+    def _replay_socket(self, port: int) -> zmq.Socket[bytes]:
+        """Bound always: readers come to it, also where the feed itself connects."""
+        settings = self._settings
+        place = Place(settings.replay_host or settings.host, port or port_of(self.replay_endpoint))
+        router = self._socket(zmq.ROUTER, REPLAY_HWM, place)
+        router.set(zmq.ROUTER_MANDATORY, 1)  # to be told when a reader has no room
+        try:
+            place.take(router)
+        except BaseException:
+            router.close(linger=0)
+            raise
+        self.replay_endpoint = endpoint_of(router)
+        return router
+
+    def _socket(self, kind: int, hwm: int, place: Place) -> zmq.Socket[bytes]:
+        settings, socket = self._settings, self._context.socket(kind)
         options = {
             zmq.SNDHWM: hwm,
             zmq.RCVHWM: INBOUND_HWM,
-            zmq.LINGER: min(int(self._settings.linger_seconds * 1000), INT32),
-            zmq.MAXMSGSIZE: MAX_INBOUND_BYTES,
+            zmq.LINGER: min(int(settings.linger_seconds * 1000), INT32),
+            zmq.MAXMSGSIZE: MAX_INBOUND_BYTES if settings.curve is None else MAX_KEYED_BYTES,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
-            zmq.TCP_KEEPALIVE: 1,
-            zmq.IPV6: int(":" in self._settings.host),
+            # By IPv6 "localhost" is ::1 alone where a machine calls both so.
+            zmq.IPV6: int(":" in place.host or (place.connects and place.host != "localhost")),
+            # A reader that is gone and comes again is a new one: nothing waits for it meanwhile.
+            zmq.IMMEDIATE: int(place.connects),
         }
-        if kind == zmq.ROUTER:
-            options[zmq.ROUTER_MANDATORY] = 1  # to be told when a reader has no room
         for option, value in options.items():
             socket.set(option, value)
-        try:
-            socket.bind(_address(self._settings.host, port))
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise SinkError(_why_not_bound(self._settings.host, port, error)) from None
+        set_keepalive(socket, settings.keepalive_seconds)
+        if settings.curve is not None:
+            (settings.curve.call if place.connects else settings.curve.serve)(socket)
         return socket
+
+    def _topic(self) -> str:
+        settings = self._settings
+        if settings.topic is not None:
+            return settings.topic
+        pod = settings.pod or pod_at((self.replay_endpoint or "") if settings.connects else self.endpoint)
+        return f"kv@{pod}@{settings.model}"
 
     def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
         return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
         return vllm.join_batches(payloads, self._settings.rank)
-
-
-def _topic(settings: ZMQSettings, endpoint: str) -> str:
-    if settings.topic is not None:
-        return settings.topic
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    if host in ("0.0.0.0", "[::]"):  # noqa: S104  not bound here, but found so
-        host = own_address()
-    return f"kv@{host}:{port}@{settings.model}"
-
-
-def _address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        # "*" or the name of a network interface.
-        return host in ("lo", "lo0")
-
-
-def _why_not_bound(host: str, port: int, error: zmq.ZMQError) -> str:
-    if error.errno == zmq.EADDRINUSE:
-        return f"port {port} on {host} is in use: end the process that has it, or name another port (0: any free one)"
-    return f"port {port} on {host} cannot be bound ({error.strerror}): the host must be an address of this machine"

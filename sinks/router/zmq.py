@@ -8,11 +8,20 @@ subscriber that falls behind by more than `hwm` messages misses some; with ``rep
 Options:
 
 - ``format``: what payloads look like; ``vllm``.
-- ``replay``: port on the same host where missed batches are answered. Without it nobody can ask.
-- ``topic``: by default ``kv@HOST:PORT@MODEL``, the form in which llm-d finds pod and model. Bound to all interfaces,
-  HOST is this machine's address in its network.
+- ``bind``, ``connect``: whether HOST and PORT are this feed's, to which readers connect, or those of a router that is
+  bound there and hears many feeds. By default ``*``, other wildcards and loopback are bound, and anything else is
+  connected to.
+- ``replay``: where missed batches are answered, ``PORT`` or ``HOST:PORT``; always bound. Without it nobody can ask.
+- ``topic``: by default ``kv@POD@MODEL``, the form in which llm-d finds pod and model.
+- ``pod``: for the topic; by default the HOST:PORT at which the feed is bound or, if it connects, its replay. Bound to
+  all interfaces, HOST is this machine's address in its network.
 - ``model``: for the topic; by default that of the cache, else ``unknown``.
 - ``rank``: data-parallel rank, in each payload.
+- ``rank_ports``: ``true`` adds the rank to each port but 0, as vLLM does.
+- ``curve_key``, ``curve_clients``, ``curve_server``: files with keys (`sinks.router.keys`).
+- ``insecure``: ``true`` lets prompts leave this machine unencrypted.
+- ``keepalive``: silence after which TCP looks whether a peer is still there, as in ``60s``; ``0``: never.
+- ``max_peers``, ``replay_rate``: connections of each port; answers that one peer may have a second (0: any number).
 - ``salts``: how a prompt's cache salt is told: ``digest``, its SHA-256 in hex, or ``plain``, as the request gave it,
   which is what NVIDIA Dynamo looks for. A salt is a secret that keeps tenants apart: who knows one can find out, by how
   long requests take, what was asked under it. So ``plain`` is for ports that routers alone can reach. A salt that no
@@ -29,43 +38,24 @@ Options:
 - ``linger``: how long closing waits for subscribers to take what was sent.
 
 Port 0 takes any free one. The payloads hold token ids, that is the users' prompts: without a host the sockets are
-bound to loopback, and anything wider is warned of, since nothing on the wire is encrypted.
+bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
-
-import msgspec
 
 from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
+from sinks.router.addresses import feed_place, replay_place
 from sinks.router.feed import RouterFeed
+from sinks.router.keys import curve_of
 from sinks.router.numbers import FeedNumbers, clock_number
-from sinks.router.transport import INT32, ZMQSettings, ZMQTransport
+from sinks.router.options import ZMQOptions
+from sinks.router.places import Place
+from sinks.router.transport import ZMQSettings, ZMQTransport
 
 MAX_CHUNK_BYTES = 8 << 20
-
-
-class ZMQOptions(msgspec.Struct, frozen=True):
-    """Options of the URL."""
-
-    format: Literal["vllm"] = "vllm"
-    replay: int | None = None
-    topic: str | None = None
-    model: str | None = None
-    rank: Annotated[int, msgspec.Meta(le=INT32)] = 0
-    salts: Literal["digest", "plain"] = "digest"
-    coalesce: str = "50ms"
-    max_batch: str = "1MiB"
-    ring: str = "64MiB"
-    pad: bool = False
-    heartbeat: str = "1s"
-    hwm: Annotated[int, msgspec.Meta(le=INT32)] = 1000
-    state: str | None = None
-    first: Annotated[int, msgspec.Meta(le=2**62)] | None = None
-    linger: str = "1s"
 
 
 def create(url: SinkURL, context: SinkContext) -> RouterFeed:
@@ -76,7 +66,7 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     _refuse_idle(url, options)
     return RouterFeed(
         ZMQTransport(settings),
-        FeedNumbers(_state_path(url, options, settings.host, context), first=_first_number(options)),
+        FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
         heartbeat_seconds=pace["heartbeat"],
@@ -86,31 +76,22 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
 def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSettings:
     url.refuse_login(
         "the feed asks nobody who he is, so a user and a password protect nothing: leave them out, "
-        "and let only those reach the port who may read prompts"
+        "and let only those reach the port who may read prompts, or encrypt it with curve_key="
     )
     if url.path not in ("", "/"):
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
-    if url.port is None:
-        raise SinkURLError(str(url), "a port is needed, as in zmq+pub://127.0.0.1:5557")
-    for name, value, low in (("rank", options.rank, 0), ("hwm", options.hwm, 1), ("first", options.first, 0)):
-        if value is not None and value < low:
-            raise SinkURLError(str(url), f"bad option: {name} must be at least {low}")
-    if options.replay is not None and not 0 <= options.replay < 1 << 16:
-        raise SinkURLError(str(url), "bad option: replay must be a port")
-    if options.replay is not None and options.replay == url.port != 0:
-        reason = f"port {url.port} cannot be both its own and the replay's: name another in replay= (0: any)"
-        raise SinkURLError(str(url), reason)
-    model = options.model or context.model or "unknown"
-    if options.topic is None and "@" in model:
-        reason = "routers cut the topic kv@HOST:PORT@MODEL at each @, so the model must have none: add model= or topic="
-        raise SinkURLError(str(url), reason)
-    host = url.host or "127.0.0.1"
+    _check_numbers(url, options)
+    place, replay = feed_place(url, options), replay_place(url, options)
+    _check_topic(url, options, place, replay, context)
     return ZMQSettings(
-        host="127.0.0.1" if host == "localhost" else host,
-        port=url.port,
-        replay_port=options.replay,
+        host=place.host,
+        port=place.port,
+        replay_port=None if replay is None else replay.port,
+        connects=place.connects,
+        replay_host=None if replay is None else replay.host,
         topic=options.topic,
-        model=model,
+        pod=options.pod,
+        model=options.model or context.model or "unknown",
         rank=options.rank,
         ring_bytes=int(_quantity(url, options, "ring")),
         chunk_bytes=min(int(_quantity(url, options, "max_batch")), MAX_CHUNK_BYTES),
@@ -118,15 +99,44 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
         salts=context.salts.ask() if options.salts == "plain" else None,
+        curve=curve_of(url, options, place, replay),
+        keepalive_seconds=_quantity(url, options, "keepalive"),
+        max_peers=options.max_peers,
+        replay_rate=options.replay_rate,
     )
+
+
+def _check_numbers(url: SinkURL, options: ZMQOptions) -> None:
+    for name, low in (("rank", 0), ("hwm", 1), ("first", 0), ("max_peers", 1), ("replay_rate", 0)):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise SinkURLError(str(url), f"bad option: {name} must be at least {low}")
+
+
+def _check_topic(
+    url: SinkURL, options: ZMQOptions, place: Place, replay: Place | None, context: SinkContext
+) -> None:
+    if options.topic is not None:
+        return
+    for name, part in (("pod", options.pod or ""), ("model", options.model or context.model)):
+        if "@" in part:
+            cut = "routers cut the topic kv@POD@MODEL at each @"
+            reason = f"{cut}, so the {name} must have none: add {name}= or topic="
+            raise SinkURLError(str(url), reason)
+    if place.connects and not options.pod and replay is None:
+        needs = "a router that hears many feeds tells them apart by their topics: add pod=, topic= or replay="
+        raise SinkURLError(
+            str(url), f"{needs}; if readers are to connect to this address of ours, add bind=1"
+        )
 
 
 def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
-    if options.topic is not None and options.model is not None:
-        reason = "model= is a part of the topic that topic= replaces: leave one of them out"
-        raise SinkURLError(str(url), reason)
-    for name in ("ring", "pad"):
+    for name in ("model", "pod"):
+        if options.topic is not None and getattr(options, name) is not None:
+            reason = f"{name}= is a part of the topic that topic= replaces: leave one of them out"
+            raise SinkURLError(str(url), reason)
+    for name in ("ring", "pad", "replay_rate"):
         if name in url.options and options.replay is None:
             raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
 
@@ -139,13 +149,15 @@ def _quantity(url: SinkURL, options: ZMQOptions, name: str) -> float:
         raise SinkURLError(str(url), f"bad option: {name}={error}") from None
 
 
-def _state_path(url: SinkURL, options: ZMQOptions, host: str, context: SinkContext) -> Path | None:
+def _state_path(
+    url: SinkURL, options: ZMQOptions, settings: ZMQSettings, context: SinkContext
+) -> Path | None:
     if options.state is not None:
         return url.file_path(options.state) if options.state else None
-    if context.state_dir is None or not url.port:
+    if context.state_dir is None or not settings.port:
         return None
-    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in host)
-    return context.state_dir / f"feed-{plain}-{url.port}.numbers"
+    plain = "".join(char if char.isalnum() or char in ".-" else "_" for char in settings.host)
+    return context.state_dir / f"feed-{plain}-{settings.port}.numbers"
 
 
 def _first_number(options: ZMQOptions) -> int:

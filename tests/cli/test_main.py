@@ -289,7 +289,7 @@ class TestDiagnostics:
 
     def test_reasons(self, kvcache: Kvcache) -> None:
         """What a warning is about comes first, then its reason, then all else."""
-        url = "zmq+pub://0.0.0.0:0?pad=true&replay=0&state="
+        url = "zmq+pub://0.0.0.0:0?pad=true&replay=0&state=&insecure=1"
         args = ("run", TRACE, "--no-pools", "--limit", 2, "--sink", url)
         [told] = kvcache(*args).err.splitlines()
         assert told.startswith("kvcache: warning: feed_leaves_machine")

@@ -539,7 +539,7 @@ class TestOpening:
 
     def test_a_host_that_is_not_ours_is_named(self) -> None:
         """An address of another machine cannot be bound, and the error says so."""
-        sink = open_sink("zmq+pub://192.0.2.1:5557", CONTEXT)
+        sink = open_sink("zmq+pub://192.0.2.1:5557?bind=1&insecure=1", CONTEXT)
         with pytest.raises(SinkOpenError, match=r"192\.0\.2\.1 cannot be bound .*address of this machine"):
             SinkRunner(sink, "feed").start()
 
@@ -547,7 +547,7 @@ class TestOpening:
         """Loopback is silent; any other address is logged once with what it publishes."""
         for host, count in (("127.0.0.1", 0), ("localhost", 0), ("", 0), ("*", 1), ("0.0.0.0", 1)):
             with capture_logs() as logs:
-                runner = SinkRunner(open_sink(f"zmq+pub://{host}:0", CONTEXT), "feed")
+                runner = SinkRunner(open_sink(f"zmq+pub://{host}:0?insecure=1", CONTEXT), "feed")
                 runner.start()
                 runner.close()
             assert [log["event"] for log in logs] == ["feed_leaves_machine"] * count
@@ -571,7 +571,10 @@ class TestURL:
         [
             ("zmq+pub://127.0.0.1", "a port is needed"),
             ("zmq+pub://127.0.0.1:1/path", "it takes no path"),
-            ("zmq+pub://127.0.0.1:1?format=morse", r"format.*known options: format, replay, topic"),
+            (
+                "zmq+pub://127.0.0.1:1?format=morse",
+                r"format.*known options: format, bind, connect, replay, topic",
+            ),
             ("zmq+pub://127.0.0.1:1?replay=x", "replay"),
             ("zmq+pub://127.0.0.1:5557?replay=5557", "port 5557 cannot be both its own and the replay's"),
             ("zmq+pub://127.0.0.1:1?replay=70000", "replay must be a port"),

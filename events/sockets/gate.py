@@ -1,0 +1,69 @@
+"""Lets those connect whose public key lies in a directory, and nobody else.
+
+ZeroMQ asks about every client of an encrypted server (its ZAP protocol), within a context; `zmq.auth` answers on a
+thread of its own, and asks here. Without an answer nobody gets in. The directory is looked at again when somebody
+comes, at most once a second: a key that is put there is let in, one that is taken away is not when it comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zmq
+
+from events.diagnostics import get_logger
+from events.sockets.curve import DOMAIN, KeyFileError, read_directory
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
+
+LOOK_SECONDS = 1.0
+
+_log = get_logger("sockets")
+
+
+class Gate:
+    """Stands before all encrypted servers of a context, from `open` to `close`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Path) -> None:
+        self._context, self._clients = context, clients
+        self._keys = read_directory(clients)
+        self._looked_at = time.monotonic()
+        self._handler: ThreadAuthenticator | None = None
+        self.refused = 0
+        """Clients that came with a key which is not in the directory."""
+
+    def open(self) -> None:
+        """Begin, before a server is bound."""
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._handler = ThreadAuthenticator(self._context)
+        self._handler.start()
+        self._handler.configure_curve_callback(DOMAIN, credentials_provider=self)
+
+    def close(self) -> None:
+        """End; those who are in stay in. May be called twice."""
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            handler.stop()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key is let in; asked by `zmq.auth`, on its thread."""
+        del domain
+        now = time.monotonic()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._looked_at = now
+            self._look_again()
+        allowed = key in self._keys
+        self.refused += not allowed
+        return allowed
+
+    def _look_again(self) -> None:
+        try:
+            self._keys = read_directory(self._clients)
+        except KeyFileError as error:
+            # Whoever cannot be read may have been taken off the list.
+            self._keys = frozenset()
+            _log.error("allow_list_unreadable", reason=str(error))

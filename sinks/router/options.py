@@ -1,0 +1,44 @@
+"""The options of a ``zmq+pub:`` URL, which `sinks.router.zmq` explains."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from sinks.router.peers import MAX_CONNECTIONS
+from sinks.router.replay_server import REQUESTS_PER_SECOND
+
+INT32 = 2**31 - 1
+"""More than any socket, and any rank, can be given."""
+
+
+class ZMQOptions(msgspec.Struct, frozen=True):
+    """Options of the URL."""
+
+    format: Literal["vllm"] = "vllm"
+    bind: bool = False
+    connect: bool = False
+    replay: str | None = None
+    topic: str | None = None
+    pod: str | None = None
+    model: str | None = None
+    rank: Annotated[int, msgspec.Meta(le=INT32)] = 0
+    rank_ports: bool = False
+    salts: Literal["digest", "plain"] = "digest"
+    coalesce: str = "50ms"
+    max_batch: str = "1MiB"
+    ring: str = "64MiB"
+    pad: bool = False
+    heartbeat: str = "1s"
+    hwm: Annotated[int, msgspec.Meta(le=INT32)] = 1000
+    state: str | None = None
+    first: Annotated[int, msgspec.Meta(le=2**62)] | None = None
+    linger: str = "1s"
+    curve_key: str | None = None
+    curve_clients: str | None = None
+    curve_server: str | None = None
+    insecure: bool = False
+    keepalive: str = "60s"
+    max_peers: Annotated[int, msgspec.Meta(le=INT32)] = MAX_CONNECTIONS
+    replay_rate: Annotated[int, msgspec.Meta(le=INT32)] = REQUESTS_PER_SECOND
