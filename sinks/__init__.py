@@ -12,6 +12,8 @@ from sinks.base import SinkURL as SinkURL
 from sinks.base import SinkURLError as SinkURLError
 from sinks.registry import known_schemes as known_schemes
 from sinks.registry import open_sink as open_sink
+from sinks.router.kv_events import KVEventsConfigError as KVEventsConfigError
+from sinks.router.kv_events import kv_events_sink as kv_events_sink
 from sinks.runner import SinkRunner as SinkRunner
 from sinks.runner import SinkStats as SinkStats
 

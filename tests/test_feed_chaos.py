@@ -173,7 +173,7 @@ class Chaos:
     def _interrupt(self) -> None:
         """Who is reading an answer comes back in the middle of it."""
         for router in self.routers:
-            if router.subscriber is not None and router.subscriber._asking is not None:
+            if router.subscriber is not None and router.subscriber._follower.asking is not None:
                 self.happened.append("interrupt")
                 router.connect(anew=False)
 

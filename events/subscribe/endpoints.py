@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address
 
 from events.errors import EventsError
+from events.sockets.hosts import is_wildcard
 
 _PORT = re.compile(r"[0-9]{1,5}")
 _NUMBERS = re.compile(r"[0-9.]+")
@@ -50,6 +51,24 @@ def host_of(endpoint: str) -> str | None:
     if host in ("", "*"):
         raise EndpointError(endpoint, "it has no host")
     return _checked_host(endpoint, host)
+
+
+def host_to_bind(endpoint: str) -> str | None:
+    """The host of an endpoint to bind, which may be ``*``, with a port that may be 0; None for ``ipc://``.
+
+    Raises EndpointError.
+    """
+    transport, _, address = endpoint.partition("://")
+    if transport != "tcp" or not address.startswith("*"):
+        return host_of(endpoint.removesuffix(":0") + ":1" if endpoint.endswith(":0") else endpoint)
+    host_of(f"tcp://0.0.0.0{address[1:].removesuffix(':0')}{':1' * address.endswith(':0')}")
+    return "*"
+
+
+def is_to_be_bound(endpoint: str) -> bool:
+    """Whether it stands for any address of this machine, to which others connect."""
+    host = endpoint.partition("://")[2].rpartition(":")[0].strip("[]")
+    return endpoint.startswith("tcp://") and is_wildcard(host)
 
 
 def _checked_host(endpoint: str, host: str) -> str:

@@ -24,6 +24,7 @@ from kvcache.cli.parser import integer, natural, positive, seconds
 from kvcache.cli.process import StopSignals
 from kvcache.cli.progress import progress
 from kvcache.cli.run_directory import RunDirectory
+from kvcache.cli.sinks import add_sink_options, take_kv_events
 from kvcache.cli.source import Source, generated_chats, open_trace
 from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import Verification, verify_own_log
@@ -96,15 +97,9 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_event_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("events").add_argument
-    add(
-        "--sink",
-        action="append",
-        default=[],
-        dest="sinks",
-        metavar="URL",
-        help="publish events, as in stdout:, file:e.jsonl or zmq+pub://127.0.0.1:5557?replay=5558",
-    )
+    group = parser.add_argument_group("events")
+    add_sink_options(group)
+    add = group.add_argument
     add(
         "--wait-subscribers",
         type=positive,
@@ -132,6 +127,7 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
+    take_kv_events(args)
     if args.json and _has_sink(args, "stdout"):
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"

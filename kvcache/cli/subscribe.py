@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +10,25 @@ import msgspec
 
 from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEvent
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
-from events.subscribe.endpoints import host_of
 from events.subscribe.index import GPU, HOST, STORAGE, Index
+from kvcache.cli.listening import IN_TOPIC, Listening, add_connection_options
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.parser import positive
 from kvcache.cli.process import StopSignals
-from kvcache.errors import UsageError
 from sinks.render import NAME_DIGITS, text
 
 if TYPE_CHECKING:
-    from events.subscribe.subscriber import Subscriber
+    from events.subscribe.gathering import Worker
 
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
 """Of a replay endpoint; one that is there answers at once."""
 _LAST_SECOND = 1e9 * 9
 """In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
+_REFUSED = (
+    "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
+    "it is tried again"
+)
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
 _ENVELOPE = ("seq", "index", "ts", "rank", "topic", "replayed")
 """What every JSON line begins with; null where a line is about no batch."""
@@ -43,11 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
         "what Missed, Restated and Restarted say."
     )
-    parser.add_argument("endpoint", metavar="ENDPOINT", help="where it publishes, as tcp://127.0.0.1:5557")
+    parser.add_argument(
+        "endpoint",
+        metavar="ENDPOINT",
+        help="where it publishes, as tcp://127.0.0.1:5557; or where many connect, as tcp://*:5557",
+    )
     parser.add_argument(
         "--replay",
         metavar="ENDPOINT",
-        help="its replay socket: begin with all that it can still tell, and ask for what is missed",
+        help="its replay socket: begin with all that it can still tell, and ask for what is missed; with many publishers, "
+        f"{IN_TOPIC}: the sockets that their topics name",
     )
     parser.add_argument(
         "--topic",
@@ -55,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOPIC",
         help="only topics that begin with this (replayed batches without any topic are shown, too)",
     )
+    add_connection_options(parser)
     parser.add_argument("--count", type=positive, metavar="N", help="end after N batches with events")
     parser.add_argument(
         "--json",
@@ -66,52 +74,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
-    # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
-    from events.subscribe.subscriber import Subscriber
-
-    for endpoint in (args.endpoint, args.replay):
-        if endpoint is not None:
-            _refuse_unknown_host(endpoint)
-    index = Index()
+    indexes: dict[Worker | None, Index] = {}
     lines = _json_lines if args.json else _lines
-    start = None if args.replay is None else 0
-    with (
-        StopSignals() as stop,
-        Subscriber(args.endpoint, replay=args.replay, topic=args.topic, start=start) as subscriber,
-    ):
-        out.note(f"listening to {args.endpoint}")
-        for report in _reports(subscriber, stop, args, out):
-            index.fold(report)
-            for line in lines(report):
+    with StopSignals() as stop, Listening(args) as listening:
+        out.note(f"listening to {listening.endpoint}")
+        for worker, report in _reports(listening, stop, args, out):
+            indexes.setdefault(worker, Index()).fold(report)
+            for line in lines(report, worker):
                 print(line, flush=True)
-    out.note(_summary(index))
+    for worker, index in indexes.items():
+        out.note(_summary(index) if worker is None else f"{text(worker.topic)}: {_summary(index)}")
+    if not indexes:
+        out.note(_summary(Index()))
     return stop.exit_code
 
 
-def _refuse_unknown_host(endpoint: str) -> None:
-    """Raise `UsageError` for a name that stands for no address: a person would wait for nothing."""
-    host = host_of(endpoint)
-    if host is None:
-        return
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is no name of a host"
-        raise UsageError(f"{endpoint}: the host {host!r} cannot be found: {reason}") from None
-
-
 def _reports(
-    subscriber: Subscriber, stop: StopSignals, args: argparse.Namespace, out: Output
-) -> Iterator[Report]:
-    """What the subscriber reports, until a signal or the last batch wanted."""
-    batches, told = 0, False
+    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> Iterator[tuple[Worker | None, Report]]:
+    """What there is to report, until a signal or the last batch wanted."""
+    batches, told, told_of_keys = 0, False, False
     while not stop.is_set():
-        if not told and subscriber.unanswered_seconds >= _PATIENCE_SECONDS:
+        if not told and listening.unanswered_seconds >= _PATIENCE_SECONDS:
             # Nothing is shown before the replay endpoint answers.
             told = True
             out.note(f"no answer from the replay endpoint {args.replay} yet")
-        for report in subscriber.poll(_POLL_MS):
-            yield report
+        if not told_of_keys and listening.refused:
+            told_of_keys = True
+            out.warning(f"{listening.endpoint}: {_REFUSED}")
+        for worker, report in listening.poll(_POLL_MS):
+            yield worker, report
             batches += bool(_events(report))
             if batches == args.count:
                 return
@@ -122,12 +114,13 @@ def _events(report: Report) -> tuple[VLLMEvent, ...]:
     return () if batch is None else batch.events
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: Report, worker: Worker | None) -> Iterator[str]:
     """For people."""
+    said_by = [] if worker is None else [f"from={text(worker.topic)}"]
     if not isinstance(report, Received):
-        yield paint(f"{'':>9}  {_interruption(report)}", "yellow")
+        yield paint(" ".join([f"{'':>9}  {_interruption(report)}", *said_by]), "yellow")
         return
-    replayed = ["(replayed)"] if report.replayed else []
+    replayed = [*said_by, *["(replayed)"] * report.replayed]
     for number, event in enumerate(report.batch.events):
         kind, address = type(event).__name__, f"{report.seq}.{number}"
         name = paint(f"{kind:<{_TYPE_WIDTH}}", _COLORS.get(kind))
@@ -182,12 +175,13 @@ def _hex(name: Hash) -> str:
     return name[-8:].hex() if isinstance(name, bytes) else f"{name & 0xFFFF_FFFF_FFFF_FFFF:016x}"
 
 
-def _json_lines(report: Report) -> Iterator[str]:
+def _json_lines(report: Report, worker: Worker | None) -> Iterator[str]:
     """For programs; hashes in hex digits, since many read numbers as floats."""
     if not isinstance(report, Received):
         fields = msgspec.structs.asdict(report)
         span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
-        yield _json({**dict.fromkeys(_ENVELOPE), "type": type(report).__name__, **span, **fields})
+        envelope = dict.fromkeys(_ENVELOPE) | ({} if worker is None else {"topic": worker.topic})
+        yield _json({**envelope, "type": type(report).__name__, **span, **fields})
         return
     envelope = {"ts": _nanoseconds(report.batch.ts), "rank": report.batch.rank, "topic": report.topic}
     for number, event in enumerate(report.batch.events):

@@ -79,7 +79,7 @@ class TestLive:
         """By its name, too, a publisher at 127.0.0.1 is reached, though mostly that name means ::1 as well."""
         with Subscriber(publisher.endpoint.replace("127.0.0.1", "localhost")) as subscriber:
             publisher.wait_subscribed()
-            assert not subscriber._live.ipv6  # which would find ::1, and nothing else
+            assert not subscriber._live.socket.ipv6  # which would find ::1, and nothing else
 
     @pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
     def test_ipv6(self) -> None:

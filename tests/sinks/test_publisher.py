@@ -289,10 +289,13 @@ class TestHarm:
             assert router.receive()
             assert len(router.replay(worker, 0)) == last_seq(worker) + 1
 
-    def test_too_many_connections_are_refused(self, router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_too_many_connections_are_refused(self, router: Router) -> None:
         """Bare connections beyond the bound are ended at once, and a router that was there goes on."""
-        monkeypatch.setattr("sinks.router.peers.MAX_CONNECTIONS", 10)
-        with Worker("coalesce=0") as worker, capture_logs() as logs, contextlib.ExitStack() as stack:
+        with (
+            Worker("coalesce=0&max_peers=10") as worker,
+            capture_logs() as logs,
+            contextlib.ExitStack() as stack,
+        ):
             router.subscribe(worker)
             router.welcome()
             port = int(worker.transport.endpoint.rpartition(":")[2])

@@ -1,0 +1,203 @@
+"""Listens at one endpoint to many publishers that connect there, each followed by itself.
+
+::
+
+    with Gathering("tcp://127.0.0.1:5557", replay=replay_in_topic) as gathering:
+        for worker, report in gathering:
+            indexes[worker].fold(report)
+
+A publisher is known by the topic of its messages and, where they are encrypted, by its public key: with the key of one
+nobody can speak for another. Two that share a topic, and a key or none, cannot be told apart.
+
+A replay is asked for at the publisher itself, at the address that `replay` finds for it. It has to have the very key
+that its messages came with.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Self
+
+import zmq
+
+from events.sockets.curve import Curve
+from events.sockets.gate import Gate
+from events.sockets.keepalive import KEEPALIVE_SECONDS
+from events.subscribe.continuity import Report
+from events.subscribe.endpoints import EndpointError, host_of
+from events.subscribe.follower import READ_AT_ONCE, Follower
+from events.subscribe.lines import Line, LineOptions, refuse_insecure, wait_for
+
+MAX_WORKERS = 1000
+_POD = re.compile(r"kv@(?P<address>[^@]+:[0-9]+)@[^@]*")
+
+
+class Worker(NamedTuple):
+    """A publisher, as far as it can be told from others."""
+
+    topic: str
+    key: str = ""
+    """Its public key; empty where nothing is encrypted."""
+
+
+def replay_in_topic(worker: Worker) -> str | None:
+    """The address in a topic ``kv@HOST:PORT@MODEL``, which is that of the replay if a `zmq+pub:` sink connects."""
+    found = _POD.fullmatch(worker.topic)
+    return None if found is None else f"tcp://{found['address']}"
+
+
+class Gathering:
+    """Follows all publishers that connect to an endpoint.
+
+    Args:
+        endpoint: what is bound, as ``tcp://*:5557``; port 0 is any free one.
+        replay: finds where a worker can be asked for what was missed (None: nowhere). SECURITY: what it makes of a
+            topic is an address that the publisher chose.
+        topic: only messages whose topic begins with this.
+        replay_timeout, max_queued, max_message_bytes, keepalive: as of `events.subscribe.subscriber.Subscriber`.
+        max_workers: messages of further ones are counted (`ignored`) and not followed.
+        curve: our keys and the directory with those of the workers; required beyond loopback, unless `insecure`.
+        insecure: lets anybody who reaches the endpoint be a worker.
+
+    Raises EndpointError, InsecureEndpoint and, if the allow-list cannot be read, KeyFileError.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: Callable[[Worker], str | None] | None = None,
+        topic: str = "",
+        replay_timeout: float = 5.0,
+        max_queued: int = 100_000,
+        max_message_bytes: int = 1 << 30,
+        keepalive: float = KEEPALIVE_SECONDS,
+        max_workers: int = MAX_WORKERS,
+        curve: Curve | None = None,
+        insecure: bool = False,
+    ) -> None:
+        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve)
+        if not insecure:
+            refuse_insecure(endpoint, self._options)
+        self._replay, self._topic = replay, topic.encode()
+        self._replay_timeout, self._max_workers = replay_timeout, max_workers
+        self._followers: dict[Worker, Follower] = {}
+        self.ignored = 0
+        """Messages of workers that were too many."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate = None if curve is None or curve.clients is None else Gate(self._context, curve.clients)
+        try:
+            if self._gate is not None:
+                self._gate.open()
+            self._live = Line(self._context, zmq.SUB, endpoint, self._options, bind=True)
+            self._live.socket.subscribe(topic)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything; may be called twice."""
+        if self._gate is not None:
+            self._gate.close()
+        self._context.destroy(linger=0)
+
+    def __iter__(self) -> Iterator[tuple[Worker, Report]]:
+        """Reports as they come, until it is closed."""
+        while not self._context.closed:
+            yield from self.poll()
+
+    @property
+    def endpoint(self) -> str:
+        """Where workers connect."""
+        return self._live.endpoint
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Those that were heard."""
+        return tuple(self._followers)
+
+    @property
+    def malformed(self) -> int:
+        """Messages that were ignored since they do not even have a number."""
+        return sum(follower.malformed for follower in self._followers.values())
+
+    @property
+    def refused(self) -> int:
+        """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        return self._live.refused + sum(follower.refused for follower in self._followers.values())
+
+    def forget(self, worker: Worker) -> None:
+        """Let go of a worker that has gone; if it comes again it is a new one."""
+        follower = self._followers.pop(worker, None)
+        if follower is not None:
+            follower.close()
+
+    def poll(self, timeout_ms: int | None = None) -> list[tuple[Worker, Report]]:
+        """Wait until there is something to report, and return it, of each worker in order; empty after `timeout_ms`."""
+        deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
+        while True:
+            self._read_live()
+            reports: list[tuple[Worker, Report]] = []
+            for worker, follower in self._followers.items():
+                follower.read_answers()
+                follower.ask()
+                reports += ((worker, report) for report in follower.take())
+            if reports or (deadline is not None and time.monotonic() >= deadline):
+                return reports
+            self._wait(deadline)
+
+    def _read_live(self) -> None:
+        self._live.look()
+        for _ in range(READ_AT_ONCE):
+            if not self._has_room or (message := self._live.receive_from()) is None:
+                return
+            frames, key = message
+            follower = self._follower(Worker(frames[0].decode(errors="replace"), key))
+            if follower is None:
+                self.ignored += 1
+            else:
+                follower.live(frames)
+
+    @property
+    def _has_room(self) -> bool:
+        """One that is waited for holds up the others in the end: there is one queue for all."""
+        return all(follower.has_room for follower in self._followers.values())
+
+    def _follower(self, worker: Worker) -> Follower | None:
+        found = self._followers.get(worker)
+        if found is None and len(self._followers) < self._max_workers:
+            endpoint = self._endpoint_of(worker)
+            found = self._followers[worker] = Follower(
+                None if endpoint is None else lambda: self._line_to(worker, endpoint),
+                topic=self._topic,
+                start=None if endpoint is None else 0,
+                replay_timeout=self._replay_timeout,
+            )
+        return found
+
+    def _endpoint_of(self, worker: Worker) -> str | None:
+        endpoint = None if self._replay is None else self._replay(worker)
+        try:
+            if endpoint is not None:
+                host_of(endpoint)
+        except EndpointError:
+            return None  # what a publisher calls itself ends nobody's work
+        return endpoint
+
+    def _line_to(self, worker: Worker, endpoint: str) -> Line:
+        return Line(self._context, zmq.DEALER, endpoint, self._options, server=worker.key.encode() or None)
+
+    def _wait(self, deadline: float | None) -> None:
+        poller = zmq.Poller()
+        waits = [follower.wait(poller) for follower in self._followers.values()]
+        if self._has_room:
+            waits.append(self._live.wait(poller))
+        wait_for(poller, waits, deadline)

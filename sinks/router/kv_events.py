@@ -1,0 +1,95 @@
+"""vLLM's ``--kv-events-config`` as the URL of a sink, so that what deploys vLLM deploys this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+import msgspec
+
+from sinks.base import SinkError
+
+_ENDPOINT = re.compile(r"tcp://(\[[^\]@/]+\]|[^:@/\[\]]+):([0-9]{1,5})")
+
+
+@dataclass(eq=False, repr=False)
+class KVEventsConfigError(SinkError, ValueError):
+    """The configuration cannot be meant; nothing of its values is repeated but endpoints."""
+
+    reason: str
+    text = "--kv-events-config: {reason}"
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields, with vLLM's defaults."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    """``zmq`` or ``null``; None: zmq if events are enabled."""
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Has no counterpart: what lies further back is answered from the state."""
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    """Has no counterpart: a sink's queue is bounded, and never makes the engine wait."""
+    topic: str = ""
+
+
+def kv_events_sink(config: str | Mapping[str, Any], *, rank: int = 0, options: str = "") -> str | None:
+    """The sink URL that does what vLLM does with this configuration; None where it publishes nothing.
+
+    - `config`: JSON text, or what it says.
+    - `rank`: the data-parallel rank, which is added to both ports.
+    - `options`: what vLLM has no field for, as options of the URL: ``"curve_key=...&curve_clients=..."``.
+
+    As in vLLM an endpoint with ``*`` or ``::`` is bound and any other, loopback too, is connected to; the replay is
+    bound always. Raises KVEventsConfigError.
+    """
+    read = _read(config)
+    if read.publisher not in (None, "zmq", "null"):
+        raise KVEventsConfigError("publisher is one of zmq, null")
+    for name in ("buffer_steps", "hwm", "max_queue_size"):
+        if getattr(read, name) < (name == "hwm"):
+            raise KVEventsConfigError(f"{name} must be at least {int(name == 'hwm')}")
+    if not read.enable_kv_cache_events or read.publisher == "null":
+        return None
+    host, port = _parts("endpoint", read.endpoint)
+    binds = "*" in read.endpoint or "::" in read.endpoint
+    fields = {"bind" if binds else "connect": "true", "topic": read.topic, "hwm": str(read.hwm)}
+    fields |= {"rank": str(rank), "rank_ports": "true"}
+    if read.replay_endpoint is not None:
+        fields["replay"] = ":".join(_parts("replay_endpoint", read.replay_endpoint))
+    more = f"&{options}" if options else ""
+    return f"zmq+pub://{host}:{port}?{urlencode(fields)}{more}"
+
+
+def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
+    try:
+        given = msgspec.json.decode(config) if isinstance(config, str) else dict(config)
+    except (msgspec.DecodeError, UnicodeEncodeError, TypeError, ValueError):
+        raise KVEventsConfigError("it is no JSON, as in '{\"enable_kv_cache_events\": true}'") from None
+    known = ", ".join(field.name for field in msgspec.structs.fields(KVEventsConfig))
+    if not isinstance(given, dict):
+        raise KVEventsConfigError(f"it is no JSON object; known fields: {known}")
+    unknown = sorted(set(map(str, given)) - {field.name for field in msgspec.structs.fields(KVEventsConfig)})
+    if unknown:
+        raise KVEventsConfigError(f"unknown field {unknown[0]!r}; known fields: {known}")
+    try:
+        return msgspec.convert(given, KVEventsConfig)
+    except msgspec.ValidationError as error:
+        raise KVEventsConfigError(f"{error}; known fields: {known}") from None
+
+
+def _parts(field: str, endpoint: str) -> tuple[str, str]:
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None:
+        transport = endpoint.partition("://")[0]
+        problem = (
+            f"{transport}:// is not served" if transport in ("ipc", "inproc") else "it has no host and port"
+        )
+        raise KVEventsConfigError(f"{field}: {problem}; write tcp://HOST:PORT, as in tcp://*:5557")
+    return found[1], found[2]
