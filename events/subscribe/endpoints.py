@@ -27,6 +27,17 @@ class EndpointError(EventsError):
     text = "{endpoint}: {reason}; write tcp://HOST:PORT or ipc://PATH"
 
 
+@dataclass(eq=False, repr=False)
+class InsecureEndpoint(EventsError):
+    """Other machines could connect to what is bound there, and tell what is not so."""
+
+    endpoint: str
+    text = (
+        "{endpoint}: whoever reaches it from another machine could pretend to be a worker: give keys "
+        "(docs/wire.md#encryption), or say that the network itself keeps others out (--insecure, insecure=True)"
+    )
+
+
 def host_of(endpoint: str) -> str | None:
     """The host of an endpoint to connect to; None for a transport without one. A name is not looked up.
 

@@ -26,9 +26,11 @@ from events.sockets.curve import Curve
 from events.sockets.gate import Gate
 from events.sockets.keepalive import KEEPALIVE_SECONDS
 from events.subscribe.continuity import Report
-from events.subscribe.endpoints import EndpointError, host_of
+from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
 from events.subscribe.follower import READ_AT_ONCE, Follower
 from events.subscribe.lines import Line, LineOptions, refuse_insecure, wait_for
+
+__all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
 
 MAX_WORKERS = 1000
 _POD = re.compile(r"kv@(?P<address>[^@]+:[0-9]+)@[^@]*")

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.errors import EventsError
 from events.sockets.curve import Curve
 from events.sockets.hosts import is_loopback
 from events.sockets.keepalive import KEEPALIVE_SECONDS, set_keepalive
-from events.subscribe.endpoints import EndpointError, host_of, host_to_bind
+from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of, host_to_bind
 
 CALL_AGAIN_SECONDS = 1.0
 """ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
@@ -25,17 +24,6 @@ _REFUSALS = (
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
 _READABLE = int(zmq.POLLIN)
-
-
-@dataclass(eq=False, repr=False)
-class InsecureEndpoint(EventsError):
-    """Other machines could connect to what is bound there, and tell what is not so."""
-
-    endpoint: str
-    text = (
-        "{endpoint}: whoever reaches it from another machine could pretend to be a worker: give keys "
-        "(docs/wire.md#encryption), or say that the network itself keeps others out (--insecure, insecure=True)"
-    )
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replay",
         metavar="ENDPOINT",
-        help="its replay socket: begin with all that it can still tell, and ask for what is missed; with many publishers, "
+        help="its replay socket: begin with all that it can still tell, and ask for what is missed; of many, "
         f"{IN_TOPIC}: the sockets that their topics name",
     )
     parser.add_argument(

@@ -1,0 +1,232 @@
+"""Many feeds that connect to one reader, in clear and encrypted: the reader knows exactly what each cache holds."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from events.sockets import gate
+from events.sockets.curve import Curve
+from events.subscribe.endpoints import EndpointError
+from events.subscribe.gathering import Gathering, InsecureEndpoint, replay_in_topic
+from events.subscribe.gathering import Worker as Heard
+from events.subscribe.index import Index
+from sinks import open_sink
+from sinks.router.feed import RouterFeed
+from tests.sinks.feed_source import names, split
+from tests.sinks.helpers import WAIT
+from tests.sinks.keys import Keys
+from tests.sinks.test_router_feed import wait_for
+from tests.sinks.test_zmq import CONTEXT, Worker, free_port
+
+
+def connecting(port: int, options: str) -> Worker:
+    sink = open_sink(f"zmq+pub://127.0.0.1:{port}?connect=1&heartbeat=50ms&coalesce=5ms&{options}", CONTEXT)
+    assert isinstance(sink, RouterFeed)
+    return Worker(feed=sink)
+
+
+def resident(worker: Worker) -> set[int]:
+    """What is in the cache, from the cache's own books."""
+    return {
+        int.from_bytes(name, "big")
+        for handle, slots in worker.source.slots.items()
+        for name in split(names(handle, len(slots)), 8)
+    }
+
+
+class Router:
+    """A bound reader with an index for each worker."""
+
+    def __init__(self, port: int, **options: object) -> None:
+        self.gathering = Gathering(f"tcp://127.0.0.1:{port}", **options)  # type: ignore[arg-type]
+        self.indexes: dict[Heard, Index] = defaultdict(Index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gathering.close()
+
+    def hear(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            for worker, report in self.gathering.poll(int(left * 1000) + 1):
+                self.indexes[worker].fold(report)
+
+    def of(self, topic: str) -> Index:
+        [index] = [index for worker, index in self.indexes.items() if worker.topic == topic]
+        return index
+
+    def told(self) -> dict[str, set[int]]:
+        """Of each pod the blocks that it is said to have."""
+        return {worker.topic.split("@")[1]: index.resident() for worker, index in self.indexes.items()}
+
+    def knows(self, workers: dict[str, Worker]) -> bool:
+        return self.told() == {name: resident(worker) for name, worker in workers.items()}
+
+    def hears(self, condition: Callable[[], bool]) -> bool:
+        until = time.monotonic() + WAIT
+        while not condition() and time.monotonic() < until:
+            self.hear(0.02)
+        return condition()
+
+
+@pytest.fixture
+def port() -> int:
+    with free_port() as port:
+        pass
+    return port
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    monkeypatch.setattr(gate, "LOOK_SECONDS", 0.05)
+    keys = Keys(tmp_path)
+    keys.make("router", "a", "b", "other")
+    return keys
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+def test_each_worker_is_known_exactly(port: int, keys: Keys, replay: bool, encrypted: bool) -> None:
+    """Three workers store and remove at random while the router is restarted; at the end nothing is missing or left."""
+    for name in ("a", "b", "other", "router"):
+        keys.allow(name)
+    curves = dict.fromkeys(("a", "b", "other"), "")
+    if encrypted:
+        curves = {
+            name: f"&curve_key={keys.secret(name)}&curve_server={keys.public('router')}"
+            + f"&curve_clients={keys.clients}" * replay
+            for name in curves
+        }
+    more = "&replay=0&ring=2KiB&max_batch=2KiB" if replay else ""
+    workers = {name: connecting(port, f"pod={name}{more}{curve}") for name, curve in curves.items()}
+    find = (lambda heard: workers[heard.topic.split("@")[1]].transport.replay_endpoint) if replay else None
+    curve = keys.serves("router") if encrypted else None
+    random_ = random.Random(7)
+    try:
+        for worker in workers.values():
+            worker.__enter__()
+        for _ in range(3):
+            with Router(port, replay=find, curve=curve) as router:
+                for _ in range(60):
+                    worker = random_.choice(list(workers.values()))
+                    handles = list(worker.source.slots)
+                    if len(handles) > 5 and random_.random() < 0.5:
+                        worker.put(worker.source.remove(random_.choice(handles)))
+                    else:
+                        worker.put(worker.source.store(worker.source.seq, random_.randint(1, 4)))
+                    router.hear(0.004)
+                router.hears(lambda: router.knows(workers))
+                assert router.told() == {name: resident(worker) for name, worker in workers.items()}
+                for index in router.indexes.values():
+                    assert (index.orphans, index.unknown_removals, index.missed_batches) == (0, 0, 0)
+    finally:
+        for worker in workers.values():
+            worker.runner.close()
+
+
+def test_the_replay_is_found_in_the_topic(port: int) -> None:
+    """Without pod= a worker that connects is called by the address of its replay, where it answers what was missed."""
+    with connecting(port, "replay=0") as worker:
+        worker.put(worker.source.store(1, 3))
+        worker.settle()
+        with Router(port, replay=replay_in_topic) as router:
+            assert router.hears(lambda: len(router.indexes) == 1)
+            [heard] = router.indexes
+            assert worker.transport.replay_endpoint == f"tcp://{heard.topic.split('@')[1]}"
+            assert router.hears(lambda: router.of(heard.topic).resident() == resident(worker))
+            server = worker.transport.replay
+            assert server is not None
+            wait_for(lambda: server.answered == 1)
+
+
+def test_who_is_not_allowed_says_nothing_until_he_is(port: int, keys: Keys) -> None:
+    """Both ends count the refusals, nothing of the worker is heard; once its key is on the list, all is, unasked."""
+    keys.allow("a")
+    url = f"pod=b&curve_key={keys.secret('b')}&curve_server={keys.public('router')}"
+    with connecting(port, url) as worker, Router(port, curve=keys.serves("router")) as router:
+        worker.put(worker.source.store(1, 3))
+        assert router.hears(lambda: router.gathering.refused > 0 and worker.transport.refused > 0)
+        assert router.indexes == {}
+        keys.allow("b")
+        assert router.hears(
+            lambda: bool(router.indexes) and router.of("kv@b@unknown").resident() == resident(worker)
+        )
+
+
+def test_a_worker_in_clear_is_not_heard(port: int, keys: Keys) -> None:
+    """An encrypted router takes nothing from who has no key, nor from who takes another one for the router."""
+    keys.allow("a")
+    wrong = f"pod=a&curve_key={keys.secret('a')}&curve_server={keys.public('other')}"
+    for options in ("pod=a", wrong):
+        with connecting(port, options) as worker, Router(port, curve=keys.serves("router")) as router:
+            worker.put(worker.source.store(1, 3))
+            assert router.hears(lambda: router.gathering.refused > 0)
+            router.hear(0.2)
+            assert router.indexes == {}
+
+
+def test_nobody_speaks_for_another_key(port: int, keys: Keys) -> None:
+    """Two allowed workers under one topic stay two."""
+    keys.allow("a")
+    keys.allow("b")
+    server = f"topic=same&curve_server={keys.public('router')}"
+    with (
+        connecting(port, f"{server}&curve_key={keys.secret('a')}") as first,
+        connecting(port, f"{server}&curve_key={keys.secret('b')}") as second,
+        Router(port, curve=keys.serves("router")) as router,
+    ):
+        first.put(first.source.store(1, 1))
+        second.put(second.source.store(2, 2))
+        assert router.hears(
+            lambda: sorted(len(index.resident()) for index in router.indexes.values()) == [1, 2]
+        )
+        assert len({worker.key for worker in router.indexes}) == 2
+        router.gathering.forget(next(iter(router.gathering.workers)))
+        assert len(router.gathering.workers) == 1
+
+
+def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
+    """Topics cost memory, and whoever connects makes them up."""
+    with connecting(port, "pod=a"), connecting(port, "pod=b"), Router(port, max_workers=1) as router:
+        assert router.hears(lambda: router.gathering.ignored > 2)
+        assert len(router.indexes) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://0.0.0.0:0"])
+def test_binding_beyond_loopback_needs_keys(endpoint: str, keys: Keys) -> None:
+    """Anybody could invent residency; the error says both ways out, and both are."""
+    keys.allow("a")
+    with pytest.raises(InsecureEndpoint, match=r"give keys .*insecure"):
+        Gathering(endpoint)
+    Gathering(endpoint, insecure=True).close()
+    Gathering(endpoint, curve=keys.serves("router")).close()
+
+
+def test_binding_encrypted_needs_a_list(keys: Keys) -> None:
+    """Without one, nobody would be let in, silently."""
+    with pytest.raises(EndpointError, match="keys of those that may connect"):
+        Gathering("tcp://127.0.0.1:0", curve=Curve.read(keys.secret("router")))
+
+
+@pytest.mark.parametrize(
+    ("topic", "endpoint"),
+    [
+        ("kv@10.0.0.1:5558@org/m", "tcp://10.0.0.1:5558"),
+        ("kv@[::1]:5558@m", "tcp://[::1]:5558"),
+        ("kv@pod@m", None),
+        ("kv@a:1@m@n", None),
+        ("", None),
+    ],
+)
+def test_only_an_address_in_a_topic_is_called(topic: str, endpoint: str | None) -> None:
+    """A pod's name alone is none."""
+    assert replay_in_topic(Heard(topic)) == endpoint
