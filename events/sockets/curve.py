@@ -21,7 +21,7 @@ from zmq.utils import z85
 from events.errors import EventsError
 
 DOMAIN = "kvcache"
-"""Named on every encrypted server, so that ZeroMQ lets nobody in where no gate stands."""
+"""Named on every encrypted server; who comes is asked about under this name."""
 _SECRET_FORBIDS = stat.S_IRWXO | stat.S_IWGRP
 """A group may read it, as in a Kubernetes volume with an fsGroup."""
 _PUBLIC_FORBIDS = stat.S_IWOTH | stat.S_IWGRP
@@ -80,6 +80,7 @@ class Curve:
         socket.curve_publickey, socket.curve_secretkey = self.own.public, self.own.secret
         socket.curve_server = True
         socket.zap_domain = DOMAIN.encode()
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # where nobody answers for the domain, nobody gets in
 
     def call(self, socket: zmq.Socket[bytes], server: bytes | None = None) -> None:
         """Make a socket the client of `server`, by default our own; to be done before it connects."""

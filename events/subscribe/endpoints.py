@@ -34,7 +34,7 @@ class InsecureEndpoint(EventsError):
     endpoint: str
     text = (
         "{endpoint}: whoever reaches it from another machine could pretend to be a worker: give keys "
-        "(docs/wire.md#encryption), or say that the network itself keeps others out (--insecure, insecure=True)"
+        "(docs/settings.md#encryption), or say that the network itself keeps others out (--insecure, insecure=True)"
     )
 
 

@@ -13,16 +13,12 @@ from zmq.utils.monitor import recv_monitor_message
 from events.sockets.curve import Curve
 from events.sockets.hosts import is_loopback
 from events.sockets.keepalive import KEEPALIVE_SECONDS, set_keepalive
+from events.sockets.refusals import SEEN_BY_CLIENT, SEEN_BY_SERVER, is_final
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of, host_to_bind
 
 CALL_AGAIN_SECONDS = 1.0
 """ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
 _HEARTBEAT_MS = 10_000
-_REFUSALS = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
 _READABLE = int(zmq.POLLIN)
 
 
@@ -65,7 +61,7 @@ class Line:
         self._set(endpoint, host, options)
         if options.curve is not None:
             self._encrypt(options.curve, server)
-        self._monitor = self.socket.get_monitor_socket(_REFUSALS)
+        self._monitor = self.socket.get_monitor_socket(int(SEEN_BY_SERVER if bind else SEEN_BY_CLIENT))
         self._call_at: float | None = None
         self.calls = 0
         """How often it was connected again, after which what was sent before is lost."""
@@ -112,9 +108,9 @@ class Line:
         """Hear of refusals, and call again who has turned us away: its list of keys may have grown."""
         # What `poll` finds out, without making a poller for it.
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
-            recv_monitor_message(self._monitor)
+            event = recv_monitor_message(self._monitor)["event"]
             self.refused += 1
-            if not self._bound and self._call_at is None:
+            if not self._bound and self._call_at is None and is_final(event):
                 self._call_at = time.monotonic() + CALL_AGAIN_SECONDS
         if self._call_at is not None and time.monotonic() >= self._call_at:
             self._call_at = None

@@ -99,7 +99,7 @@ def _reports(
             # Nothing is shown before the replay endpoint answers.
             told = True
             out.note(f"no answer from the replay endpoint {args.replay} yet")
-        if not told_of_keys and listening.refused:
+        if not told_of_keys and listening.refused > 1:
             told_of_keys = True
             out.warning(f"{listening.endpoint}: {_REFUSED}")
         for worker, report in listening.poll(_POLL_MS):

@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.diagnostics import get_logger
+from events.sockets.refusals import REASONS, is_final
 
 ALLOWED_BYTES, ALLOWED_PER_SECOND = 16 << 10, 4 << 10
 """What a peer may send at the start, and then from second to second: a thousand times what a router does."""
@@ -27,16 +28,6 @@ SILENCE_SECONDS = 60.0
 """A complaint is logged once in this time, however often there is reason for it."""
 
 _BEGIN = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
-_REFUSAL = {
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "a key is not on the list of those that may connect",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "one end has no key, or the wrong one, or is no ZeroMQ",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before the keys were compared",
-}
-_REFUSALS = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-)
 _READABLE = int(zmq.POLLIN)
 _TCP_INFO = getattr(sockets, "TCP_INFO", None)
 _COUNTS = struct.Struct("=QQ")
@@ -66,7 +57,7 @@ class Complaints:
 class Peers:
     """Who is connected to a socket. For the thread that owns the socket, which makes it before it binds or connects.
 
-    `told_of_refusals`: whether a connection that comes to nothing is worth a word. At an open port it is not: anybody
+    `refusals` are the events (`events.sockets.refusals`) that are worth a word; at a port without keys none is: anybody
     may knock there.
     """
 
@@ -76,17 +67,19 @@ class Peers:
         complaints: Complaints,
         *,
         most: int = MAX_CONNECTIONS,
-        told_of_refusals: bool = False,
+        refusals: int = 0,
     ) -> None:
         self._socket = socket
         self._complaints = complaints
         events = _BEGIN | zmq.Event.DISCONNECTED
-        self._monitor = socket.get_monitor_socket(events | _REFUSALS if told_of_refusals else events)
+        self._monitor = socket.get_monitor_socket(int(events) | refusals)
         self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self.connected: dict[int, float] = {}
         """Since when each is there."""
         self.refused = 0
         """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        self.turned_away = False
+        """Whether the other end, if we connect, has sent us away for good."""
 
     def refresh(self) -> list[int]:
         """Note who came; returns those that left."""
@@ -97,9 +90,10 @@ class Peers:
             connection, event = int(message["value"]), message["event"]
             if event & _BEGIN:
                 self.connected[connection] = time.monotonic()
-            elif event in _REFUSAL:
+            elif event in REASONS:
                 self.refused += 1
-                self._complaints.tell("peer_refused", _REFUSAL[zmq.Event(event)])
+                self.turned_away = self.turned_away or is_final(event)
+                self._complaints.tell("peer_refused", REASONS[event])
             else:
                 self.connected.pop(connection, None)
                 left.append(connection)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import zmq
 
 from events.formats.vllm import encode_seq
+from events.sockets.refusals import SEEN_BY_CLIENT, SEEN_BY_SERVER
 from sinks.base import SinkError
 from sinks.router.peers import (
     MAX_CONNECTIONS,
@@ -101,9 +102,9 @@ class Publisher:
         _address_newcomers(self._socket, False)
         self._socket.copy_threshold = LARGE_BYTES
         place = self._place
-        told = self._keyed or place.connects
+        refusals = SEEN_BY_CLIENT if place.connects else SEEN_BY_SERVER if self._keyed else 0
         # What begins before a connection is asked about belongs to nobody, so this comes first.
-        self._peers = Peers(self._socket, self._complaints, most=self._most_peers, told_of_refusals=told)
+        self._peers = Peers(self._socket, self._complaints, most=self._most_peers, refusals=refusals)
         try:
             place.take(self._socket)
         except BaseException:
@@ -143,7 +144,7 @@ class Publisher:
         """See who is there, and who must go; to be called often."""
         self._forget_who_left()
         self._peers.police()
-        if self._place.connects and self._peers.refused:
+        if self._place.connects and self._peers.turned_away:
             self._call_again()
 
     def newcomer_waits(self) -> bool:

@@ -30,6 +30,7 @@ import zmq
 
 from events.diagnostics import get_logger
 from events.formats.vllm import END_OF_REPLAY, encode_seq
+from events.sockets.refusals import SEEN_BY_SERVER
 from sinks.router.pace import Pace
 from sinks.router.peers import MAX_CONNECTIONS, Complaints, Peers, connection_of, key_of
 from sinks.router.replay_ring import ReplayRing
@@ -109,7 +110,7 @@ class ReplayServer:
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
-        self._peers = Peers(socket, Complaints(), most=most_peers, told_of_refusals=keyed)
+        self._peers = Peers(socket, Complaints(), most=most_peers, refusals=SEEN_BY_SERVER if keyed else 0)
         self._pace = Pace(per_second)
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous

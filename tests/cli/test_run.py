@@ -595,6 +595,34 @@ def test_a_feed_beside_the_runs_own(kvcache: Kvcache) -> None:
     assert sum(feed["blocks"].values()) > 0
 
 
+class TestKVEventsConfig:
+    """vLLM's configuration of its publisher, instead of a URL."""
+
+    def test_it_publishes_as_the_url_does(self, kvcache: Kvcache) -> None:
+        """A run with it has that feed beside its own, which agrees."""
+        config = json.dumps({"enable_kv_cache_events": True, "endpoint": "tcp://*:0", "topic": "kv@a@m"})
+        given = ("--kv-events-config", config, "--kv-events-options", "insecure=1", "--kv-events-rank", 1)
+        done = kvcache("run", "--json", "--no-pools", "--limit", "5", *given)
+        assert done.code == 0
+        assert json.loads(done.out)["feed"]["agrees"]
+        assert "feed_leaves_machine" in done.err
+
+    @pytest.mark.parametrize(
+        ("given", "reason"),
+        [
+            (["--kv-events-config", '{"format": 1}'], "unknown field 'format'; known fields: enable"),
+            (["--kv-events-config", '{"enable_kv_cache_events": true}'], "insecure=1"),
+            (["--kv-events-rank", "1"], "need --kv-events-config JSON"),
+            (["--kv-events-options", "insecure=1"], "need --kv-events-config JSON"),
+        ],
+    )
+    def test_what_is_refused(self, kvcache: Kvcache, given: list[str], reason: str) -> None:
+        """Before anything is played, with what to write instead."""
+        done = kvcache("run", "--no-pools", "--limit", "5", *given)
+        assert (done.code, done.out) == (2, "")
+        assert reason in done.err
+
+
 class TestWaitingForSubscribers:
     """`--wait-subscribers`: readers of the feeds that were asked for."""
 

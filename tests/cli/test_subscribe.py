@@ -8,12 +8,18 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from sinks import open_sink
+from sinks.router.feed import RouterFeed
 from tests.cli.conftest import Kvcache, Start
 from tests.conftest import RunPython
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.sinks.keys import Keys
+from tests.sinks.test_many_workers import connecting
+from tests.sinks.test_zmq import CONTEXT, Worker, free_port
 
 H1, H2 = 0x1122334455667788, 0xF0E1D2C3B4A59687
 TOKENS = (1 << 30) + 12345
@@ -262,3 +268,74 @@ def test_other_commands_do_not_load_zeromq(run_python: RunPython) -> None:
     """Declaring the command costs the others nothing."""
     done = run_python("import sys; from kvcache.cli.parser import build_parser\nprint('zmq' in sys.modules)")
     assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+class TestManyPublishers:
+    """Those that connect to where it is bound."""
+
+    def test_lines_and_json_say_who(self, start: Start) -> None:
+        """Each line names its worker, and the summary has one line for each."""
+        for json_ in (False, True):
+            with free_port() as port:
+                pass
+            options = ["--json"] if json_ else []
+            process = start("subscribe", f"tcp://127.0.0.1:{port}", "--bind", "--count", 2, *options)
+            workers = [connecting(port, f"pod={pod}") for pod in "ab"]
+            with workers[0], workers[1]:
+                for handle, worker in enumerate(workers):
+                    worker.put(worker.source.store(handle, 2))
+                code, out, err = ended(process)
+            assert code == 0
+            pods = {"kv@a@unknown", "kv@b@unknown"}
+            if json_:
+                assert {json.loads(line)["topic"] for line in out.splitlines()} == pods
+            else:
+                assert {line.rpartition("from=")[2] for line in out.splitlines()} == pods
+            assert sorted(line[: len("kvcache: kv@a@unknown: ")] for line in err[1:]) == [
+                "kvcache: kv@a@unknown: ",
+                "kvcache: kv@b@unknown: ",
+            ]
+
+    def test_keys(self, start: Start, tmp_path: Path) -> None:
+        """Encrypted, from the files of an operator: to the feed that it connects to, or from those that connect."""
+        keys = Keys(tmp_path)
+        keys.make("feed", "reader", "stranger")
+        keys.allow("reader")
+        url = f"zmq+pub://127.0.0.1:0?curve_key={keys.secret('feed')}&curve_clients={keys.clients}"
+        sink = open_sink(url, CONTEXT)
+        assert isinstance(sink, RouterFeed)
+        with Worker(feed=sink) as worker:
+            worker.put(worker.source.store(1, 2))
+            worker.settle()
+            known = (
+                "subscribe",
+                worker.transport.endpoint,
+                "--curve-server",
+                keys.public("feed"),
+                "--curve-key",
+            )
+            code, out, _ = ended(start(*known, keys.secret("reader"), "--count", 1))
+            assert (code, "BlockStored" in out) == (0, True)
+            refused = start(*known, keys.secret("stranger"))
+            assert refused.stderr is not None
+            refused.stderr.readline()
+            assert "refused because of a key" in refused.stderr.readline()
+            refused.send_signal(signal.SIGINT)
+            assert ended(refused)[1] == ""
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            (["tcp://*:0"], "give keys"),
+            (["tcp://*:0", "--insecure", "--replay", "tcp://127.0.0.1:1"], "write --replay topic"),
+            (["tcp://127.0.0.1:1", "--insecure"], "leave it out"),
+            (["tcp://127.0.0.1:1", "--curve-key", "K"], "needs both --curve-key and --curve-server"),
+            (["tcp://*:1", "--curve-server", "K"], "--curve-server is for connecting: give --curve-clients"),
+            (["tcp://127.0.0.1:1", "--curve-key", "none", "--curve-server", "K"], "No such file"),
+        ],
+    )
+    def test_what_is_refused(self, kvcache: Kvcache, arguments: list[str], reason: str) -> None:
+        """Each refusal says what to write instead."""
+        done = kvcache("subscribe", *arguments)
+        assert (done.code, done.out) == (2, "")
+        assert reason in done.err

@@ -11,6 +11,7 @@ from typing import Self
 
 import pytest
 
+from events.formats.vllm import Hash
 from events.sockets import gate
 from events.sockets.curve import Curve
 from events.subscribe.endpoints import EndpointError
@@ -32,7 +33,7 @@ def connecting(port: int, options: str) -> Worker:
     return Worker(feed=sink)
 
 
-def resident(worker: Worker) -> set[int]:
+def resident(worker: Worker) -> set[Hash]:
     """What is in the cache, from the cache's own books."""
     return {
         int.from_bytes(name, "big")
@@ -64,7 +65,7 @@ class Router:
         [index] = [index for worker, index in self.indexes.items() if worker.topic == topic]
         return index
 
-    def told(self) -> dict[str, set[int]]:
+    def told(self) -> dict[str, set[Hash]]:
         """Of each pod the blocks that it is said to have."""
         return {worker.topic.split("@")[1]: index.resident() for worker, index in self.indexes.items()}
 

@@ -1,0 +1,313 @@
+"""A feed that is encrypted: who is on the list gets everything, nobody else anything, and no secret is shown."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from events.sockets import gate
+from events.sockets.curve import Curve, CurveUnavailable, KeyFileError, read_directory, read_pair, read_public
+from events.subscribe.endpoints import EndpointError
+from events.subscribe.index import Index
+from events.subscribe.subscriber import Subscriber
+from sinks import SinkURLError, open_sink
+from sinks.router.feed import RouterFeed
+from tests.sinks.helpers import WAIT
+from tests.sinks.keys import Keys
+from tests.sinks.test_many_workers import resident
+from tests.sinks.test_router_feed import wait_for
+from tests.sinks.test_zmq import CONTEXT, Router, Worker
+
+SMALL = "ring=1KiB&max_batch=2KiB&coalesce=0"
+"""So that replays are compacted."""
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    monkeypatch.setattr(gate, "LOOK_SECONDS", 0.05)
+    keys = Keys(tmp_path)
+    keys.make("feed", "friend", "stranger")
+    keys.allow("friend")
+    return keys
+
+
+def encrypted(keys: Keys, options: str = SMALL) -> Worker:
+    url = f"zmq+pub://127.0.0.1:0?replay=0&curve_key={keys.secret('feed')}&curve_clients={keys.clients}&{options}"
+    sink = open_sink(url, CONTEXT)
+    assert isinstance(sink, RouterFeed)
+    return Worker(feed=sink)
+
+
+def reading(worker: Worker, curve: Curve | None, *, replay: bool = True) -> Subscriber:
+    endpoint = worker.transport.replay_endpoint if replay else None
+    return Subscriber(worker.transport.endpoint, replay=endpoint, start=0 if replay else None, curve=curve)
+
+
+def hear(subscriber: Subscriber, worker: Worker, index: Index | None = None) -> Index:
+    """What is known when everything was heard."""
+    index = Index() if index is None else index
+
+    def done() -> bool:
+        for report in subscriber.poll(10):
+            index.fold(report)
+        return index.resident() == resident(worker)
+
+    wait_for(done)
+    return index
+
+
+class TestAccess:
+    @pytest.mark.parametrize("replay", [False, True])
+    def test_who_is_allowed_gets_everything(self, keys: Keys, replay: bool) -> None:
+        """The state, live batches, and with a replay what was missed, from the ring and from the state."""
+        with encrypted(keys) as worker, capture_logs() as logs:
+            for handle in range(1, 60):
+                worker.put(worker.source.store(handle, 3))
+            worker.settle()
+            with reading(worker, keys.calls("friend", "feed"), replay=replay) as subscriber:
+                index = hear(subscriber, worker)
+                assert len(index.resident()) == 59 * 3
+                worker.put(worker.source.store(1000, 2), worker.source.remove(1))
+                hear(subscriber, worker, index)
+                assert (index.missed_batches, subscriber.refused) == (0, 0)
+            server = worker.transport.replay
+            assert server is not None
+            assert bool(server.compacted) == replay
+            assert worker.transport.refused == 0
+        assert logs == []
+
+    @pytest.mark.parametrize("who", ["nobody", "stranger", "wrong server"])
+    def test_who_is_not_gets_nothing_and_both_ends_know(self, keys: Keys, who: str) -> None:
+        """No message at all, live or replayed; the feed counts and complains, the reader counts, others are served."""
+        curve = {
+            "nobody": None,
+            "stranger": keys.calls("stranger", "feed"),
+            "wrong server": keys.calls("friend", "stranger"),
+        }[who]
+        with encrypted(keys) as worker, capture_logs() as logs:
+            worker.put(worker.source.store(1, 3))
+            worker.settle()
+            with reading(worker, curve) as subscriber:
+                reports = []
+
+                def refused() -> bool:
+                    reports.extend(subscriber.poll(10))
+                    return subscriber.refused > 1 and worker.transport.refused > 1
+
+                wait_for(refused)
+                assert worker.feed.subscribers == 0
+                with reading(worker, keys.calls("friend", "feed")) as friend:
+                    hear(friend, worker)
+                reports += subscriber.poll(50)
+                assert (reports, subscriber.malformed) == ([], 0)
+            server = worker.transport.replay
+            assert server is not None
+            wait_for(lambda: worker.transport.refused > server.refused > 0)
+        assert {log["event"] for log in logs} == {"peer_refused"}
+
+    def test_a_key_that_is_added_lets_in_without_a_restart(self, keys: Keys) -> None:
+        """A reader that was turned away comes again by itself; one taken off the list is out when it comes next."""
+        with encrypted(keys) as worker:
+            worker.put(worker.source.store(1, 3))
+            worker.settle()
+            with reading(worker, keys.calls("stranger", "feed")) as subscriber:
+                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+                keys.allow("stranger")
+                hear(subscriber, worker)
+            (keys.clients / "stranger.key").unlink()
+            time.sleep(2 * gate.LOOK_SECONDS)
+            with reading(worker, keys.calls("stranger", "feed")) as subscriber:
+                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+
+    def test_a_list_that_cannot_be_read_lets_nobody_in(self, keys: Keys) -> None:
+        """Whoever cannot be read may have been taken off it."""
+        with encrypted(keys) as worker, capture_logs() as logs:
+            (keys.clients / "friend.key").write_text("damaged")
+            time.sleep(2 * gate.LOOK_SECONDS)
+            with reading(worker, keys.calls("friend", "feed")) as subscriber:
+                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+        assert "allow_list_unreadable" in {log["event"] for log in logs}
+
+    def test_plain_sockets_of_another_program_read_it(self, keys: Keys) -> None:
+        """Pyzmq's own CURVE client, as a router would have it, with an identity as long as one may be."""
+        friend = read_pair(keys.secret("friend"))
+        with encrypted(keys, "coalesce=0") as worker, Router() as router:
+            worker.settle()
+            for kind in (zmq.SUB, zmq.DEALER):
+                socket = router.socket(kind)
+                socket.curve_publickey, socket.curve_secretkey = friend.public, friend.secret
+                socket.curve_serverkey = read_public(keys.public("feed"))
+                socket.identity = b"x" * 255
+            live, dealer = router.sockets
+            live.subscribe(b"")
+            live.connect(worker.transport.endpoint)
+            assert live.poll(int(WAIT * 1000))
+            dealer.connect(str(worker.transport.replay_endpoint))
+            dealer.send_multipart([b"", bytes(8)])
+            assert dealer.poll(int(WAIT * 1000))
+
+    def test_nobody_gets_in_where_no_gate_stands(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Should the list not be asked, for whatever reason, the answer is no."""
+        monkeypatch.setattr(gate.Gate, "open", lambda gate: None)
+        with encrypted(keys) as worker:
+            worker.put(worker.source.store(1, 1))
+            with reading(worker, keys.calls("friend", "feed"), replay=False) as subscriber:
+                for _ in range(10):
+                    assert subscriber.poll(30) == []
+            assert worker.feed.subscribers == 0
+
+
+class TestURL:
+    @pytest.mark.parametrize(
+        ("url", "reason"),
+        [
+            ("zmq+pub://*:5557", r"tcp://\*:5557 .*curve_key= and curve_clients= .*insecure=1"),
+            ("zmq+pub://127.0.0.1:5557?replay=*:5558", r"tcp://\*:5558 lies beyond"),
+            ("zmq+pub://router:5557?pod=a", r"curve_key= and curve_server= .*insecure=1"),
+            ("zmq+pub://router:5557?replay=*:1", r"curve_key= and curve_clients= and curve_server="),
+            ("zmq+pub://router:5557?replay=1", r"at which address, as in replay=\*:5558"),
+            ("zmq+pub://router:5557?insecure=1", r"add pod=, topic= or replay=; .*bind=1"),
+            ("zmq+pub://router:5557?bind=1&connect=1", "exclude each other"),
+            ("zmq+pub://router:0?pod=a", "router's host and port"),
+            ("zmq+pub://*:5557?connect=1&pod=a", "router's host and port"),
+            ("zmq+pub://127.0.0.1:5557?pod=a@b", "pod must have none"),
+            ("zmq+pub://127.0.0.1:5557?pod=a&topic=b", "pod= is a part of the topic"),
+            ("zmq+pub://127.0.0.1:65535?rank=1&rank_ports=1", "make 65536, which is no port"),
+            ("zmq+pub://127.0.0.1:1?replay_rate=1", "replay=, which is not given"),
+            ("zmq+pub://127.0.0.1:1?max_peers=0", "max_peers must be at least 1"),
+            ("zmq+pub://127.0.0.1:1?keepalive=1", "keepalive='1' needs a number and"),
+            (
+                "zmq+pub://127.0.0.1:1?curve_key=K",
+                "a feed that binds is encrypted by curve_key, curve_clients",
+            ),
+            ("zmq+pub://127.0.0.1:1?curve_clients=K&curve_key=K&curve_server=K", "a feed that binds"),
+            ("zmq+pub://r:1?pod=a&curve_clients=K&curve_key=K&curve_server=K", "that connects is encrypted"),
+            ("zmq+pub://r:1?pod=a&curve_key=K&curve_server=K&insecure=1", "insecure= would change nothing"),
+            ("zmq+pub://127.0.0.1:1?curve_key=none&curve_clients=.", "No such file"),
+        ],
+    )
+    def test_what_is_refused(
+        self, url: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each error says what to write instead."""
+        (tmp_path / "a.key").write_text('public-key = "' + "0" * 40 + '"')
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SinkURLError, match=reason):
+            open_sink(url, CONTEXT)
+
+    @pytest.mark.parametrize(
+        ("url", "endpoint", "connects", "replay"),
+        [
+            ("127.0.0.1:7", "127.0.0.1:7", False, None),
+            ("localhost:7", "127.0.0.1:7", False, None),
+            ("localhost:7?connect=1&pod=a", "127.0.0.1:7", True, None),
+            ("[::1]:7", "::1:7", False, None),
+            ("[::]:7?insecure=1", ":::7", False, None),
+            ("*:7?insecure=1&replay=8&rank=2&rank_ports=1", "*:9", False, "*:10"),
+            ("*:0?insecure=1&replay=0&rank=2&rank_ports=1", "*:0", False, "*:0"),
+            ("127.0.0.1:7?replay=8&rank=2", "127.0.0.1:7", False, "127.0.0.1:8"),
+            ("router:7?insecure=1&pod=a", "router:7", True, None),
+            ("10.0.0.5:7?insecure=1&pod=a", "10.0.0.5:7", True, None),
+            ("10.0.0.5:7?insecure=1&bind=1", "10.0.0.5:7", False, None),
+            ("router:7?insecure=1&replay=*:8&rank=1&rank_ports=true", "router:8", True, "*:9"),
+            ("router:7?insecure=1&replay=[::]:8", "router:7", True, ":::8"),
+        ],
+    )
+    def test_who_binds_and_where(self, url: str, endpoint: str, connects: bool, replay: str | None) -> None:
+        """Wildcards and loopback are bound, all else is connected to; ranks have ports of their own if asked for."""
+        sink = open_sink(f"zmq+pub://{url}", CONTEXT)
+        assert isinstance(sink, RouterFeed)
+        settings = sink.transport._settings  # type: ignore[attr-defined]
+        assert (f"{settings.host}:{settings.port}", settings.connects) == (endpoint, connects)
+        assert replay == (None if replay is None else f"{settings.replay_host}:{settings.replay_port}")
+
+    def test_keepalive_is_set_on_every_socket(self) -> None:
+        """TCP looks after the given silence, on the feed's socket and the replay's."""
+        for text, expected in (("", (1, 60)), ("&keepalive=90s", (1, 90)), ("&keepalive=0s", (0, -1))):
+            sink = open_sink(f"zmq+pub://127.0.0.1:0?replay=0{text}", CONTEXT)
+            assert isinstance(sink, RouterFeed)
+            with Worker(feed=sink) as worker:
+                server = worker.transport.replay
+                assert server is not None
+                for socket in (worker.transport._publisher._socket, server._socket):
+                    assert (socket.get(zmq.TCP_KEEPALIVE), socket.get(zmq.TCP_KEEPALIVE_IDLE)) == expected
+
+
+class TestKeyFiles:
+    def test_no_secret_is_shown(self, keys: Keys) -> None:
+        """Not in texts of keys, settings or sinks."""
+        secret = read_pair(keys.secret("feed")).secret.decode()
+        curve = keys.serves("feed")
+        with encrypted(keys) as worker:
+            told = [repr(curve), str(curve), repr(worker.transport._settings), repr(worker.runner.stats())]
+        assert curve.own.secret.decode() == secret
+        assert not [text for text in told if secret in text]
+
+    @pytest.mark.parametrize("mode", [0o604, 0o620, 0o666, 0o644])
+    def test_a_secret_that_others_may_read_is_refused(self, keys: Keys, mode: int) -> None:
+        """It says what to do; a group may read it, as Kubernetes has it."""
+        keys.secret("feed").chmod(mode)
+        with pytest.raises(KeyFileError, match="chmod 600"):
+            read_pair(keys.secret("feed"))
+        for right in (0o600, 0o400, 0o440):
+            keys.secret("feed").chmod(right)
+            read_pair(keys.secret("feed"))
+
+    def test_a_list_that_others_may_write_is_refused(self, keys: Keys) -> None:
+        """They could let themselves in: by the directory, or by a file in it."""
+        for path, mode in ((keys.clients, 0o777), (keys.clients / "friend.key", 0o664)):
+            before = path.stat().st_mode
+            path.chmod(mode)
+            with pytest.raises(KeyFileError, match="chmod go-w"):
+                read_directory(keys.clients)
+            path.chmod(before & 0o777)
+        read_directory(keys.clients)
+
+    @pytest.mark.parametrize(
+        "content",
+        ["", "hidden", "public-key", 'public-key = "hidden"', 'public-key = "' + "~" * 40 + '"', "\0\xff"],
+    )
+    def test_what_is_no_key_file_is_refused_and_not_repeated(self, tmp_path: Path, content: str) -> None:
+        """The error names the file, is typed, and survives pickling."""
+        path = tmp_path / "a.key"
+        path.write_text(content)
+        with pytest.raises(KeyFileError) as caught:
+            read_public(path)
+        assert "hidden" not in str(caught.value)
+        assert str(path) in str(pickle.loads(pickle.dumps(caught.value)))
+
+    def test_pairs_must_be_pairs(self, keys: Keys, tmp_path: Path) -> None:
+        """A public file has no secret, and a secret of another public key is no pair; a directory is no file."""
+        with pytest.raises(KeyFileError, match="no secret key: give the file NAME"):
+            read_pair(keys.public("feed"))
+        mixed = keys.secret("feed").read_text()
+        other = read_pair(keys.secret("stranger"))
+        keys.secret("feed").write_text(
+            mixed.replace(read_pair(keys.secret("feed")).public.decode(), other.public.decode())
+        )
+        with pytest.raises(KeyFileError, match="does not belong"):
+            read_pair(keys.secret("feed"))
+        with pytest.raises(KeyFileError, match="Is a directory"):
+            read_public(tmp_path)
+        (empty := tmp_path / "empty").mkdir()
+        with pytest.raises(KeyFileError, match="nobody could connect"):
+            read_directory(empty)
+
+    def test_a_reader_that_encrypts_names_the_publishers_key(self, keys: Keys) -> None:
+        """Without it nothing could be encrypted."""
+        with pytest.raises(EndpointError, match="publisher's public key"):
+            Subscriber("tcp://127.0.0.1:5557", curve=Curve.read(keys.secret("friend")))
+
+    def test_a_library_without_encryption_is_told(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By a typed error, of the library and of a URL."""
+        monkeypatch.setattr(sys.modules["zmq"], "has", lambda capability: False)
+        with pytest.raises(CurveUnavailable, match="no CURVE encryption"):
+            keys.calls("friend", "feed")
+        with pytest.raises(SinkURLError, match="no CURVE encryption"):
+            encrypted(keys)
