@@ -16,7 +16,8 @@ INT32 = 2**31 - 1
 class ZMQOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
-    format: Literal["vllm"] = "vllm"
+    format: Literal["vllm", "sglang"] = "vllm"
+    style: Literal["map", "array"] = "map"
     bind: bool = False
     connect: bool = False
     replay: str | None = None

@@ -14,6 +14,7 @@ import zmq
 from events.diagnostics import get_logger
 from events.feed.changes import Change
 from events.formats import vllm
+from events.formats.wires import Encode
 from events.sockets.curve import Curve
 from events.sockets.gate import Gate
 from events.sockets.hosts import is_loopback
@@ -71,6 +72,8 @@ class ZMQSettings:
     linger_seconds: float = 1.0
     stall_seconds: float = STALL_SECONDS
     """After this a replay's reader that takes nothing is given up."""
+    encode: Encode = vllm.encode_batch
+    """The form of payloads."""
     salts: Callable[[bytes], str | None] | None = None
     """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
     curve: Curve | None = None
@@ -273,7 +276,7 @@ class ZMQTransport:
         return f"kv@{pod}@{settings.model}"
 
     def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
+        return self._settings.encode(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
         return vllm.join_batches(payloads, self._settings.rank)

@@ -7,7 +7,7 @@ subscriber that falls behind by more than `hwm` messages misses some; with ``rep
 
 Options:
 
-- ``format``: what payloads look like; ``vllm``.
+- ``format``: what payloads look like, ``vllm`` or ``sglang``; with ``style=array`` as vLLM wrote them until 0.23.
 - ``bind``, ``connect``: whether HOST and PORT are this feed's, to which readers connect, or those of a router that is
   bound there and hears many feeds. By default ``*``, other wildcards and loopback are bound, and anything else is
   connected to.
@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from events.formats.wires import ARRAY_OVERHEAD, ENCODERS
 from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.addresses import feed_place, replay_place
@@ -64,11 +65,12 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
+    max_batch = pace["max_batch"] / (ARRAY_OVERHEAD if options.style == "array" else 1)
     return RouterFeed(
         ZMQTransport(settings),
         FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(pace["max_batch"]),
+        max_batch_bytes=int(max_batch),
         heartbeat_seconds=pace["heartbeat"],
     )
 
@@ -98,6 +100,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         pad=options.pad,
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
+        encode=ENCODERS["vllm-array" if options.style == "array" else options.format],
         salts=context.salts.ask() if options.salts == "plain" else None,
         curve=curve_of(url, options, place, replay),
         keepalive_seconds=_quantity(url, options, "keepalive"),
@@ -132,6 +135,8 @@ def _check_topic(
 
 def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
+    if options.style == "array" and options.format != "vllm":
+        raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
     for name in ("model", "pod"):
         if options.topic is not None and getattr(options, name) is not None:
             reason = f"{name}= is a part of the topic that topic= replaces: leave one of them out"

@@ -34,7 +34,7 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
         ("completion ", {"bash", "zsh", "fish", "tcsh"}),
         ("run --limit ", set()),
         ("run --speed ", {"real", "max"}),
-        ("run --sink ", {"file:", "stdout:", "zmq+pub:"}),
+        ("run --sink ", {"file:", "prometheus:", "stdout:", "zmq+pub:"}),
         ("run --sink f", {"file:"}),
         ("run ", {"a_file", "a_directory"}),
         ("run --config a_", {"a_file", "a_directory"}),
