@@ -59,6 +59,10 @@ class Several(Listener):
         for each in self._listeners:
             each.reused(history, window, ids, level)
 
+    def computed_twice(self, history: History, window: Window, blocks: int) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.computed_twice(history, window, blocks)
+
     def stored(self, history: History, window: Window, ids: Ids) -> None:  # noqa: D102
         for each in self._listeners:
             each.stored(history, window, ids)

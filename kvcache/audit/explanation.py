@@ -62,8 +62,8 @@ class Part:
     reason: Reason
     window: int | None
     """In tokens, where the reason is about one window of several."""
-    slot: int | None = None
-    """Of the first block, where it is reused."""
+    slots: tuple[int, ...] = ()
+    """Of its blocks, where they are reused."""
     stored_by: RequestId | None = None
     stored: Moment | None = None
     gone: Moment | None = None
@@ -196,7 +196,8 @@ def _parts(history: History, admission: Admission) -> list[Part]:
     for first, stop, reason, group in admission.spans():
         part = _part(history, admission, first, stop, reason, group)
         if joined and _said(joined[-1]) == _said(part):
-            joined[-1] = replace(joined[-1], stop=part.stop, last_block=part.last_block)
+            slots = joined[-1].slots + part.slots
+            joined[-1] = replace(joined[-1], stop=part.stop, last_block=part.last_block, slots=slots)
         else:
             joined.append(part)
     return joined
@@ -222,7 +223,7 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
         last,
         reason,
         window,
-        slot=facts["slot"] if reason.is_reuse and facts["slot"] >= 0 else None,
+        slots=(facts["slot"],) if reason.is_reuse and facts["slot"] >= 0 else (),
         stored_by=_request(history, facts["stored_by"]) if known else None,
         stored=Moment(facts["stored_batch"], facts["stored_at"]) if known else None,
         gone=Moment(facts["gone_batch"], facts["gone_at"]) if lost else None,

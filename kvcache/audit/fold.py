@@ -73,12 +73,14 @@ class HistoryFold(History):
             admission.count()
             self.listener.admitted(self, admission)
         self._admitted.clear()
+        self.epochs.of(self.now)
         self.listener.batch_ended(self)
 
     # -- the life of the cache
 
     def _on_epoch(self, event: ev.EpochStarted) -> None:
         self.tokens_recorded = event.tokens_recorded
+        self.epochs.begin(self.now, self.batch)
 
     def _on_created(self, event: ev.CacheCreated) -> None:
         """What ran before is forgotten by the state that follows, as far as it does not go on."""
@@ -248,16 +250,24 @@ class HistoryFold(History):
         sequence.name(event.first_block - (len(event.names) // NAME_BYTES - len(ids)), event.names)
         known = ids[ids >= 0]
         if event.replaced:
-            self.listener.computed_twice(self, len(ids))
+            self.listener.computed_twice(self, window, len(known))
         else:
             admission = self._admitted[event.handle]
             if admission.facts:
                 note_reused(admission, event, window, ids)
             if event.level == SECONDARY:
                 admission.reasons[event.first_block : event.first_block + len(ids)] = Reason.SECONDARY
+            self._name_served(ids, event.names)
             self.listener.reused(self, window, known, event.level)
             window.reuse(known, self.now)
         window.hold(known)
+
+    def _name_served(self, ids: Ids, names: bytes) -> None:
+        """The names are of the sequence's blocks up to the last of these; other windows do not tell them again."""
+        of_all = np.frombuffer(names, np.uint64)[-len(ids) :]
+        own = ids[len(ids) - len(of_all) :]
+        self.served_names.reach(len(self.contents))
+        self.served_names["name"][own[own >= 0]] = of_all[own >= 0]
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         size, sequence = self.tokens_per_block, self.running[event.handle]

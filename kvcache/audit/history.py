@@ -7,6 +7,7 @@ import numpy as np
 from events.types import RequestId
 from kvcache.audit.columns import Columns
 from kvcache.audit.contents import ContentIds
+from kvcache.audit.epochs import EpochClock
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
@@ -27,6 +28,9 @@ class History:
         self.key_bytes = 0
         self.names: Columns | None = None
         """Per content its name as the log has it (`name`); None unless somebody asks for them."""
+        self.served_names = Columns(name=(np.uint64, 0))
+        """Per content that was reused its name; 0 where the log has none."""
+        self.epochs = EpochClock()
         self.batch, self.now = -1, 0
         """The batch that is folded, and its wall clock in ns."""
         self.requests: list[RequestId] = []

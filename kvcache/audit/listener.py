@@ -29,8 +29,8 @@ class Listener:
     def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
         """A request is about to reuse full blocks from a level."""
 
-    def computed_twice(self, history: History, blocks: int) -> None:
-        """A request computed blocks that another one had stored meanwhile."""
+    def computed_twice(self, history: History, window: Window, blocks: int) -> None:
+        """A request computed full blocks that another one had stored meanwhile."""
 
     def stored(self, history: History, window: Window, ids: Ids) -> None:
         """Full blocks are cached."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from events.log import LogEnd
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MS = 1_000_000
@@ -40,3 +44,25 @@ def iso(ts: int) -> str:
 def printable(text: str) -> str:
     """The text without anything that could drive a terminal."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def is_whole(end: LogEnd) -> bool:
+    """Whether all is in the log that its writer had to say."""
+    return end.kind == "clean" and not _lost(end)
+
+
+def _lost(end: LogEnd) -> bool:
+    return end.next_seq > (-1 if end.last_seq is None else end.last_seq) + 1
+
+
+def describe_end(end: LogEnd) -> str:
+    """How a log ends, in words."""
+    if end.kind == "torn":
+        where = f"{printable(str(end.path))}, byte {end.offset:,}"
+        return f"torn: the writer stopped inside a batch ({where}); everything before it is whole"
+    if _lost(end):
+        last = -1 if end.last_seq is None else end.last_seq
+        return f"closed, but batches {last + 1:,} to {end.next_seq - 1:,} were lost before"
+    if end.kind == "clean":
+        return "closed in good order"
+    return "open: a writer is at work, or was killed between two batches"

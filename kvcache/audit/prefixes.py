@@ -26,13 +26,15 @@ class Prefix:
     tokens_served: int
     last_used: int
     """Wall-clock ns."""
+    name: str | None
+    """Of its last block, 16 hex digits; None if the log has no names."""
     stored_by: RequestId | None
     cached: bool
     """Whether it is cached at the end of the log, in any window."""
 
 
 def hot_prefixes(history: History, top: int) -> list[Prefix]:
-    """The prefixes that served the most tokens, and those that they continue; parents before children.
+    """The `top` prefixes that served the most tokens, the most first; then those that they continue beside these.
 
     The times of a block are those of the window in which it was reused most often.
     """
@@ -48,16 +50,13 @@ def hot_prefixes(history: History, top: int) -> list[Prefix]:
         children[parent].append(content)
     chains = _chains(times.tolist(), children)
     tokens = [len(chain) * int(times[chain[0]]) for _, _, chain in chains]
-    wanted = set[int]()
-    for best in sorted(range(len(chains)), key=lambda number: -tokens[number])[:top]:
-        number = best
+    wanted = dict.fromkeys(sorted(range(len(chains)), key=lambda number: -tokens[number])[:top])
+    for best in list(wanted):
+        number = chains[best][0]
         while number >= 0 and number not in wanted:
-            wanted.add(number)
+            wanted[number] = None
             number = chains[number][0]
-    return [
-        _prefix(history, number, *chains[number], int(times[chains[number][2][0]]))
-        for number in sorted(wanted)
-    ]
+    return [_prefix(history, number, *chains[number], int(times[chains[number][2][0]])) for number in wanted]
 
 
 def _chains(times: list[int], children: dict[int, list[int]]) -> list[tuple[int, int, list[int]]]:
@@ -87,6 +86,14 @@ def _prefix(history: History, number: int, above: int, depth: int, chain: list[i
         times,
         times * len(chain) * size,
         max(int(window.of["used_at"][chain].max()) for window in history.windows),
+        _name_of(history, chain[-1]),
         history.requests[stored_by] if stored_by is not None else None,
         any(bool((window.of["level"][chain] >= 0).all()) for window in history.windows),
     )
+
+
+def _name_of(history: History, content: int) -> str | None:
+    names = history.served_names
+    names.reach(content + 1)
+    name = names["name"][content : content + 1]
+    return bytes(name.tobytes()).hex() if name[0] else None

@@ -10,6 +10,8 @@ from kvcache.audit.explanation import Explanation, Exported, Moment, Part, Refus
 from kvcache.audit.phrases import count, duration, printable, share
 from kvcache.audit.reasons import IN_WORDS
 
+_MOST_RANGES = 4
+"""Of slots, which mostly lie anywhere."""
 When = Callable[[int], str]
 """A wall clock in ns as people want to read it."""
 
@@ -109,8 +111,21 @@ def _details(part: Part, now: Moment, when: When) -> str:
         said.append(f"by request {printable(str(part.computed_by))}")
     if part.stored is not None and part.stored_by is not None:
         stored = f"stored by request {printable(str(part.stored_by))} in {_moment(part.stored, when)}"
-        said.append(f"from slot {part.slot:,} on, {stored}" if part.slot is not None else stored)
+        said.append(f"{_slots(part.slots)}, {stored}" if part.slots else stored)
     return ", ".join(said)
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    """As ranges, in the order of the blocks; the first ones where there are many."""
+    ranges: list[list[int]] = []
+    for slot in slots:
+        if ranges and slot == ranges[-1][1] + 1:
+            ranges[-1][1] = slot
+        else:
+            ranges.append([slot, slot])
+    said = ", ".join(_range(first, last) for first, last in ranges[:_MOST_RANGES])
+    noun = "slot" if len(slots) == 1 else "slots"
+    return f"{noun} {said}" + ", …" * (len(ranges) > _MOST_RANGES)
 
 
 def namespace_in_words(namespace: Namespace) -> str:

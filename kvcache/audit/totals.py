@@ -52,6 +52,8 @@ class LevelLives:
     """Of evicted blocks (from primary to secondary, too): since their last use."""
     evicted: int = 0
     """Blocks."""
+    recomputed: int = 0
+    """Tokens computed again because this level had evicted their blocks for good."""
 
 
 @dataclass(slots=True)
@@ -80,12 +82,14 @@ class Audit:
     never_reused: int = 0
     """Full blocks that are gone, or still cached, and that nobody reused."""
     computed_twice: int = 0
-    """Tokens that a request computed although another one stored them before it was done."""
+    """Tokens of full blocks that a request had computed when they were cached already, in the first window."""
     offloaded: int = 0
     onboarded: int = 0
     taken_over: int = 0
     """Blocks in secondary that a request computed nevertheless."""
     prefixes: list[Prefix] = field(default_factory=list)
+    set_back: list[int] = field(default_factory=list)
+    """Batches with which epochs began whose clock had begun again; `over_time` has them behind those before."""
     first_batch: int = -1
     last_batch: int = -1
     first_at: int = 0
@@ -119,6 +123,8 @@ class Totals(Listener):
             # The first of them may be copied in part.
             ids, of = admission.ids[blocks], window.of
             self.audit.lost_ages.add(history.now - of["gone_at"][ids])
+            for why, lives in zip((Reason.EVICTED, Reason.DROPPED), self.audit.levels, strict=True):
+                lives.recomputed += int((of["why"][ids] == why).sum()) * size
             for priority, count in zip(*np.unique(of["priority"][ids], return_counts=True), strict=True):
                 self.audit.lost_by_priority[int(priority)] += int(count) * size
             # Consecutive blocks mostly went together.
@@ -139,7 +145,7 @@ class Totals(Listener):
         audit.by_namespace.setdefault(admission.namespace, np.zeros(len(Reason), np.int64))[:] += (
             admission.counts
         )
-        audit.over_time.add(admission.at, admission.counts)
+        audit.over_time.add(history.epochs.of(admission.at), admission.counts)
 
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
@@ -151,9 +157,10 @@ class Totals(Listener):
             idle = ids[window.of["holders"][ids] == 0]
             self.audit.levels[level].hit_ages.add(history.now - window.of["used_at"][idle])
 
-    def computed_twice(self, history: History, blocks: int) -> None:
-        """Count work done twice."""
-        self.audit.computed_twice += blocks * history.tokens_per_block * self.counting
+    def computed_twice(self, history: History, window: Window, blocks: int) -> None:
+        """Count work done twice; what is so in one window mostly is in others."""
+        if self.counting and window is history.windows[0]:
+            self.audit.computed_twice += blocks * history.tokens_per_block
 
     def stored(self, history: History, window: Window, ids: Ids) -> None:
         """Count stored blocks."""
@@ -168,7 +175,8 @@ class Totals(Listener):
             audit.onboarded += blocks
         elif event.why == MoveReason.RECOMPUTED:
             audit.taken_over += blocks
-            audit.computed_twice += blocks * history.tokens_per_block
+            ids = window.contents(event.to_level, event.to_slots)
+            self.computed_twice(history, window, int((ids >= 0).sum()))
         else:
             audit.offloaded += blocks
             ids = window.contents(event.to_level, event.to_slots)
@@ -204,7 +212,7 @@ class Totals(Listener):
     def finish(self, history: History, top: int) -> Audit:
         """The audit, with the `top` worst evictions and hottest prefixes."""
         audit = self.audit
-        audit.tokens_recorded = history.tokens_recorded
+        audit.tokens_recorded, audit.set_back = history.tokens_recorded, history.epochs.set_back
         for window in history.windows:
             ids = np.flatnonzero(window.of["level"] >= 0)
             audit.never_reused += int((window.of["uses"][ids] == 0).sum())

@@ -13,6 +13,7 @@ from kvcache.audit.histogram import Ages
 from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import Reason
 from kvcache.audit.totals import Audit
+from kvcache.audit.verdict import Verdict, verdict_on
 from kvcache.cli.times import iso
 
 
@@ -38,12 +39,14 @@ def to_json(audit: Audit) -> dict[str, Any]:
         "over_time": _time_json(audit),
         "evictions": _evictions_json(audit),
         "levels": {
-            level: {
+            name: {
                 "hit_ages": _ages_json(lives.hit_ages),
                 "eviction_ages": _ages_json(lives.eviction_ages),
                 "evicted": lives.evicted,
+                "recomputed_tokens": lives.recomputed,
+                **_verdict_json(verdict_on(audit, level)),
             }
-            for level, lives in zip(LEVEL_NAMES, audit.levels, strict=True)
+            for level, (name, lives) in enumerate(zip(LEVEL_NAMES, audit.levels, strict=True))
         },
         "blocks": {
             "stored": audit.stored,
@@ -78,6 +81,12 @@ def _evictions_json(audit: Audit) -> dict[str, Any]:
     }
 
 
+def _verdict_json(verdict: Verdict | None) -> dict[str, Any]:
+    if verdict is None:
+        return {"verdict": None, "curves_cross": None}
+    return {"verdict": verdict.size, "curves_cross": verdict.crosses}
+
+
 def reasons_json(tokens: npt.NDArray[np.int64]) -> dict[str, int]:
     """Prompt tokens by reason."""
     return {reason.label: int(tokens[reason]) for reason in Reason}
@@ -95,12 +104,13 @@ def _namespace_json(namespace: Namespace) -> dict[str, Any]:
 def _time_json(audit: Audit) -> dict[str, Any]:
     timeline = audit.over_time
     if timeline.start is None:
-        return {"ts": None, "time": None, "seconds": None, "parts": []}
+        return {"ts": None, "time": None, "seconds": None, "parts": [], "clock_set_back": []}
     return {
         "ts": timeline.start,
         "time": iso(timeline.start),
         "seconds": timeline.width / 1e9,
         "parts": [reasons_json(row) for row in timeline.rows],
+        "clock_set_back": audit.set_back,
     }
 
 
@@ -125,5 +135,6 @@ def _prefix_json(prefix: Prefix) -> dict[str, Any]:
         "served_tokens": prefix.tokens_served,
         "last_used": {"ts": prefix.last_used, "time": iso(prefix.last_used)},
         "stored_by": stored_by,
+        "name": prefix.name,
         "cached_at_end": prefix.cached,
     }

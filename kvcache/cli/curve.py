@@ -11,6 +11,7 @@ from typing import Any
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit import open_log
+from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     found = Found(prompts, recorder.curve(), bounds)
     if found.curve.is_vague:
         out.warning(_vague(found.curve))
+    note_end(out, prompts.reader.end)
     if args.json:
         out.json({"log_id": open_log(args.log).log_id, **to_json(found)})
     else:
@@ -104,6 +106,7 @@ def to_json(found: Found) -> dict[str, Any]:
         "recorded_hit_rate": dict(zip(LEVEL_NAMES, _recorded(found), strict=True)),
         "knee": curve.knee,
         "sizes": [_size_json(found, blocks) for blocks in _table_sizes(found)],
+        "end": end_json(prompts.reader.end),
     }
 
 

@@ -12,11 +12,11 @@ from events.log import LogReader
 from events.types import CacheCreated, EventBatch
 from kvcache.cli import times
 from kvcache.cli.event_lines import event_line
+from kvcache.cli.log_end import note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import Update, progress
-from kvcache.cli.replay import describe_end
 from kvcache.cli.times import Times, iso
 from kvcache.diff import (
     Admitted,
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     with progress("comparing requests", None, shown=not out.quiet) as update:
         reuse = compare_reuse(a.read(update), b.read(update), args.top)
     for side in (a, b):
-        if side.reader.end.kind == "torn":
-            out.note(f"{printable(str(side.log))} is {describe_end(side.reader.end)}")
+        note_end(out, side.reader.end, side.log)
     settings = changed_settings(a.created, b.created) if a.created and b.created else []
     if args.json:
         out.json(to_json(a, b, settings, divergence, reuse))

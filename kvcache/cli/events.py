@@ -15,10 +15,10 @@ from events.log import LogReader
 from kvcache.cli import conditions, moments, times
 from kvcache.cli.conditions import NamingBlock, OfSequences, conditions_of
 from kvcache.cli.event_lines import event_line
+from kvcache.cli.log_end import note_end
 from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output
 from kvcache.cli.process import nobody_reads
-from kvcache.cli.replay import describe_end
 from kvcache.cli.times import Times, iso
 from kvcache.errors import UsageError
 from sinks.known import Known
@@ -28,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Print the events of a log. With several conditions, events that meet all of them."
     parser.epilog = (
-        "An event's address is BATCH.INDEX, and behind it stands when its batch was made. Lines for people hold no "
+        "An event's address is BATCH.INDEX, and after it stands when its batch was made. Lines for people hold no "
         "token\nids; --json does. Of an event that concerns several sequences, --request and --handle show only their "
-        "own part; of a\nBlocksFilled, --block that of the block. The exit code is 2 if there is no such event.\n"
+        "own part; of a\nBlocksFilled, --block that of the block. The exit code is 2 if there is no such event.\n\n"
         + moments.FORMS_HELP
-        + "\n--since begins with the first batch at its moment or later."
+        + " --since begins with the first batch at its moment or later."
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     conditions.add_options(parser)
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 printer.print(batch, index, event)
         if args.follow:
             sys.stdout.flush()
-    if batches.ended and reader.end.kind == "torn":
-        out.note(f"the log is {describe_end(reader.end)}")
+    if batches.ended:
+        note_end(out, reader.end)
     if asked and not printer.lines:
         raise UsageError(f"the log has no such event{_whose(args)}")
     return 0

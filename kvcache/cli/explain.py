@@ -13,6 +13,7 @@ from kvcache.audit import explanation as ex
 from kvcache.audit.explanation import Explanation, Exported, Part, Stay, explain_request
 from kvcache.audit.telling import Told, tell
 from kvcache.cli import times
+from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.output import Output
 from kvcache.cli.progress import progress
 from kvcache.cli.times import Times, iso
@@ -34,18 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
     first_ts: list[int] = []
+    reader = LogReader(args.log)
     with progress("reading", None, shown=not out.quiet) as update:
 
         def watched() -> Iterator[EventBatch]:
-            for batch in LogReader(args.log):
+            for batch in reader:
                 if not first_ts:
                     first_ts.append(batch.ts)
                 update(batch.seq)
                 yield batch
 
         found = explain_request(watched(), args.request)
+    note_end(out, reader.end)
     if args.json:
-        out.json({"requests": [to_json(each) for each in found]})
+        out.json({"requests": [to_json(each) for each in found], "end": end_json(reader.end)})
         return 0
     for each in found:
         _show(each, Times(args.time, first_ts[0]), out)
@@ -123,7 +126,7 @@ def _part_json(part: Part) -> dict[str, Any]:
         "last_block": part.last_block,
         "reason": part.reason.label,
         "window": part.window,
-        "slot": part.slot,
+        "slots": list(part.slots),
         "stored": _moment_json(part.stored),
         "gone": _moment_json(part.gone),
         **request,

@@ -9,11 +9,11 @@ from pathlib import Path
 from events.log import LogReader
 from events.types import EventBatch
 from kvcache.audit import open_log
+from kvcache.cli.log_end import note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import Update, progress
-from kvcache.cli.replay import describe_end
 from kvcache.export.export import FORMATS, export
 
 
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     reader = LogReader(open_log(args.log).path)
     with leaving_at_sigterm(), progress("exporting", None, shown=not out.quiet) as update:
         rows = export(_watched(reader, update), args.to, args.output, force=args.force)
-    if reader.end.kind == "torn":
-        out.note(f"the log is {describe_end(reader.end)}")
+    note_end(out, reader.end)
     out.heading(f"{printable(str(args.log))} -> {printable(str(args.output))} ({args.to})")
     out.facts([(table, count(number, "row")) for table, number in rows.items()])
     return 0

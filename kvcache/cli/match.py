@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Look a prompt up in the cache as it was after a batch. Changes nothing."
     parser.epilog = (
-        "A prompt's last token is never reused, since the model has to compute something.\n"
+        "A prompt's last token is never reused, since the model has to compute something.\n\n"
         + moments.FORMS_HELP
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")

@@ -23,18 +23,24 @@ from kvcache.replay import BeyondEnd
 
 METAVAR = "MOMENT"
 FORMS_HELP = (
-    "A MOMENT is a batch (600), a time (2026-01-01T00:00:12.5Z, also with +02:00; without a zone UTC), or so long\n"
-    "after the log's first batch (+90, +1.5s, +5m, +2h). A time means the last batch at or before it; where the\n"
-    "writer's clock was set back, the one in front of the first later one."
+    "A MOMENT is a batch (600; 12,224 and an event's address, 600.17, are taken, too), a time (2026-01-01T00:00:12.5Z, "
+    "also with +02:00; without a zone UTC), or so long after the log's first batch, in ms, s (or without a unit), m or "
+    "min, h, d (+90, +1.5s, +5min, +1h5m). A time means the last batch at or before it; where the writer's clock was "
+    "set back, the one before the first later one. What lies after the log's end is an error, but for --until: there "
+    "the end is meant."
 )
 
-_BATCH = re.compile(r"\d{1,18}", re.ASCII)
-_SINCE = re.compile(r"\+(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)?", re.ASCII)
+_BATCH = re.compile(r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,9})?", re.ASCII)
+"""Also with commas, and as an event's address (BATCH.INDEX), as they are printed."""
+_NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
+_UNIT = r"ms|s|min|m|h|d"
+_SINCE = re.compile(rf"\+(?:{_NUMBER}|(?:{_NUMBER}(?:{_UNIT})){{1,6}})", re.ASCII)
+_PART = re.compile(rf"({_NUMBER})({_UNIT})?", re.ASCII)
 _TIME = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.(\d{1,9}))?)?)(Z|[+-]\d\d:\d\d)?)?",
     re.ASCII | re.IGNORECASE,
 )
-_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
+_NS = {"ms": 10**6, "s": 10**9, "m": 60 * 10**9, "min": 60 * 10**9, "h": 3600 * 10**9, "d": 86400 * 10**9}
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -45,7 +51,7 @@ class NotAMoment(UsageError):
     given: str
     text = (
         "{given!r} is no moment of a log: give a batch (600), a time (2026-01-01T00:00:12Z), or the time since the "
-        "log's first batch (+90, +1.5s, +5m)"
+        "log's first batch in ms, s, m or min, h, d (+90, +1.5s, +5min, +1h5m)"
     )
 
 
@@ -57,7 +63,7 @@ class NoBatch(CapacityError):
     text = "the log holds no batch yet, and so none at {moment}"
 
 
-Where = Literal["before the log's first batch,", "behind the log's last batch,", "in a gap behind batch"]
+Where = Literal["before the log's first batch,", "after the log's last batch,", "in a gap after batch"]
 
 
 @dataclass(eq=False, repr=False)
@@ -92,10 +98,10 @@ class Moment:
     @classmethod
     def parse(cls, text: str) -> Moment:
         """Read one. Raises `NotAMoment`."""
-        if _BATCH.fullmatch(text):
-            return cls("batch", int(text), text)
-        if match := _SINCE.fullmatch(text):
-            return cls("since", int(Fraction(match[1]) * _NS[match[2] or "s"]), text)
+        if match := _BATCH.fullmatch(text):
+            return cls("batch", int(match[1].replace(",", "")), text)
+        if _SINCE.fullmatch(text):
+            return cls("since", sum(_length(*part) for part in _PART.findall(text)), text)
         if match := _TIME.fullmatch(text):
             return cls("time", _nanoseconds(text, *match.groups()), text)
         raise NotAMoment(text)
@@ -105,6 +111,10 @@ class Moment:
         if self.kind == "batch":
             return batch.seq - self.value
         return batch.ts - self.value - (first_ts if self.kind == "since" else 0)
+
+
+def _length(number: str, unit: str) -> int:
+    return int(Fraction(number) * _NS[unit or "s"])
 
 
 def argument(text: str) -> Moment:
@@ -183,13 +193,13 @@ class UpTo:
         if self.last is None:
             raise self._outside(moment, "before the log's first batch,", self.first)
         if moment.kind == "batch":
-            raise self._outside(moment, "in a gap behind batch", self.last)
+            raise self._outside(moment, "in a gap after batch", self.last)
 
     def behind(self, moment: Moment) -> KVCacheError:
         """What is to be said of a moment behind the log's last batch."""
         if self.last is not None and moment.kind == "batch":
             return BeyondEnd(moment.value, self.last.seq)
-        return self._outside(moment, "behind the log's last batch,", self.last)
+        return self._outside(moment, "after the log's last batch,", self.last)
 
     def _outside(self, moment: Moment, where: Where, batch: EventBatch | None) -> KVCacheError:
         if batch is None or self.first is None:
@@ -222,5 +232,5 @@ def span(batches: UpTo, begin: Moment | None) -> Iterator[tuple[EventBatch, bool
         batches.check()
     elif begin is not None and not begun and (batches.last is not None or begin.value):
         if not batches.ended:
-            raise UsageError(f"there is nothing to show: {begin} lies behind the end that was given")
+            raise UsageError(f"there is nothing to show: {begin} lies after the end that was given")
         raise batches.behind(begin)

@@ -40,13 +40,32 @@ _LONG = re.compile(r"\S{81,}")
 
 def _cut(word: re.Match[str]) -> str:
     return f"{word[0][:40]}…{word[0][-10:]}"
+class _Paragraphs(argparse.HelpFormatter):
+    """Fills descriptions paragraph by paragraph, however their lines are broken."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = (super(_Paragraphs, self)._fill_text(each, width, indent) for each in text.split("\n\n"))
+        return "\n\n".join(filled) + "\n" * text.endswith("\n")
 
 
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, and where to read more."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=_Paragraphs, **options)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As the base class does, but with the name that may have been meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            from difflib import get_close_matches
+
+            known = {str(choice).lower(): str(choice) for choice in action.choices or ()}
+            near = get_close_matches(str(value).lower(), known, n=1)
+            if near:
+                error.message = f"invalid choice: {value!r}; did you mean {known[near[0]]}?"
+            raise
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -8,10 +8,12 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from events.log import LogEnd, LogReader
+from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
+from kvcache.audit.phrases import describe_end as describe_end
 from kvcache.cli import moments, times
+from kvcache.cli.log_end import end_json
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count, paint
@@ -28,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Fold a log into the state of the cache at its end, or after a batch."
     parser.epilog = (
-        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n"
+        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
         + moments.FORMS_HELP
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
@@ -76,7 +78,7 @@ def describe_point(replayed: Replayed, times: Times) -> str:
 
 def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     """The state's summary. Blocks per level: all, held by sequences, cached and held by nobody, blank."""
-    state, end = replayed.state, replayed.end
+    state = replayed.state
     return {
         "seq": replayed.last_seq,
         "ts": replayed.last_ts,
@@ -94,9 +96,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "checkpoints_verified": replayed.checkpoints_verified,
         "checkpoints_failed": replayed.checkpoints_failed,
         "gaps": [asdict(gap) for gap in replayed.gaps],
-        "end": None
-        if end is None
-        else {"kind": end.kind, "path": str(end.path), "offset": end.offset, "next_seq": end.next_seq},
+        "end": end_json(replayed.end),
     }
 
 
@@ -177,16 +177,3 @@ def _checkpoints(replayed: Replayed, *, verified: bool) -> str:
 def _gap(gap: Gap) -> str:
     missing = f"batches {gap.first_seq:,} to {gap.last_seq:,} are missing: {printable(gap.reason)}"
     return paint(missing, "yellow")
-
-
-def describe_end(end: LogEnd) -> str:
-    """How a log ends, in words."""
-    last = -1 if end.last_seq is None else end.last_seq
-    if end.kind == "torn":
-        where = f"{printable(str(end.path))}, byte {end.offset:,}"
-        return f"torn: the writer stopped inside a batch ({where}); everything before it is whole"
-    if end.next_seq > last + 1:
-        return f"closed, but batches {last + 1:,} to {end.next_seq - 1:,} were lost before"
-    if end.kind == "clean":
-        return "closed in good order"
-    return "open: a writer is at work, or was killed between two batches"

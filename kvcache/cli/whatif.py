@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvcache.audit import open_log
 from kvcache.cli import logs
+from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.parser import positive
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         except Stopped:
             return stop.exit_code
     rows = compared(played, outcomes, len(trials))
+    note_end(out, outcomes[0].end)
     if args.json:
         out.json(
             {
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 "log_id": open_log(args.log).log_id,
                 "recorded": rows[0].to_json(),
                 "trials": [row.to_json() for row in rows[1:]],
+                "end": end_json(outcomes[0].end),
             }
         )
     else:

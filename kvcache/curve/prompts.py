@@ -50,6 +50,8 @@ class LoggedPrompts:
     """
 
     def __init__(self, log: str | Path, progress: Callable[[int], None] = lambda _: None) -> None:
+        self.reader = LogReader(log)
+        """Knows how the log ends."""
         self._log = Path(log)
         self._progress = progress
         self._symbols = SymbolTable()
@@ -69,7 +71,7 @@ class LoggedPrompts:
         self._group = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        for batch in LogReader(self._log):
+        for batch in self.reader:
             with fitting(batch.seq):
                 prompts = self._read(batch)
             yield from prompts

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 
-from events.log import LogReader
+from events.log import LogEnd, LogReader
 from events.types import RequestId
+from kvcache.audit.collecting import Several
+from kvcache.audit.epochs import EpochClock, laid_out
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.totals import Audit, Totals
@@ -17,7 +19,6 @@ from kvcache.replay import Replayed
 from kvcache.report.lanes import Lane, Lanes
 from kvcache.report.occupancy import Occupancy
 from kvcache.report.payers import Bill, Payers
-from kvcache.report.several import Several
 
 MOST_LANES = 20_000
 """Requests that have a lane: those that computed most."""
@@ -35,6 +36,10 @@ class Gathered:
     first_at: int
     """Wall-clock ns of the first batch."""
     last_at: int
+    end: LogEnd
+    """How the log ended when it was read."""
+    set_back: list[int]
+    """Batches with which epochs began whose clock had begun again: they are shifted behind those before them."""
     audit: Audit
     occupancy: Occupancy
     num_lanes: int
@@ -52,22 +57,23 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
     totals, lanes, occupancy = Totals(), Lanes(), Occupancy()
-    history, replayed = HistoryFold(Several(totals, lanes)), Replayed(CacheState())
-    times = _Times()
-    for batch in LogReader(log):
+    history, replayed = HistoryFold(Several([totals, lanes])), Replayed(CacheState())
+    times, reader, clock = _Times(), LogReader(log), EpochClock()
+    for batch in laid_out(reader, clock):
         history.fold(batch)
         replayed.fold(batch, verify=False)
         occupancy.add(replayed.state, batch.ts)
         times.note(batch.ts)
         progress(batch.seq)
+    end = reader.end
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
     # What it no longer needs is most of the memory.
     del history, replayed
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     chosen = _chosen(ordered)
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)
-    again = HistoryFold(Several(payers, explanations), chosen.__contains__)
-    for batch in LogReader(log):
+    again = HistoryFold(Several([payers, explanations]), chosen.__contains__)
+    for batch in laid_out(LogReader(log), EpochClock()):
         if batch.seq > audit.last_batch:  # written meanwhile
             break
         again.fold(batch)
@@ -75,6 +81,8 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     return Gathered(
         first_at=times.first,
         last_at=times.last,
+        end=end,
+        set_back=clock.set_back,
         audit=audit,
         occupancy=occupancy,
         num_lanes=len(ordered),

@@ -47,15 +47,15 @@ class Unplayable(UsageError):
     text = "{log} cannot be played again: {reason}"
 
 
-def recorded(log: str | PathLike[str]) -> Iterator[RecordedBatch]:
-    """The batches of a log with the commands that made them.
+def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Iterator[RecordedBatch]:
+    """The batches of a log with the commands that made them; `reader` knows then how the log ends.
 
     Raises `Unplayable` for a log without tokens, without its beginning, or with batches missing; `Unreplayable`, and
     what `LogReader` raises for a damaged, newer or missing log.
     """
-    reader = _Commands(str(log))
-    for batch in LogReader(Path(log)):
-        yield RecordedBatch(batch.seq, batch.events, reader.of(batch))
+    commands = _Commands(str(log))
+    for batch in LogReader(Path(log)) if reader is None else reader:
+        yield RecordedBatch(batch.seq, batch.events, commands.of(batch))
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, Prompt]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from events.log import LogEnd, LogReader
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.decide.reuse_levels import ORDERS
 from kvcache.settings.sources import Values, merged
@@ -54,6 +56,8 @@ class Outcome:
     config: KVCacheConfig
     """Of the last cache in the log."""
     tally: Tally
+    end: LogEnd | None = None
+    """Of what was recorded: how the log ended when it was read."""
 
 
 def first_config(log: str | PathLike[str]) -> KVCacheConfig:
@@ -76,8 +80,8 @@ def play(
     chosen = list(trials)
     futures: dict[Any, Future] = {}
     players = [playback_of(log, trial, futures) for trial in chosen]
-    config, then = None, Tally()
-    for number, batch in enumerate(recorded(log)):
+    config, then, reader = None, Tally(), LogReader(Path(log))
+    for number, batch in enumerate(recorded(log, reader)):
         for command in batch.commands:
             if isinstance(command, Create):
                 config = command.config
@@ -89,7 +93,7 @@ def play(
         progress(number + 1)
     if config is None:
         raise Unplayable(str(log), "it holds no cache yet")
-    outcomes = [Outcome(config, then)]
+    outcomes = [Outcome(config, then, reader.end)]
     for trial, player in zip(chosen, players, strict=True):
         with blaming(trial.policy):
             outcomes.append(Outcome(trial.settings(config), player.finish()))

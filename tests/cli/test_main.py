@@ -54,7 +54,7 @@ class TestErrors:
                 "/nowhere/log is not a log directory",
             ),
             (["replay", "x", "--at", "-1"], "'-1' is no moment of a log"),
-            (["replay", "x", "--at", "1.5"], "'1.5' is no moment of a log"),
+            (["replay", "x", "--at", "1.5s"], "'1.5s' is no moment of a log"),
             (["run", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file or directory"),
             (["config", "--config", "/nowhere/c.toml"], "/nowhere/c.toml: cannot be read"),
             (["config", "--set", "head_dim"], "write FIELD=VALUE"),

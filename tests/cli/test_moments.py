@@ -25,7 +25,26 @@ NEW_YEAR = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp()) * SECOND
 
 
 NONSENSE = (
-    *("", "x", "-1", "1.5", "+", "+x", "+-1", "+1y", "+1e3", "++1", "9" * 19, "+" + "9" * 13, "\u0661"),
+    *(
+        "",
+        "x",
+        "-1",
+        "1.5s",
+        "1,5",
+        "12,34",
+        "1,2345",
+        "+",
+        "+x",
+        "+-1",
+        "+1y",
+        "+1h5",
+        "+1h5y",
+        "+1e3",
+        "++1",
+        "9" * 19,
+        "+" + "9" * 13,
+        "\u0661",
+    ),
     *("yesterday", "12:30", "2026-01", "2026-13-01", "2026-02-30", "2026-01-01Z", "20260101T000000"),
     *(
         "2026-01-01T25:00",
@@ -59,7 +78,14 @@ class TestWriting:
         [
             ("0", "batch", 0),
             ("600", "batch", 600),
+            ("12,224", "batch", 12_224),
+            ("1,012,224", "batch", 1_012_224),
+            ("10907.2", "batch", 10_907),
+            ("10,907.2", "batch", 10_907),
             ("+90", "since", 90 * SECOND),
+            ("+5min", "since", 300 * SECOND),
+            ("+1h5m", "since", 3900 * SECOND),
+            ("+1m1.5s250ms", "since", 61_750_000_000),
             ("+90s", "since", 90 * SECOND),
             ("+5m", "since", 300 * SECOND),
             ("+2h", "since", 7200 * SECOND),
@@ -160,7 +186,7 @@ class TestMeaning:
             (
                 "+9.1",
                 OutsideLog,
-                "+9.1 lies behind the log's last batch, 4 (+9.000s, 2026-01-01T00:00:09.000000000Z)",
+                "+9.1 lies after the log's last batch, 4 (+9.000s, 2026-01-01T00:00:09.000000000Z)",
             ),
             (
                 "2025-12-31",
@@ -178,7 +204,7 @@ class TestMeaning:
     def test_lost_batches(self) -> None:
         """A batch in a gap is not there, though there are later ones; a time in it is the batch before."""
         log = [self.LOG[0], self.LOG[1], self.LOG[4]]
-        with pytest.raises(OutsideLog, match=r"batch 3 lies in a gap behind batch 1 \(\+1\.000s"):
+        with pytest.raises(OutsideLog, match=r"batch 3 lies in a gap after batch 1 \(\+1\.000s"):
             last(log, "3")
         assert last(log, "+3") == 1
 
@@ -299,7 +325,7 @@ class TestCommands:
             (("--at", 3, "--since", 1), "--at is one batch"),
             (("--at", 3, "--until", 1), "--at is one batch"),
             (("--at", 3, "--follow"), "--at is one batch"),
-            (("--since", 9, "--until", 3), "there is nothing to show: batch 9 lies behind the end"),
+            (("--since", 9, "--until", 3), "there is nothing to show: batch 9 lies after the end"),
             (("--until", "2020-01-01"), "2020-01-01 lies before the log's first batch, 0"),
         ],
     )
