@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events import types as ev
-from events.log import LogReader
+from events.log import LogEnd, LogReader
 from kvcache.audit.admission import Admission
 from kvcache.audit.collecting import Several
 from kvcache.audit.columns import Columns, Ids
@@ -21,6 +21,7 @@ from kvcache.audit.fold import HistoryFold
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
+from kvcache.audit.spread import Computed, Spread, computed, spread
 from kvcache.audit.totals import Audit, Totals
 from kvcache.audit.window import Window
 from kvcache.errors import Unsupported
@@ -43,6 +44,10 @@ class WorkerAudit:
     """Of cached full blocks: names, from when, until when."""
     misses: tuple[_Names, _Times]
     """Full blocks of prompts that were computed: names, when they were asked for."""
+    computed: Computed | None = None
+    """The different ones of these, with what they continue."""
+    end: LogEnd | None = None
+    """How its log ended when it was read."""
 
 
 @dataclass(slots=True)
@@ -54,6 +59,8 @@ class Fleet:
     """Per worker: tokens that it computed while another worker had their blocks cached."""
     computed_on: dict[int, int]
     """How many different blocks were computed on so many workers."""
+    spread: list[Spread]
+    """The prefixes of which most was computed by several workers, the most first."""
 
     @property
     def reasons(self) -> npt.NDArray[np.int64]:
@@ -106,7 +113,8 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
     history = HistoryFold(Several([totals, presence]))
     history.names = Columns(name=(np.uint64, 0))
     algorithm = ""
-    for batch in LogReader(path):
+    reader = LogReader(path)
+    for batch in reader:
         history.fold(batch)
         for event in batch.events:
             if isinstance(event, ev.CacheCreated):
@@ -128,6 +136,8 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         algorithm,
         _lives(presence, names),
         (names[missed][known], at[known].astype(np.int64)),
+        computed(missed, names, history.contents),
+        reader.end,
     )
 
 
@@ -164,8 +174,11 @@ def _lives(presence: _Presence, names: _Names) -> tuple[_Names, _Times, _Times]:
     return names[ids], begins, ends.astype(np.int64)
 
 
-def together(workers: Iterable[WorkerAudit]) -> Fleet:
-    """Compare workers. Raises `Unsupported` if their blocks cannot be compared by name."""
+def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
+    """Compare workers, and name the `top` prefixes that several of them computed.
+
+    Raises `Unsupported` if their blocks cannot be compared by name.
+    """
     workers = sorted(workers, key=lambda worker: worker.name)
     # A log that has just been begun has no cache yet.
     kinds = sorted({worker.algorithm for worker in workers} - {""})
@@ -177,10 +190,13 @@ def together(workers: Iterable[WorkerAudit]) -> Fleet:
         * worker.tokens_per_block
         for worker in workers
     ]
-    computed = np.concatenate([np.empty(0, np.uint64), *(np.unique(worker.misses[0]) for worker in workers)])
-    _, times = np.unique(computed, return_counts=True)
+    asked = np.concatenate([np.empty(0, np.uint64), *(np.unique(worker.misses[0]) for worker in workers)])
+    _, times = np.unique(asked, return_counts=True)
     numbers, blocks = np.unique(times, return_counts=True)
-    return Fleet(workers, elsewhere, dict(zip(numbers.tolist(), blocks.tolist(), strict=True)))
+    size = max((worker.tokens_per_block for worker in workers), default=0)
+    known = [(worker.name, worker.computed) for worker in workers if worker.computed is not None]
+    on = dict(zip(numbers.tolist(), blocks.tolist(), strict=True))
+    return Fleet(workers, elsewhere, on, spread(known, size, top))
 
 
 def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.bool_]:

@@ -16,6 +16,7 @@ from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share, size
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import progress
+from kvcache.config import KVCacheConfig
 from kvcache.curve.belady import best_hits
 from kvcache.curve.curve import Curve, enough_for
 from kvcache.curve.prompts import LoggedPrompts
@@ -25,6 +26,8 @@ _FEWEST = 8
 """Blocks of a sample, below which it says little."""
 _ROWS = 13
 """Powers of two in the table: the largest ones that matter."""
+_SHAPE = ("num_layers", "num_kv_heads", "head_dim", "kv_factor", "dtype")
+"""Settings that tell how many bytes a block has."""
 _BAR = 30
 """Signs for a hit rate of 100 %."""
 
@@ -168,7 +171,7 @@ def _show(log: Path, found: Found, out: Output) -> None:
     out.line()
     marks, sampled = _marks(found), found.curve.rate < 1 and not found.curve.is_vague
     two_levels = bool(found.prompts.size.secondary)
-    columns = ["blocks", "bytes", "hit rate"]
+    columns = ["blocks", *["bytes"] * _names_model(found), "block hit rate"]
     columns += ["±"] * sampled + ["primary", "secondary"] * two_levels + ["at best"] * bool(found.bounds)
     rows = [
         [
@@ -179,15 +182,30 @@ def _show(log: Path, found: Found, out: Output) -> None:
         for blocks in _table_sizes(found)
     ]
     out.table([*columns, "", " "], rows, right=columns)
+    out.line()
+    out.line("block hit rate: the part of the prompts' full blocks that is reused")
+    if not _names_model(found):
+        out.line(
+            "bytes are not told: the log's settings name no model (num_layers, num_kv_heads, head_dim, ...)"
+        )
+    if found.bounds:
+        out.line("at best: of a cache with so many blocks in one level, that knows all prompts to come")
 
 
 def _row(found: Found, blocks: int, *, two_levels: bool, sampled: bool) -> list[str]:
     curve, best = found.curve, found.bounds.get(blocks)
-    bytes_of_all = size(blocks * found.prompts.size.bytes_per_block)
-    row = [f"{blocks:,}", bytes_of_all, share(curve.hit_rate(blocks))]
+    row = [f"{blocks:,}"]
+    row += [size(blocks * found.prompts.size.bytes_per_block)] * _names_model(found)
+    row += [share(curve.hit_rate(blocks))]
     row += [share(curve.error(blocks) or 0.0)] * sampled
     row += [_part(found, hits) for hits in _levels(found, blocks)] * two_levels
     return row + ["" if best is None else _part(found, best)] * bool(found.bounds)
+
+
+def _names_model(found: Found) -> bool:
+    """Whether the settings have a model's shape: the defaults are those of no model, and have no bytes of interest."""
+    given, fields = found.prompts.config, KVCacheConfig.model_fields
+    return any(given.get(name) != fields[name].default for name in _SHAPE)
 
 
 def _part(found: Found, hits: int) -> str:

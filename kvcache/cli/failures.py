@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed
+from contextlib import suppress
+
+from events.errors import EventDecodeError, EventsError, LogDamaged, LogWriteFailed, NotALog
 from kvcache.cli import messages
 from kvcache.errors import ConfigError, InternalError, KVCacheError
 from kvcache.publish.errors import BeginningRemoved, LogReplaced
@@ -25,8 +27,20 @@ def _lines(error: Exception) -> list[str]:
     if isinstance(error, ConfigError):
         origin = f"{error.source}: " if error.source else ""
         return [origin + problem for problem in error.problems]
+    if isinstance(error, NotALog) and not error.to_write:
+        return [_not_a_log(error)]
     if isinstance(error, OSError) and error.strerror:
         return [f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror]
     if isinstance(error, MemoryError):
         return [f"there is not enough memory: {error}" if str(error) else "there is not enough memory"]
     return [str(error)]
+
+
+def _not_a_log(error: NotALog) -> str:
+    """Of a directory of logs, give one of these."""
+    from kvcache.cli.fleet import logs_in, some_of
+
+    with suppress(OSError):
+        if inside := logs_in(error.path).logs:
+            return f"{error.path} is no log but holds some: give one of them ({some_of(inside)})"
+    return str(error)

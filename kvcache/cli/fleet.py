@@ -12,12 +12,16 @@ from events.log.segments import is_log
 from kvcache.audit.engines import in_processes, on_ray
 from kvcache.audit.fleet import Fleet, LeftOut, WorkerAudit, together
 from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.spread import Spread
 from kvcache.cli.audit_json import reasons_json
 from kvcache.cli.audit_json import to_json as audit_json
+from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.progress import progress
 from kvcache.errors import UsageError
+
+_MOST_NAMES = 4
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace, directory: Directory, out: Output) -> int:
     """Audit each log, and compare."""
     logs, left_out = directory.logs, list(directory.left_out)
     if args.since is not None or args.until is not None:
-        raise UsageError("--since and --until are for one log: give that of one worker")
+        raise UsageError(f"--since and --until are for one log: give that of one worker ({some_of(logs)})")
     with progress("reading logs", len(logs), shown=not out.quiet) as update:
         engine = on_ray(logs, args.top) if args.engine == "ray" else in_processes(logs, args.jobs, args.top)
         workers: list[WorkerAudit] = []
@@ -62,7 +66,9 @@ def run(args: argparse.Namespace, directory: Directory, out: Output) -> int:
         raise UsageError(f"no log in it can be read: {'; '.join(map(_left_out, left_out))}")
     for each in left_out:
         out.warning(f"left out: {_left_out(each)}")
-    fleet = together(workers)
+    fleet = together(workers, args.top)
+    for worker in fleet.workers:
+        note_end(out, worker.end, args.log / worker.name)
     if args.json:
         out.json(to_json(fleet, left_out))
     else:
@@ -94,6 +100,34 @@ def _show(directory: Path, fleet: Fleet, out: Output) -> None:
         if (tokens := int(fleet.reasons[reason]))
     ]
     out.table(["prompt tokens of all", "count", "share"], reasons, right=["count", "share"])
+    _show_spread(fleet.spread, out)
+
+
+def _show_spread(prefixes: list[Spread], out: Output) -> None:
+    if not prefixes:
+        return
+    out.line()
+    columns = ["prefixes that several workers computed", "last block", "computed more than once", "workers"]
+    rows = [
+        [
+            f"{each.first:,}–{each.stop - 1:,}",
+            each.name,
+            f"{each.duplicated_tokens:,}",
+            _first_of(list(map(printable, each.workers))),
+        ]
+        for each in prefixes
+    ]
+    out.table(columns, rows, right=["computed more than once"])
+
+
+def _first_of(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def some_of(logs: list[Path]) -> str:
+    """The first of them by name."""
+    return _first_of([printable(path.name) for path in logs])
 
 
 def _computed(fleet: Fleet) -> str:
@@ -128,8 +162,22 @@ def to_json(fleet: Fleet, left_out: Sequence[LeftOut]) -> dict[str, Any]:
         "reasons": reasons_json(fleet.reasons),
         "blocks_computed_on": {str(workers): blocks for workers, blocks in fleet.computed_on.items()},
         "left_out": [{"name": each.path.name, "reason": each.reason} for each in left_out],
+        "prefixes": [
+            {
+                "name": each.name,
+                "first": each.first,
+                "stop": each.stop,
+                "workers": list(each.workers),
+                "duplicated_tokens": each.duplicated_tokens,
+            }
+            for each in fleet.spread
+        ],
         "workers": [
-            {"name": worker.name, "elsewhere_tokens": tokens, "audit": audit_json(worker.audit)}
+            {
+                "name": worker.name,
+                "elsewhere_tokens": tokens,
+                "audit": audit_json(worker.audit) | {"end": end_json(worker.end)},
+            }
             for worker, tokens in zip(fleet.workers, fleet.elsewhere, strict=True)
         ],
     }

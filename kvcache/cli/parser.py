@@ -64,7 +64,8 @@ class Parser(argparse.ArgumentParser):
             known = {str(choice).lower(): str(choice) for choice in action.choices or ()}
             near = get_close_matches(str(value).lower(), known, n=1)
             if near:
-                error.message = f"invalid choice: {value!r}; did you mean {known[near[0]]}?"
+                said, choose, choices = error.message.partition(" (choose from")
+                error.message = f"{said}; did you mean {known[near[0]]}?{choose}{choices}"
             raise
 
     def parse_known_args(  # type: ignore[override]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from kvcache.audit import open_log
+from kvcache.cli.log_end import note_end
 from kvcache.cli.output import Output, size
 from kvcache.cli.process import leaving_at_sigterm
 from kvcache.cli.progress import progress
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         replacing(args.output, force=args.force, header=PAGE_HEADER) as new,
         progress("reading", None, shown=not out.quiet) as update,
     ):
-        page = report(args.log, curve=curve, whatif=whatif, progress=update)
+        page = report(args.log, curve=curve, whatif=whatif, progress=update, ended=partial(note_end, out))
         new.write_text(page, encoding="utf-8", newline="\n")
     out.note(f"{args.output}: {size(len(page.encode()))}")
     return 0

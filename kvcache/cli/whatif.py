@@ -36,6 +36,8 @@ Policies: lru and levels, as caches have them (eviction_policy); lfu, which coun
 between what was used once and again; belady and returns, which know the prompts to
 come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
 windows with full attention.
+
+docs/whatif.md says what is played, and what becomes of requests that do not fit.
 """
 _MOST = 256
 """Combinations that are played at once."""
@@ -163,10 +165,12 @@ _NUMBERS: dict[str, Callable[[Tally], int]] = {
     "secondary": lambda tally: tally.reused_secondary,
     "waited": lambda tally: tally.waited,
     "preempted": lambda tally: tally.preempted,
-    "not served": lambda tally: tally.too_long + tally.cut_short + tally.unserved,
+    "cut short": lambda tally: tally.cut_short,
+    "too long": lambda tally: tally.too_long,
+    "unserved": lambda tally: tally.unserved,
     "offloaded": lambda tally: tally.offloaded_blocks,
     "onboarded": lambda tally: tally.onboarded_blocks,
-    "dropped": lambda tally: tally.removed_primary + tally.removed_secondary,
+    "removed": lambda tally: tally.removed_primary + tally.removed_secondary,
 }
 """Columns of which those are shown that have something in them."""
 
@@ -183,7 +187,7 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
         "",
         *fields,
         "reused",
-        "hit rate",
+        "token hit rate",
         *([f"of {BOUND}"] * bounded),
         *(["of gap"] * bool(gaps)),
         *shown,
@@ -193,7 +197,7 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
             "recorded" if row.trial is None else row.policy,
             *(_setting(row, name) for name in fields),
             f"{row.outcome.tally.reused_tokens:,}",
-            share(row.hit_rate),
+            share(row.outcome.tally.hit_rate),
             *([_part(row.of_bound)] * bounded),
             *([_part(row.of_gap)] * bool(gaps)),
             *(f"{_NUMBERS[name](row.outcome.tally):,}" for name in shown),
@@ -202,7 +206,10 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
     ]
     out.table(columns, cells, right=columns[1:])
     out.line()
-    out.line("reused, computed, secondary: tokens of prompts; offloaded, onboarded, dropped: blocks")
+    out.line(
+        "reused, computed, secondary: tokens of prompts; offloaded, onboarded, removed (evicted for good): blocks"
+    )
+    out.line("token hit rate: the reused part of all prompt tokens" + _not_served(rows))
     if gaps:
         out.line(_worth_of_hints(gaps))
 
@@ -216,6 +223,12 @@ def _setting(row: Row, name: str) -> str:
 
 def _part(part: float | None) -> str:
     return "-" if part is None else share(part)
+
+
+def _not_served(rows: Sequence[Row]) -> str:
+    if not any(row.outcome.tally.unserved_tokens for row in rows):
+        return ""
+    return "; those of requests that are too long for the cache, or unserved, count as not reused"
 
 
 def _worth_of_hints(gaps: Sequence[float]) -> str:

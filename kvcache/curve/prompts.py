@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from events.log import LogReader
 from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
@@ -85,6 +87,13 @@ class LoggedPrompts:
         """The one with full attention, in tokens."""
         assert self._created is not None, "before the iteration has ended"
         return self._created.groups[self._group].window
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings of the last cache."""
+        assert self._created is not None, "before the iteration has ended"
+        settings: dict[str, Any] = json.loads(self._created.config)
+        return settings
 
     @property
     def size(self) -> CacheSize:

@@ -31,11 +31,12 @@ def add_curve(parts: Parts, curve: Curve) -> None:
         [(size.blocks, size.hit_rate, bound) for size, bound in zip(sizes, best, strict=True)], named
     )
     said = "; ".join(f"{name}: {blocks:,} blocks" for blocks, name in named)
-    drawn = parts.figure("curve", chart, "Hit rate by size of the cache", f"{said}.")
-    columns = ["blocks", "hit rate", "at best", ""]
-    listed = table("Hit rate by size", columns, rows, columns[:3])
+    drawn = parts.figure("curve", chart, "Block hit rate by size of the cache", f"{said}.")
+    columns = ["blocks", "block hit rate", "at best", ""]
+    listed = table("Block hit rate by size", columns, rows, columns[:3])
     note = paragraph(
-        "What this log's prompts would reuse in a cache of any size that evicts what was used longest ago."
+        "What this log's prompts would reuse in a cache of any size that evicts what was used longest ago: a part of "
+        "their full blocks. At best: of a cache that knows the prompts to come, with all its blocks in one level."
     )
     parts.add("curve", "A larger or a smaller cache", note + drawn + folded("As a table", listed))
 
@@ -43,27 +44,30 @@ def add_curve(parts: Parts, curve: Curve) -> None:
 def add_whatif(parts: Parts, whatif: WhatIf) -> None:
     """Other settings tried on this log."""
     settings = whatif.differing()
+    refused = whatif.refused()
     columns = [
         "cache",
         *settings,
-        "hit rate",
-        "of the best",
+        "token hit rate",
+        "of belady",
         "computed",
         "after preemption",
         "onboarded",
         "preempted",
+        *(name.replace("_", " ") for name in refused),
     ]
-    rows = [_row("recorded", whatif.recorded, settings)]
-    rows += [_row(trial.policy or "same policy", trial, settings) for trial in whatif.trials]
+    rows = [_row("recorded", whatif.recorded, settings, refused)]
+    rows += [_row(trial.policy or "same policy", trial, settings, refused) for trial in whatif.trials]
     note = paragraph(
-        f"The log's requests, played again: {count(len(whatif.trials), 'cache')}, beside what was recorded."
+        f"The log's requests, played again: {count(len(whatif.trials), 'cache')}, beside what was recorded. The token "
+        "hit rate is the reused part of all prompt tokens, those of requests that could not be served included."
     )
     parts.add(
         "whatif", "Other settings", note + table("Other settings on this log", columns, rows, columns[1:])
     )
 
 
-def _row(name: str, trial: Trial, settings: list[str]) -> list[str]:
+def _row(name: str, trial: Trial, settings: list[str], refused: list[str]) -> list[str]:
     return [
         name,
         *(setting(trial, each) for each in settings),
@@ -73,4 +77,5 @@ def _row(name: str, trial: Trial, settings: list[str]) -> list[str]:
         f"{trial.recomputed_tokens:,}",
         f"{trial.blocks_onboarded:,}",
         f"{trial.preempted:,}",
+        *(f"{getattr(trial, each):,}" for each in refused),
     ]

@@ -224,7 +224,7 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
 
 def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:
     """Hit rate by size of the cache: (blocks, rate, best rate or None); and sizes with a name."""
-    data: list[Chart] = [_rates([(blocks, rate) for blocks, rate, _ in sizes], "hit rate", BLUE)]
+    data: list[Chart] = [_rates([(blocks, rate) for blocks, rate, _ in sizes], "block hit rate", BLUE)]
     best = [(blocks, rate) for blocks, _, rate in sizes if rate is not None]
     if best:
         data.append({**_rates(best, "at best, if the future were known", ORANGE), "mode": "markers"})
@@ -237,21 +237,35 @@ def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[
             "y0": 0,
             "y1": 1,
             "line": {"width": 1, "dash": "dot", "color": "#888888"},
-            "label": {
-                "text": text(name),
-                "textangle": -90,
-                "font": {"size": 11},
-                "textposition": ("end", "start")[number % 2],
-            },
         }
-        for number, (blocks, name) in enumerate(sorted(marks))
+        for blocks, _ in marks
     ]
     return chart(
         data,
         {"type": "log", "title": {"text": "blocks"}, **_ticks([blocks for blocks, *_ in sizes])},
         {"tickformat": ".0%", "title": {"text": "share of full blocks reused"}, "rangemode": "tozero"},
         shapes=lines,
+        annotations=_labels(sorted(marks), [blocks for blocks, *_ in sizes]),
     )
+
+
+def _labels(marks: Sequence[tuple[int, str]], sizes: Sequence[int]) -> list[Chart]:
+    """A name beside each line, each lower than the one before: sizes may be near each other. Under the legend, and on
+    the side where there is room.
+    """
+    middle = math.sqrt(max(min(sizes, default=1), 1) * max(sizes, default=1))
+    return [
+        {
+            "text": text(name),
+            "x": round(math.log10(blocks), 5),
+            "xanchor": "left" if blocks <= middle else "right",
+            "yref": "paper",
+            "y": round(0.04 + 0.08 * (len(marks) - number), 2),
+            "showarrow": False,
+            "font": {"size": 11},
+        }
+        for number, (blocks, name) in enumerate(marks)
+    ]
 
 
 def _rates(points: Sequence[tuple[int, float]], name: str, color: str) -> Chart:

@@ -74,6 +74,9 @@ class Trial(msgspec.Struct):
     recomputed_tokens: _Count = 0
     blocks_onboarded: _Count = 0
     preempted: _Count = 0
+    cut_short: _Count = 0
+    too_long: _Count = 0
+    unserved: _Count = 0
     config: _Config = {}
 
 
@@ -90,6 +93,11 @@ class WhatIf(msgspec.Struct):
         flat = [dict(_flat(trial.config)) for trial in (self.recorded, *self.trials)]
         names = dict.fromkeys(name for each in flat for name in each)
         return [name for name in names if len({repr(each.get(name)) for each in flat}) > 1]
+
+    def refused(self) -> list[str]:
+        """The ways in which a request was not served to its end, as far as there are any."""
+        ways = ("cut_short", "too_long", "unserved")
+        return [way for way in ways if any(getattr(trial, way) for trial in (self.recorded, *self.trials))]
 
 
 _Form = TypeVar("_Form", Curve, WhatIf)

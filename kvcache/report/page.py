@@ -103,6 +103,7 @@ def facts(found: Gathered) -> dict[str, Any]:
         "tokens_computed_again": sum(audit.lost_by_priority.values()),
         "offloaded_blocks": audit.offloaded,
         "onboarded_blocks": audit.onboarded,
+        "end": found.end.kind,
     }
 
 

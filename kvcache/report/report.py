@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
+from events.log import LogEnd
 from kvcache.audit import open_log
 from kvcache.report.beside import add_curve, add_whatif
 from kvcache.report.gathered import Progress, gather
@@ -23,18 +24,21 @@ def report(
     curve: Mapping[str, Any] | Curve | None = None,
     whatif: Mapping[str, Any] | WhatIf | None = None,
     progress: Progress = lambda _: None,
+    ended: Callable[[LogEnd], None] = lambda _: None,
 ) -> str:
     """The HTML of a page about what a log's cache did. It needs no network, and holds no tokens and no salts.
 
     `curve` and `whatif` are what `kvcache curve LOG --json` and `kvcache whatif LOG --json` print, and add a section
-    each. The log is read twice; `progress` is called with the batches read. Raises `UsageError` where plotly is not
-    installed, where what is given is something else or about another log, and what reading and replaying a log raise.
+    each. The log is read twice; `progress` is called with the batches read, `ended` with how the log ends. Raises
+    `UsageError` where plotly is not installed, where what is given is something else or about another log, and what
+    reading and replaying a log raise.
     """
     plotly = plotly_js()
     directory = Path(log)
     own_curve = _own(directory, curve, Curve)
     own_whatif = _own(directory, whatif, WhatIf)
     found = gather(directory, progress)
+    ended(found.end)
     parts = overview_of(found)
     if own_curve is not None:
         add_curve(parts, own_curve)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from events.structs import LEVEL_NAMES
-from kvcache.audit.phrases import count, duration, printable, share, since
+from kvcache.audit.phrases import count, describe_end, duration, is_whole, printable, share, since
 from kvcache.audit.reasons import IN_WORDS, Reason
-from kvcache.audit.totals import LevelLives
+from kvcache.audit.totals import Audit, LevelLives
+from kvcache.audit.verdict import verdict_on
 from kvcache.report import charts
 from kvcache.report.charts import Chart, Clock, level_name
 from kvcache.report.gathered import MOST_EVICTIONS, MOST_PREFIXES, Gathered
@@ -43,13 +45,21 @@ class Parts:
 def overview_of(found: Gathered) -> Parts:
     """What the log alone says of all requests together."""
     parts, clock = Parts(), Clock(found.first_at, found.last_at)
-    parts.add("headlines", "In short", facts(headlines(found)))
+    parts.add("headlines", "In short", facts(headlines(found)) + "".join(map(paragraph, _warnings(found))))
     _add_misses(parts, found)
     _add_time(parts, found, clock)
     _add_levels(parts, found, clock)
     _add_ages(parts, found)
     _add_prefixes(parts, found)
     return parts
+
+
+def _warnings(found: Gathered) -> Iterator[str]:
+    """What to know of the log itself."""
+    if not is_whole(found.end):
+        yield f"The log is {describe_end(found.end)}."
+    for batch in found.set_back:
+        yield f"The clock begins again in batch {batch:,}: here, the times from there on follow those before."
 
 
 def _part(tokens: int, of: int) -> str:
@@ -77,7 +87,11 @@ def headlines(found: Gathered) -> list[tuple[str, str, str]]:
         rows.append(("came back from secondary", _part(audit.onboarded, audit.offloaded), came))
     if audit.computed_twice:
         rows.append(
-            ("computed twice", f"{audit.computed_twice:,}", "tokens that another request stored first")
+            (
+                "computed twice",
+                f"{audit.computed_twice:,}",
+                "tokens of blocks that were cached already by then",
+            )
         )
     return rows
 
@@ -188,55 +202,59 @@ def _add_ages(parts: Parts, found: Gathered) -> None:
             f"ages-{level}",
             charts.ages(lives.hit_ages, lives.eviction_ages),
             f"Blocks of {name}: age at hit and at eviction",
-            _verdict(lives),
+            " ".join([*_quantiles(lives), *_verdict(found.audit, level)]),
         )
         for level, (name, lives) in enumerate(zip(LEVEL_NAMES, found.audit.levels, strict=True))
         if lives.hit_ages.total or lives.eviction_ages.total
     ]
     if drawn:
         note = paragraph(
-            "Time since a block's last use, when it was reused and when it was evicted. Where evictions come no later "
-            "than late hits, a larger level would have served more."
+            "Time since a block's last use, when it was reused and when it was evicted, to 2.4 % and in the chart to a "
+            "quarter. Whether a level is too small is told by what was computed again because it had evicted it."
         )
         parts.add("ages", "Age at hit and at eviction", note + "".join(drawn))
 
 
-def _verdict(lives: LevelLives) -> str:
-    said = [
-        f"Half of the {count(each.total, noun)} come within {duration(each.quantile(0.5) or 0.0)}, "
-        f"nine tenths within {duration(each.quantile(0.9) or 0.0)}."
-        for each, noun in ((lives.hit_ages, "hit"), (lives.eviction_ages, "eviction"))
-        if each.total
-    ]
-    return " ".join(said)
+def _quantiles(lives: LevelLives) -> Iterator[str]:
+    for each, noun in ((lives.hit_ages, "hit"), (lives.eviction_ages, "eviction")):
+        if each.total:
+            half, most = (duration(each.quantile(part) or 0.0) for part in (0.5, 0.9))
+            yield f"Half of the {count(each.total, noun)} come within {half}, nine tenths within {most}."
+
+
+def _verdict(audit: Audit, level: int) -> Iterator[str]:
+    verdict = verdict_on(audit, level)
+    for said in verdict.in_words() if verdict is not None else ():
+        yield f"{said[0].upper()}{said[1:]}."
 
 
 def _add_prefixes(parts: Parts, found: Gathered) -> None:
     prefixes = found.audit.prefixes
     if not prefixes:
         return
-    most = sorted(prefixes, key=lambda each: -each.tokens_served)
     rows = [
         [
             f"{each.first:,}–{each.stop - 1:,}",
             f"{each.tokens_served:,}",
             f"{each.times:,}",
+            each.name or "",
             since(each.last_used, found.first_at),
             printable(str(each.stored_by)) if each.stored_by is not None else "",
             "yes" if each.cached else "no",
         ]
-        for each in most[:_FEW]
+        for each in prefixes[:_FEW]
     ]
     columns = [
         "tokens of the prompt",
         "tokens served",
         "times",
+        "last block",
         "last use",
         "stored by request",
         "cached at the end",
     ]
-    listed = table("Prefixes that served most", columns, rows, columns[:4])
-    first = most[0]
+    listed = table("Prefixes that served most", columns, rows, columns[:3])
+    first = prefixes[0]
     summary = (
         f"The {MOST_PREFIXES} that served most, with those that they continue. The first: tokens {first.first:,} to "
         f"{first.stop - 1:,}, reused {count(first.times, 'time')}, served {first.tokens_served:,} tokens."

@@ -26,12 +26,6 @@ class Row:
     them was not played with the same settings."""
 
     @property
-    def hit_rate(self) -> float:
-        """The reused part of the prompt tokens, from 0 to 1."""
-        tally = self.outcome.tally
-        return tally.reused_tokens / tally.prompt_tokens if tally.prompt_tokens else 0.0
-
-    @property
     def policy(self) -> str:
         """The order of eviction."""
         return _policy(self.trial, self.outcome)
@@ -47,7 +41,7 @@ class Row:
             "reused_tokens_primary": tally.reused_primary,
             "reused_tokens_secondary": tally.reused_secondary,
             "reused_tokens_partial": tally.reused_partial,
-            "hit_rate": self.hit_rate,
+            "hit_rate": tally.hit_rate,
             "of_bound": self.of_bound,
             "of_gap": self.of_gap,
             "computed_tokens": tally.computed_tokens,
@@ -58,6 +52,7 @@ class Row:
             "cut_short": tally.cut_short,
             "too_long": tally.too_long,
             "unserved": tally.unserved,
+            "unserved_tokens": tally.unserved_tokens,
             "blocks_offloaded": tally.offloaded_blocks,
             "blocks_onboarded": tally.onboarded_blocks,
             "blocks_removed_primary": tally.removed_primary,

@@ -100,6 +100,9 @@ class Playback:
             if len(self._line) == before and not self._has_steps():
                 break  # nothing will end any more that they could wait for
         self.tally.unserved += len(self._line)
+        # Who was preempted has been admitted once.
+        never = (each for each in self._waiting.values() if not each.preempted)
+        self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
         self._running.clear()
         self._waiting.clear()
         self._late.clear()
@@ -197,7 +200,9 @@ class Playback:
 
     def _can_ever_fit(self, request: Played) -> bool:
         fits = request.num_tokens <= self._longest
-        self.tally.too_long += not fits
+        if not fits:
+            self.tally.too_long += 1
+            self.tally.unserved_tokens += request.prompt.num_tokens
         return fits
 
     def _try(self, requests: list[Played]) -> int | None:

@@ -46,6 +46,8 @@ class Tally:
     """Requests whose prompt is larger than the cache."""
     unserved: int = 0
     """Requests that still waited when nothing was left that would end."""
+    unserved_tokens: int = 0
+    """Prompt tokens of requests that were never admitted, too long or unserved."""
     offloaded_blocks: int = 0
     """Evicted from primary, kept in secondary."""
     onboarded_blocks: int = 0
@@ -64,6 +66,12 @@ class Tally:
     def computed_tokens(self) -> int:
         """Prompt tokens that were computed, and what was computed again."""
         return self.prompt_tokens - self.reused_tokens + self.recomputed_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """The reused part of the prompt tokens of all requests, from 0 to 1; who is never admitted reuses nothing."""
+        asked = self.prompt_tokens + self.unserved_tokens
+        return self.reused_tokens / asked if asked else 0.0
 
     def count(self, event: AnyEvent | Event) -> None:
         """Follow any event of a log."""

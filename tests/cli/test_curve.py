@@ -31,7 +31,14 @@ def found(kvcache: Kvcache, *args: Any) -> dict[str, Any]:
 @pytest.fixture
 def turns(tmp_path: Path) -> Path:
     """A log of four prompts of two full blocks, two after two, that all begin alike; 4 primary blocks, 2 secondary."""
-    config = KVCacheConfig(max_sequence_length=12, tokens_per_block=4, primary_blocks=4, secondary_blocks=2)
+    config = KVCacheConfig(
+        max_sequence_length=12,
+        tokens_per_block=4,
+        primary_blocks=4,
+        secondary_blocks=2,
+        num_layers=4,
+        head_dim=4,
+    )
     with KVCacheManager(config, log=tmp_path / "turns") as manager:
         for number in (1, 2, 1, 2):
             manager.add_sequence(number, [7] * 4 + [number] * 5)
@@ -55,13 +62,23 @@ TABLE = """\
   recorded  requests side by side, in the cache itself: 62.5 % from primary, 0.0 % from secondary
   knee      3 blocks: from there on no doubling gains a percentage point
 
-  blocks    bytes  hit rate  primary  secondary  at best
-       1    512 B    37.5 %   37.5 %      0.0 %           ███████████
-       2  1.0 KiB    37.5 %   37.5 %      0.0 %   37.5 %  ███████████
-       3  1.5 KiB    62.5 %   62.5 %      0.0 %   62.5 %  ███████████████████  knee
-       4  2.0 KiB    62.5 %   62.5 %      0.0 %           ███████████████████  primary now
-       6  3.0 KiB    62.5 %   62.5 %      0.0 %           ███████████████████  both levels now
+  blocks    bytes  block hit rate  primary  secondary  at best
+       1    512 B          37.5 %   37.5 %      0.0 %           ███████████
+       2  1.0 KiB          37.5 %   37.5 %      0.0 %   37.5 %  ███████████
+       3  1.5 KiB          62.5 %   62.5 %      0.0 %   62.5 %  ███████████████████  knee
+       4  2.0 KiB          62.5 %   62.5 %      0.0 %           ███████████████████  primary now
+       6  3.0 KiB          62.5 %   62.5 %      0.0 %           ███████████████████  both levels now
+
+block hit rate: the part of the prompts' full blocks that is reused
+at best: of a cache with so many blocks in one level, that knows all prompts to come
 """
+
+
+def test_bytes_of_no_model_are_not_told(kvcache: Kvcache, log: Path) -> None:
+    """A log whose settings are those of no model has no bytes worth telling."""
+    out = kvcache("curve", log).out
+    assert "KiB" not in out
+    assert "bytes are not told: the log's settings name no model" in out
 
 
 def test_json(kvcache: Kvcache, log: Path) -> None:

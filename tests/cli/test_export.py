@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import re
 import signal
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import import_module
@@ -22,6 +24,7 @@ from events.types import BlocksMoved, BlocksRemoved, EventBatch, MoveReason, Seq
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit import open_log
 from kvcache.audit.rows import BlockLife, EvictionRow, OccupancyRow, RequestRow, StepRow
+from kvcache.audit.totals import audit_batches
 from kvcache.cli import times
 from kvcache.export.export import FORMATS, export
 from kvcache.export.schema import COLUMNS, Column
@@ -436,17 +439,43 @@ class TestPage:
     def test_recipe_for_evictions(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """What an eviction cost is what was stored again of its blocks, counted here life by life."""
         lives = sorted(open_log(place / "chats.log").block_lives(), key=lambda life: life.stored_seq)
-        cost: dict[int, int] = {}
+        cost: Counter[tuple[int, int | None]] = Counter()
         last: dict[int, BlockLife] = {}
         for life in lives:
             before = last.get(life.content)
-            if before is not None and before.eviction is not None:
-                cost[before.eviction] = cost.get(before.eviction, 0) + life.num_tokens
+            if before is not None and before.gone_seq is not None:
+                cost[before.gone_seq, before.gone_for_admission] += life.num_tokens
             last[life.content] = life
         costly = ran("costly", place, monkeypatch)["costly"]
-        highest = sorted(((tokens, -eviction) for eviction, tokens in cost.items()), reverse=True)[:10]
-        assert [(tokens, -eviction) for eviction, _, _, tokens in costly] == highest
+        highest = sorted(((tokens, -seq) for (seq, _), tokens in cost.items()), reverse=True)[:10]
+        assert [(tokens, -seq) for _, seq, _, tokens in costly] == highest
         assert len(costly) > 3
+
+    @needs("duckdb", "pyarrow")
+    def test_the_audit_finds_the_same_evictions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of prompts that come again one after the other, in a cache that is too small for them."""
+        from kvcache.cli import main
+
+        config = KVCacheConfig(max_sequence_length=32, tokens_per_block=4, primary_blocks=12)
+        draw = random.Random(5)
+        with KVCacheManager(config, log=tmp_path / "chats.log") as manager:
+            for number in range(60):
+                prompt = [draw.randrange(6)] * draw.randrange(9, 30, 4)
+                manager.add_sequence(number, prompt)
+                manager.store_context_blocks(number, len(prompt))
+                manager.remove_sequence(number)
+                manager.flush()
+        assert (
+            main(["export", str(tmp_path / "chats.log"), "--to", "parquet", "-o", str(tmp_path / "tables")])
+            == 0
+        )
+        audit = audit_batches(((batch, True) for batch in LogReader(tmp_path / "chats.log")), top=1000)
+        listed = [(each.window, each.batch, str(each.for_request), each.tokens) for each in audit.worst]
+        costly = ran("costly", tmp_path, monkeypatch)["costly"]
+        assert costly == sorted(listed, key=lambda each: (-each[3], each[1]))[:10]
+        assert len(costly) == 10
 
     @needs("pandas", "pyarrow")
     def test_recipe_for_long_lives(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from events.log.frames import SEGMENT_HEADER_BYTES
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.audit.engines import in_processes, on_ray
 from kvcache.audit.fleet import LeftOut, WorkerAudit, audit_worker, together
+from kvcache.audit.spread import Computed, spread
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
 from tests.cli.conftest import Kvcache
@@ -71,6 +72,75 @@ def test_what_another_worker_had(fleet: Path) -> None:
     assert found.elsewhere == [0, 12]
     assert found.computed_on == {1: 6, 2: 3}
     assert int(found.reasons.sum()) == 5 * 13
+
+
+def test_prefixes_that_several_computed(fleet: Path, kvcache: Kvcache) -> None:
+    """Both workers computed A: three blocks, once more than needed; nothing else was computed by both."""
+    [prefix] = json.loads(kvcache("audit", fleet, "--json").out)["prefixes"]
+    assert (prefix["first"], prefix["stop"], prefix["duplicated_tokens"]) == (0, 12, 12)
+    assert prefix["workers"] == ["east", "west"]
+    [row] = [line for line in kvcache("audit", fleet).out.splitlines() if prefix["name"] in line]
+    assert row.split() == ["0–11", prefix["name"], "12", "east,", "west"]
+    # The name is that of the prefix's last block, which both logs know.
+    for name in prefix["workers"]:
+        assert kvcache("events", fleet / name, "--block", prefix["name"], "--type", "BlocksStored").code == 0
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=5), max_size=4), max_size=4))
+def test_every_block_that_several_computed_is_told_once(fleet: list[list[list[int]]]) -> None:
+    """Prefixes are made of all blocks that several workers computed, each with those of the same workers."""
+    by: dict[tuple[int, ...], set[str]] = {}
+    for number, prompts in enumerate(fleet):
+        for prompt in prompts:
+            for length in range(1, len(prompt) + 1):
+                by.setdefault(tuple(prompt[:length]), set()).add(str(number))
+    numbers = {block: number for number, block in enumerate(sorted(by), 1)}
+    workers = []
+    for number in range(len(fleet)):
+        own = [block for block, names in by.items() if str(number) in names]
+        workers.append(
+            (
+                str(number),
+                Computed(
+                    np.array([numbers[block] for block in own], np.uint64),
+                    np.array([numbers.get(block[:-1], 0) for block in own], np.uint64),
+                    np.array([len(block) - 1 for block in own], np.int64),
+                ),
+            )
+        )
+    told = []
+    named = {np.uint64(number).tobytes().hex(): block for block, number in numbers.items()}
+    for each in spread(workers, 2, 1000):
+        last = named[each.name]
+        blocks = [last[: length + 1] for length in range(each.first // 2, each.stop // 2)]
+        assert blocks[-1] == last
+        assert all(by[block] == set(each.workers) for block in blocks)
+        assert each.duplicated_tokens == 2 * len(blocks) * (len(each.workers) - 1)
+        told += blocks
+    assert sorted(told) == sorted(block for block, names in by.items() if len(names) > 1)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("explain", "--request", "a"),
+        ("report",),
+        ("curve",),
+        ("export", "--to", "csv", "-o", "t"),
+        ("whatif",),
+        ("audit", "--since", "3"),
+    ],
+)
+def test_a_directory_of_logs_is_no_log(
+    fleet: Path, kvcache: Kvcache, args: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands that take one log name those that are inside."""
+    monkeypatch.chdir(tmp_path)
+    command, *options = args
+    done = kvcache(command, fleet, *options)
+    assert (done.code, done.out) == (2, "")
+    assert "one" in done.err
+    assert "(east, west)" in done.err
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from events.log import LogReader, LogWriter
+from events.log.frames import SYNC
 from events.types import FORMAT_VERSION, CacheCreated, Checkpoint, EventBatch, Gap, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.replay import replay
@@ -90,6 +92,33 @@ class TestSummary:
 
 class TestTrouble:
     """Logs that are not whole."""
+
+    @pytest.mark.parametrize("kind", ["torn", "open"])
+    def test_all_commands_tell_how_a_log_ends(
+        self, kvcache: Kvcache, copy: Path, kind: str, tmp_path: Path
+    ) -> None:
+        """On stderr, and in JSON as `replay` has it; of a log that was closed nothing is said."""
+        commands = {
+            "audit": (),
+            "curve": (),
+            "whatif": ("--no-bound", "--jobs", 1),
+            "explain": ("--request", 0),
+        }
+        for name, options in commands.items():
+            assert kvcache(name, copy, *options).err == ""
+        file = segments(copy)[-1]
+        whole = file.read_bytes()
+        closed = list(re.finditer(re.escape(SYNC), whole))[-1].start()
+        file.write_bytes(whole[: closed + 9 if kind == "torn" else closed])
+        for name, options in commands.items():
+            done = kvcache(name, copy, *options, "--json")
+            assert f"the log is {kind}: " in done.err
+            end = json.loads(done.out)["end"]
+            assert end == json.loads(kvcache("replay", copy, "--json").out)["end"]
+            assert end["kind"] == kind
+        for args in (("events", copy), ("export", copy, "--to", "csv", "-o", tmp_path / "t")):
+            assert f"the log is {kind}: " in kvcache(*args).err
+        assert f"{copy} is {kind}: " in kvcache("diff", copy, copy).err
 
     def test_torn_tail(self, kvcache: Kvcache, copy: Path) -> None:
         """A tail that was cut off while it was written is reported and is no error; what is before it counts."""

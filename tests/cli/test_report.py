@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -30,6 +31,7 @@ from kvcache.fold.life import BLANK, UNREFERENCED, UNREFERENCED_IN_FLIGHT, slot_
 from kvcache.replay import replay
 from kvcache.report import page as page_module
 from kvcache.report.beside import add_curve, add_whatif
+from kvcache.report.charts import hit_rates
 from kvcache.report.gathered import gather
 from kvcache.report.given import Curve, WhatIf, understood
 from kvcache.report.groups import GROUPS
@@ -37,7 +39,7 @@ from kvcache.report.lanes import Phase
 from kvcache.report.report import report
 from kvcache.report.sections import Parts
 from tests.cli.browser import Browser, executable
-from tests.cli.conftest import Kvcache, run_log
+from tests.cli.conftest import Kvcache, run_log, segments
 from tests.conftest import RunPython
 from tests.random_logs import random_log
 
@@ -206,6 +208,7 @@ class TestNumbers:
             "tokens_computed_again": lost,
             "offloaded_blocks": audit.offloaded,
             "onboarded_blocks": audit.onboarded,
+            "end": "clean",
         }
         assert f"{audit.prompt_tokens:,}" in page.text
         assert f"{lost:,} tokens, because they were evicted" in page.text
@@ -484,6 +487,37 @@ WHATIF = {
         }
     ],
 }
+
+
+def test_a_log_that_is_not_whole(busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
+    """A torn tail, and an epoch whose clock begins again, are told on the page; the first one on stderr, too."""
+    log = run_log(tmp_path / "log", "--primary-blocks", 80, "--limit", 8)
+    run_log(log, "--primary-blocks", 80, "--limit", 8, "--continue")
+    segment = segments(log)[-1]
+    segment.write_bytes(segment.read_bytes()[:-60])
+    done = kvcache("report", log, "-o", tmp_path / "page.html")
+    assert "the log is torn: the writer stopped inside a batch" in done.err
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    said = " ".join(page.text)
+    assert "The log is torn: the writer stopped inside a batch" in said
+    assert page.data["facts"]["end"] == "torn"
+    found = gather(log)
+    [begins] = found.set_back
+    assert f"The clock begins again in batch {begins:,}" in said
+    times = [sample.at for sample in found.occupancy.samples]
+    assert times == sorted(times)
+    assert "The log is " not in " ".join(Page(report(busy)).text)
+
+
+def test_labels_of_sizes_do_not_meet() -> None:
+    """However near sizes are to each other, each has its name at a height of its own."""
+    layout = hit_rates(
+        [(100, 0.2, None), (110, 0.3, None)], [(100, "primary"), (104, "knee"), (110, "both")]
+    )["layout"]
+    heights = sorted(label["y"] for label in layout["annotations"])
+    assert all(high - low >= 0.08 for low, high in itertools.pairwise(heights))
+    assert max(heights) < 0.9
+    assert len(layout["shapes"]) == 3
 
 
 ODD: list[Any] = [

@@ -91,7 +91,7 @@ class TestResult:
         """A row for what was recorded, then one for each combination, with what was set."""
         done = kvcache("whatif", log, "--set", "primary_blocks=120,80", "--policy", "lru,belady", "--jobs", 1)
         lines = [line.split() for line in done.out.splitlines()]
-        assert lines[1][:5] == ["primary_blocks", "reused", "hit", "rate", "of"]
+        assert lines[1][:5] == ["primary_blocks", "reused", "token", "hit", "rate"]
         assert [line[:2] for line in lines[2:7]] == [
             ["recorded", "120"],
             ["lru", "120"],
@@ -101,6 +101,21 @@ class TestResult:
         ]
         assert lines[2][2:] == lines[3][2:]
         assert lines[4][5:7] == ["100.0", "%"]
+
+    def test_what_cannot_be_served_is_not_reused(self, kvcache: Kvcache, log: Path) -> None:
+        """A cache that is too small for most prompts does not look better for it; what became of them is told."""
+        args = ("whatif", log, "--set", "primary_blocks=24", "--no-bound", "--jobs", 1)
+        done = found(kvcache(*args, "--json"))
+        then, [small] = done["recorded"], done["trials"]
+        assert small["too_long"] > 0
+        assert small["prompt_tokens"] + small["unserved_tokens"] == then["prompt_tokens"]
+        assert small["hit_rate"] == small["reused_tokens"] / then["prompt_tokens"] < then["hit_rate"]
+        lines = kvcache(*args).out.splitlines()
+        assert "too long" in lines[1]
+        assert "unserved" not in lines[1]
+        assert lines[-1].endswith(
+            "those of requests that are too long for the cache, or unserved, count as not reused"
+        )
 
     def test_worth_of_hints(self, kvcache: Kvcache, log: Path) -> None:
         """What knowing only which blocks return is worth, of the way from lru to belady, worked out from the counts."""
@@ -136,7 +151,7 @@ class TestResult:
     def test_no_gap_no_worth(self, kvcache: Kvcache, log: Path, options: tuple[str, ...]) -> None:
         """Nothing is said of hints where one of the three was not played, or where all is kept anyway."""
         out = kvcache("whatif", log, *options, "--jobs", 1).out
-        assert out.splitlines()[-1].startswith("reused, computed")
+        assert out.splitlines()[-1].startswith("token hit rate: the reused part")
         assert "of gap" not in out
 
     def test_processes_find_the_same(self, kvcache: Kvcache, log: Path) -> None:

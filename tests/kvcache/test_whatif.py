@@ -338,6 +338,7 @@ class TestLack:
         log = log_of(tmp_path, strategies.config(primary_blocks=10), program)
         tally = play_one(log, primary_blocks=4)
         assert (tally.too_long, tally.cut_short, tally.requests) == (1, 1, 2)
+        assert (tally.prompt_tokens, tally.unserved_tokens) == (11, 12)
 
     def test_who_waits_for_nobody(self, tmp_path: Path) -> None:
         """What holds its blocks for ever leaves others unserved, and the play ends."""
@@ -349,6 +350,7 @@ class TestLack:
 
         tally = play_one(log_of(tmp_path, strategies.config(), program), primary_blocks=4)
         assert (tally.requests, tally.waited, tally.unserved) == (1, 1, 1)
+        assert (tally.prompt_tokens, tally.unserved_tokens) == (8, 8)
 
 
 class TestSettings:
@@ -594,13 +596,14 @@ def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: st
     }
     with TemporaryDirectory() as parent:
         log = log_of(Path(parent), config, lambda manager: Program(manager, seed).run(60))
-        playback, admitted = playback_of(log, Trial(sets, policy), {}), 0
+        playback, admitted = playback_of(log, Trial(sets, policy), {}), []
         for batch in recorded(log):
-            admitted += sum(isinstance(event, ev.SequenceAdded) for event in batch.events)
+            admitted += [each.num_tokens for each in batch.events if isinstance(each, ev.SequenceAdded)]
             playback.play(batch)
             playback.manager.check()
         tally = playback.finish()
-    assert tally.requests + tally.too_long + tally.unserved >= admitted
+    assert tally.requests + tally.too_long + tally.unserved >= len(admitted)
+    assert tally.prompt_tokens + tally.unserved_tokens == sum(admitted)
     assert 0 <= tally.reused_tokens <= tally.prompt_tokens
 
 
