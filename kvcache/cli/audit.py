@@ -155,7 +155,7 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
         )
     out.line()
     out.table(
-        ["from", "tokens", "reused", "█ reused  ▒ lost to evictions and the like  · others"],
+        ["from", "tokens", "reused", "█ reused  ▒ computed again  · others"],
         rows,
         right=["tokens", "reused"],
     )

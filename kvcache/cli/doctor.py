@@ -29,6 +29,7 @@ _OF_EXTRAS = {
     "shtab": ("cli", "`kvcache completion`"),
     "pyarrow": ("export", "`kvcache export --to parquet`"),
     "xxhash": ("hash", "block_hash=xxh3_64"),
+    "plotly": ("report", "`kvcache report`"),
 }
 _FEW_FILES = 1024
 _MEMINFO = Path("/proc/meminfo")

@@ -84,7 +84,8 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         default="max",
         metavar="real|N|max",
         help="wait for the trace's times, N times as fast, or not at all (max: the log has the trace's times, from "
-        "2026-01-01 on and at least 20 ms a step, so that equal runs write equal logs)",
+        "2026-01-01 on and at least 20 ms a step, so that equal runs write equal logs, and from there again with "
+        "--continue; real and N: the machine's clock)",
     )
 
 

@@ -148,7 +148,7 @@
   function addControls() {
     order = control("Order", Object.keys(ORDERS));
     most = control("Show", ["50", "100", "200", "500", "1000"]);
-    scale = control("Time", ["since the request came", "since the log began"]);
+    scale = control("Time", ["since its first event", "since the log began"]);
     search = make("input", { type: "search", size: 16 });
     search.addEventListener("input", showLanes);
     byId("controls").append(make("label", {}, "Find id", search));

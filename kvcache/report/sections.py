@@ -274,7 +274,7 @@ _PHASES = (
 )
 _KINDS = (
     ("primary", "reused from primary"),
-    ("secondary", "onboarded from secondary"),
+    ("secondary", "reused from secondary"),
     ("again", "computed again: evicted"),
     ("computed", "computed"),
 )

@@ -43,6 +43,8 @@ class TestErrors:
         [
             ([], "the following arguments are required: COMMAND"),
             (["frobnicate"], "invalid choice: 'frobnicate'"),
+            (["audti"], "invalid choice: 'audti'; did you mean audit? (choose from"),
+            (["events", "x", "--type", "blockstored"], "did you mean BlocksStored? (choose from"),
             (["run", "--bogus"], "unrecognized arguments: --bogus (see `kvcache run --help`)"),
             (["--bogus", "run"], "unrecognized arguments: --bogus (see `kvcache --help`)"),
             (["replay"], "the following arguments are required: LOG"),

@@ -20,6 +20,7 @@ from kvcache.audit.telling import tell
 from kvcache.audit.totals import audit_batches
 from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
+from kvcache.report.groups import GROUPS
 from tests.conftest import ROOT
 from tests.naive_audit import naive_audit
 from tests.random_logs import random_log
@@ -146,3 +147,11 @@ def test_the_docs_name_all_reasons() -> None:
     docs = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
     assert all(f"| `{reason.label}` |" in docs for reason in Reason)
     assert set(IN_WORDS) == set(Reason)
+
+
+def test_the_docs_say_how_reasons_are_printed() -> None:
+    """docs/audit.md maps each reason to its words, and to the group that pictures have it in."""
+    docs = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8").partition("## What is printed")[2]
+    groups = {reason: group.name for group in GROUPS for reason in group.reasons}
+    for reason in Reason:
+        assert f"| `{reason.label}` | {IN_WORDS[reason]} | {groups[reason]} |" in docs
