@@ -147,7 +147,15 @@ def test_an_empty_log_has_nothing_to_audit(kvcache: Kvcache, evicted: Path, tmp_
     assert "holds no batch yet" in done.err
 
 
-@given(st.lists(st.integers(1_000, 10**15), min_size=1, max_size=200), st.sampled_from([0.1, 0.5, 0.9]))
+@given(
+    st.lists(st.integers(1_000, 10**15), min_size=1, max_size=200)
+    | st.integers(10**6, 10**14).flatmap(
+        lambda age: st.lists(
+            st.sampled_from([age + age * part // 100 for part in range(12)]), min_size=1, max_size=50
+        )
+    ),
+    st.sampled_from([0.1, 0.5, 0.9]),
+)
 def test_ages_are_nearly_exact(durations: list[int], part: float) -> None:
     """Quantiles are at most 2.4 % off the exact ones, however they are counted."""
     ages = Ages()
@@ -226,6 +234,17 @@ class TestVerdict:
         assert (kept.size, kept.recomputed, kept.onboarded) == ("large_enough", 0, 18 * 3)
         assert kept.in_words()[-1].endswith("came back")
         assert verdict_on(found[1], 1) is None
+
+    def test_what_secondary_loses_is_its_own_loss(self, tmp_path: Path) -> None:
+        """Four prompts take turns in levels for one each: primary loses nothing, secondary all that it gets."""
+        prompts = [A, B, [7] * 13, [8] * 13] * 5
+        log = served_one_after_the_other(tmp_path / "log", prompts, primary_blocks=4, secondary_blocks=3)
+        audit = audit_batches((batch, True) for batch in LogReader(log))
+        primary, secondary = (verdict_on(audit, level) for level in (0, 1))
+        assert primary is not None
+        assert secondary is not None
+        assert (primary.size, primary.recomputed) == ("large_enough", 0)
+        assert (secondary.size, secondary.recomputed) == ("too_small", 16 * 12)
 
     def test_without_tokens_nobody_can_tell(self, tmp_path: Path) -> None:
         """What was evicted is known, what it cost is not."""
