@@ -40,6 +40,8 @@ _LONG = re.compile(r"\S{81,}")
 
 def _cut(word: re.Match[str]) -> str:
     return f"{word[0][:40]}…{word[0][-10:]}"
+
+
 class _Paragraphs(argparse.HelpFormatter):
     """Fills descriptions paragraph by paragraph, however their lines are broken."""
 
