@@ -54,7 +54,7 @@ def test_the_sidecars_command_is_one() -> None:
     argv = [arg.replace("$(POD_IP)", "10.0.0.7") for arg in args]
     parsed = build_parser(argv).parse_args(argv)
     assert str(parsed.log) == "/data/log"
-    [url] = parsed.sink
+    [url] = parsed.sinks
     options = SinkURL.parse(url).read_options(ZMQOptions)
     assert (options.replay, options.pod, options.model) == ("5558", "10.0.0.7:8000", "MODEL")
 
