@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-REQUIRED = "KVCACHE_TEST_SERVERS"
+REQUIRED = "TEST_SERVERS"
 """Set to ``required``, tests fail where they would be skipped for want of a server."""
 
 
