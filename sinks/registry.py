@@ -21,6 +21,7 @@ SinkFactory = Callable[[SinkURL, SinkContext], Sink]
 
 _BUILT_IN = {
     "file": "sinks.file",
+    "nats": "sinks.brokers.nats_sink",
     "prometheus": "sinks.prometheus.sink",
     "stdout": "sinks.stdout",
     "zmq+pub": "sinks.router.zmq",

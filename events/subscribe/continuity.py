@@ -121,7 +121,7 @@ class Continuity:
             return
         if message.seq > self._next:
             self._report_recovered()
-            if _begins_anew(message):
+            if begins_anew(message):
                 # It tells the state in place of what was asked for, under numbers of its choice.
                 self._restate(message.seq)
                 self._gap_last = None
@@ -164,7 +164,7 @@ class Continuity:
             return
         if went_back or seq < self._next:
             self._restart(seq)
-        if seq > self._next and _begins_anew(message):
+        if seq > self._next and begins_anew(message):
             self._restate(seq)
         elif seq > self._next:
             if self._can_ask and self._in_vain != self._next:
@@ -236,7 +236,7 @@ def _published_at(message: Message) -> float:
         return -math.inf
 
 
-def _begins_anew(message: Message) -> bool:
+def begins_anew(message: Message) -> bool:
     """Whether a batch first clears everything, so that nothing before it matters."""
     try:
         events = decode_batch(message.payload).events

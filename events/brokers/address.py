@@ -1,0 +1,178 @@
+"""Where a broker is and how it is entered: ``nats://user:password@host:4222/STREAM?tls=true&cafile=ca.pem``.
+
+The same address serves who writes (`sinks.brokers`) and who reads (`events.brokers.subscriber`). A password stands
+in the address or, better, in a file (``password_file=``); no text of an error has it. Payloads hold token ids, which
+are the prompts: what leaves this machine is encrypted, unless ``insecure=true`` says that the network itself keeps
+others out.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from events.errors import EventsError
+from events.sockets.hosts import is_loopback
+
+PORTS = {"nats": 4222, "redis": 6379, "kafka": 9092}
+"""The schemes of brokers, and the port where the address names none."""
+STREAM = "kvcache"
+"""Name of the stream, the topic or the keys where the address names none."""
+NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+"""What workers and streams may be called: no broker gives any of these letters a meaning."""
+_MOST_PASSWORD_BYTES = 4096
+
+
+@dataclass(eq=False, repr=False)
+class BrokerError(EventsError):
+    """The broker cannot be used as asked; `broker` is its address without user, password and options."""
+
+    broker: str
+    reason: str
+    text = "{broker}: {reason}"
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker does not answer, or not now: the same may succeed later."""
+
+
+class BrokerURLError(BrokerError, ValueError):
+    """The address, or an option in it, cannot be understood."""
+
+
+class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options about how a broker is entered."""
+
+    password_file: str | None = None
+    tls: bool = False
+    cafile: str | None = None
+    certfile: str | None = None
+    keyfile: str | None = None
+    insecure: bool = False
+
+
+_PLAIN = AccessOptions()
+
+
+class ReaderOptions(AccessOptions, frozen=True, kw_only=True):
+    """Options of an address to read from."""
+
+    worker: str | None = None
+
+
+@dataclass(frozen=True)
+class BrokerAddress:
+    """A broker, and a stream in it. Raises BrokerURLError where the parts do not fit together."""
+
+    scheme: str
+    host: str
+    port: int
+    stream: str = STREAM
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    access: AccessOptions = _PLAIN
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.stream):
+            reason = "the path names the stream, of letters, digits, _ and -, as in /kvcache"
+            raise BrokerURLError(str(self), reason)
+        if (self.access.certfile is None) != (self.access.keyfile is None):
+            raise BrokerURLError(str(self), "certfile and keyfile belong together")
+        if not self.access.tls and (self.access.cafile or self.access.certfile):
+            raise BrokerURLError(str(self), "cafile, certfile and keyfile are for tls=true")
+        if self.access.password_file is not None and self.password is not None:
+            raise BrokerURLError(
+                str(self), "there are two passwords: leave one out, best the one in the address"
+            )
+        self._refuse_clear_text()
+
+    def _refuse_clear_text(self) -> None:
+        if self.access.tls and self.access.insecure:
+            raise BrokerURLError(
+                str(self), "it is encrypted, so insecure= would change nothing: leave it out"
+            )
+        if not self.access.tls and not self.access.insecure and not is_loopback(self.host):
+            reason = (
+                "prompts and passwords would leave this machine unencrypted: add tls=true, or insecure=true where the "
+                "network itself keeps others out"
+            )
+            raise BrokerURLError(str(self), reason)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}/{self.stream}"
+
+    @property
+    def secret(self) -> str | None:
+        """The password; its file is read each time, so that a new one counts. Raises BrokerError."""
+        if self.access.password_file is None:
+            return self.password
+        try:
+            with Path(self.access.password_file).open("rb") as file:
+                return file.read(_MOST_PASSWORD_BYTES).decode().strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise BrokerError(str(self), f"password_file cannot be read: {reason}") from None
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """What encrypts the connection; None without tls. Raises BrokerError."""
+        access = self.access
+        if not access.tls:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=access.cafile)
+            if access.certfile is not None:
+                context.load_cert_chain(access.certfile, access.keyfile)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "they are no PEM files"
+            raise BrokerError(str(self), f"the files for TLS cannot be used: {reason}") from None
+        return context
+
+
+def is_broker(url: str) -> bool:
+    """Whether an address to read from is a broker's."""
+    return url.partition("://")[0] in PORTS
+
+
+def parse(url: str) -> tuple[BrokerAddress, str | None]:
+    """An address to read from, and the one worker that is wanted, if one is. Raises BrokerURLError."""
+    try:
+        parts = urlsplit(url)
+        port, pairs = (
+            parts.port,
+            parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)),
+        )
+    except ValueError:
+        # What Python says may quote the password.
+        raise BrokerURLError(url.partition(":")[0], "not a valid address") from None
+    if parts.scheme not in PORTS:
+        raise BrokerURLError(url.partition(":")[0], f"no broker; brokers are {', '.join(PORTS)}")
+    known = [each.encode_name for each in msgspec.structs.fields(ReaderOptions)]
+    bare = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    unknown = [name for name, _ in pairs if name not in known]
+    if unknown:
+        raise BrokerURLError(bare, f"unknown option {unknown[0]!r}; known options: {', '.join(known)}")
+    try:
+        options = msgspec.convert(dict(pairs), ReaderOptions, strict=False)
+    except msgspec.ValidationError as error:
+        raise BrokerURLError(bare, f"bad option: {error}") from None
+    address = BrokerAddress(
+        parts.scheme,
+        parts.hostname or "127.0.0.1",
+        port or PORTS[parts.scheme],
+        unquote(parts.path).strip("/") or STREAM,
+        unquote(parts.username) if parts.username else None,
+        unquote(parts.password) if parts.password else None,
+        options,
+    )
+    return address, options.worker
+
+
+def missing_extra(address: BrokerAddress) -> BrokerError:
+    """What to raise where the client's package is not installed."""
+    return BrokerError(str(address), f"its client is missing: pip install 'kvcache[{address.scheme}]'")

@@ -1,0 +1,120 @@
+"""A connection to NATS JetStream, for one thread.
+
+The client is asyncio's. Its loop runs only while something is asked of it, on the thread that asks; so nothing here
+needs a lock. It does not connect again by itself: who uses it does, knowing what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable, missing_extra
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.js import JetStreamContext
+
+CONNECT_SECONDS = 1.5
+Result = TypeVar("Result")
+
+
+class NATSSession:
+    """Connects when it is needed. All its errors are BrokerError."""
+
+    def __init__(self, address: BrokerAddress) -> None:
+        try:
+            import nats  # noqa: F401
+        except ImportError:
+            raise missing_extra(address) from None
+        self._address = address
+        self._runner: asyncio.Runner | None = None
+        self._client: Client | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        """What the server takes in one message, headers included, in bytes."""
+        assert self._client is not None
+        return self._client.max_payload
+
+    @property
+    def jetstream(self) -> JetStreamContext:
+        """The client's calls; to be awaited in `run`."""
+        assert self._client is not None
+        return self._client.jetstream()
+
+    def connect(self) -> None:
+        """Connect anew. Raises BrokerUnavailable, and BrokerError if we are refused."""
+        self.close()
+        self._runner = asyncio.Runner()
+        self._client = self.run(self._connect(), CONNECT_SECONDS * 2)
+
+    def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
+        """Do it, within so many seconds. Raises BrokerUnavailable where the connection is the trouble."""
+        import nats.errors
+
+        assert self._runner is not None
+        try:
+            return self._runner.run(asyncio.wait_for(work, seconds))
+        except (nats.errors.AuthorizationError, nats.errors.NoServersError) as error:
+            raise self._refused(error) from None
+        except (TimeoutError, OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or "it does not answer"
+            raise BrokerUnavailable(str(self._address), reason) from None
+        except nats.errors.MaxPayloadError:
+            raise
+        except nats.errors.Error as error:
+            raise self._refused(error) from None
+
+    def breathe(self) -> None:
+        """Let the client answer the server's pings."""
+        if self._runner is not None and self.connected:
+            self._runner.run(asyncio.sleep(0))
+
+    def close(self) -> None:
+        """Disconnect; may be called twice."""
+        client, self._client = self._client, None
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        with runner, contextlib.suppress(Exception):  # what cannot be closed is gone
+            if client is not None:
+                runner.run(asyncio.wait_for(client.close(), CONNECT_SECONDS))
+
+    async def _connect(self) -> Client:
+        import nats
+
+        address = self._address
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        return await nats.connect(
+            f"nats://{host}:{address.port}",
+            user=address.user,
+            password=address.secret,
+            tls=address.tls_context(),
+            allow_reconnect=False,
+            connect_timeout=CONNECT_SECONDS,
+            error_cb=_ignore,  # each call tells its own
+        )
+
+    def _refused(self, error: Exception) -> BrokerError:
+        from nats.js.errors import APIError
+
+        where = str(self._address)
+        # What the server says quotes at most our own names.
+        text = str(error).removeprefix("nats: ").strip("'\" ")
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            return BrokerError(where, "user or password is wrong, or has no right to this")
+        if isinstance(error, APIError):
+            return BrokerUnavailable(where, f"JetStream refuses: {error.description or type(error).__name__}")
+        return BrokerUnavailable(where, text or type(error).__name__)
+
+
+async def _ignore(_: Exception) -> None:
+    """Nothing."""

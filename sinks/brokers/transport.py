@@ -1,0 +1,214 @@
+"""A feed in a broker's stream: its batches, and its whole state again and again for who comes late.
+
+Each record is acknowledged before the next one goes out. A broker that is away is tried again for a while with the
+same record, which it keeps once (`events.brokers.records`). Then `send` fails, and the feed tells "cleared" and its
+whole state next. Whether what failed is in the stream after all does not matter then.
+
+Streams are trimmed, so a state must never be far back. Besides what the feed tells by itself, at the start and after
+failures, the state goes out in pieces, between live batches: when as much was sent since the last one as that took,
+and at least every `restate_seconds`. What lies before the last complete state but one is then removed, where the
+broker lets each worker trim its own; so a reader that is not far behind never misses anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from events.brokers.address import BrokerError, BrokerUnavailable
+from events.brokers.records import Record
+from events.feed.changes import Change, Cleared
+from events.formats import vllm
+from events.types import GroupCreated
+from sinks.base import SinkError
+from sinks.router.batches import in_batches
+from sinks.router.feed import FeedBatch, FeedState
+
+HEADER_BYTES = 4096
+"""More than what brokers and headers add to a payload."""
+MIN_BYTES = 8 << 20
+"""However small the state is, so much may be sent before it is told again."""
+TELL_SECONDS = 0.02
+"""How long the feed works on its state before it looks for live batches again."""
+_PAUSE_SECONDS = 0.1
+"""Between two tries of the same record."""
+
+
+class Stream(Protocol):
+    """What is one worker's in a broker. Its errors are BrokerError: BrokerUnavailable if trying again may help."""
+
+    name: str
+    """The broker and the stream, for messages."""
+
+    def open(self) -> int | None:
+        """Connect. Returns the number of the worker's last record there, if it can be told."""
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of the largest message that the broker takes."""
+
+    def append(self, record: Record) -> str:
+        """Have the broker keep a record, once, also if called again with it after a failure; returns where."""
+
+    def trim(self, place: str) -> None:
+        """Remove this worker's records before that place, where that can be done."""
+
+    def breathe(self) -> None:
+        """Called every 10 ms."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
+@dataclass(frozen=True)
+class BrokerSettings:
+    """What the transport needs, checked."""
+
+    rank: int = 0
+    piece_bytes: int = 512 << 10
+    """Bounds batches and pieces of the state."""
+    timeout_seconds: float = 5.0
+    """How long a record is tried."""
+    restate_seconds: float = 600.0
+    min_bytes: int = MIN_BYTES
+    salts: Callable[[bytes], str | None] | None = None
+
+
+class BrokerTransport:
+    """Writes a feed's batches and states to a stream."""
+
+    subscribers = 0
+    """Nobody can know who reads a stream."""
+
+    def __init__(self, stream: Stream, settings: BrokerSettings) -> None:
+        self._stream, self._settings = stream, settings
+        self._state: Iterator[Record] | None = None
+        """The rest of the state that is being told."""
+        self._tellings = 0
+        self._begin()
+
+    @property
+    def endpoint(self) -> str:
+        """The broker and the stream."""
+        return self._stream.name
+
+    def _begin(self) -> None:
+        self._state = None
+        self._kept: str | None = None
+        """The first record that is kept: a whole state begins there."""
+        self._state_at: str | None = None
+        """Where the state begins that is being told."""
+        self._state_bytes = self._bytes_since = 0
+        self._told_at = time.monotonic()
+
+    def open(self, next_seq: int) -> None:
+        """Connect. Raises SinkError if that cannot be done, or the numbers do not fit to what is there."""
+        self._begin()
+        try:
+            last = self._stream.open()
+            self._refuse_misfit(last, next_seq)
+        except BrokerError as error:
+            self._stream.close()
+            raise SinkError(str(error)) from None
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def send(self, batch: FeedBatch) -> None:
+        """Have the broker keep a batch. Raises SinkError."""
+        payload = self._encode(batch.changes, batch.ts, batch.groups)
+        place = self._append(Record(batch.seq, payload))
+        self._bytes_since += len(payload)
+        if self._kept is None:
+            self._kept = place  # a feed begins with its whole state
+
+    def tick(self, take_state: Callable[[], FeedState]) -> None:
+        """Tell the state, if it is time to, for a moment."""
+        self._stream.breathe()
+        try:
+            if self._state is None and self._is_due():
+                self._tellings += 1
+                self._state = self._pieces(take_state(), self._tellings)
+            if self._state is not None:
+                self._tell(self._state)
+        except BaseException:
+            self._state = None  # what readers have of it is no use to them
+            raise
+
+    def close(self) -> None:
+        """Disconnect: all that was sent is there."""
+        self._stream.close()
+
+    def _refuse_misfit(self, last: int | None, next_seq: int) -> None:
+        where, settings = self._stream.name, self._settings
+        if last is not None and last >= next_seq:
+            raise SinkError(
+                f"{where} has batches of this worker up to number {last}, but the feed would begin at {next_seq}: give "
+                "state= the file with its numbers, leave out first=, or give the worker another name with worker="
+            )
+        if settings.piece_bytes + HEADER_BYTES > self._stream.max_payload:
+            raise SinkError(
+                f"{where} takes messages of at most {self._stream.max_payload} bytes: set max_batch= to "
+                f"{max(0, self._stream.max_payload - HEADER_BYTES)}B or less, or have it take larger ones"
+            )
+
+    def _append(self, record: Record) -> str:
+        deadline = time.monotonic() + self._settings.timeout_seconds
+        while True:
+            try:
+                return self._stream.append(record)
+            except BrokerUnavailable as error:
+                if time.monotonic() + _PAUSE_SECONDS >= deadline:
+                    raise SinkError(str(error)) from None
+                time.sleep(_PAUSE_SECONDS)
+            except BrokerError as error:
+                raise SinkError(str(error)) from None
+
+    # --- the state ----------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        if self._kept is None:
+            return False
+        late = time.monotonic() - self._told_at >= self._settings.restate_seconds
+        return late or self._bytes_since > max(self._state_bytes, self._settings.min_bytes)
+
+    def _pieces(self, state: FeedState, telling: int) -> Iterator[Record]:
+        """The state's records. Only behind a piece it is known whether that was the last one."""
+        payload = None
+        number = 0
+        for changes in in_batches(chain([Cleared()], state.changes), self._settings.piece_bytes):
+            if payload is not None:
+                yield Record(state.seq, payload, number, telling)
+                number += 1
+            payload = self._encode(changes, state.ts, state.groups)
+        assert payload is not None
+        yield Record(state.seq, payload, number, telling, last=True)
+
+    def _tell(self, state: Iterator[Record]) -> None:
+        """Send pieces for about so long, and at least one: batches that are sent from then on are not in the state."""
+        deadline = time.perf_counter() + TELL_SECONDS
+        for record in state:
+            place = self._append(record)
+            if record.piece == 0:
+                self._state_at, self._state_bytes, self._bytes_since = place, 0, 0
+            self._state_bytes += len(record.payload)
+            if record.last:
+                self._end_state()
+            elif time.perf_counter() >= deadline:
+                return
+
+    def _end_state(self) -> None:
+        self._state = None
+        self._told_at = time.monotonic()
+        kept, self._kept = self._kept, self._state_at
+        try:
+            assert kept is not None
+            self._stream.trim(kept)
+        except BrokerError as error:
+            raise SinkError(str(error)) from None
+
+    def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+        return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
