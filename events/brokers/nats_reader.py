@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from events.brokers.address import BrokerAddress, BrokerError
@@ -13,6 +14,7 @@ from events.errors import EventDecodeError
 if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.js import JetStreamContext
+    from nats.js.api import RawStreamMsg, StreamInfo
 
 TAG = "Kvcache-Record"
 """The header with a record's tag."""
@@ -35,6 +37,10 @@ class NATSReader:
         self._pull: JetStreamContext.PullSubscription | None = None
         self._last = 0
         """Where in the stream what was read last stands."""
+        self._last_record: tuple[str | None, str | None] = None, None
+        """Its subject and tag."""
+        self._created: datetime | None = None
+        """When the stream was made."""
         self._heard_at = 0.0
 
     def read(self, seconds: float) -> list[tuple[str, Record]]:
@@ -64,9 +70,10 @@ class NATSReader:
         stream = self._address.stream
         jetstream = self._session.jetstream
         info = self._session.run(jetstream.stream_info(stream), _ASK_SECONDS)
-        rewound = info.state.last_seq < self._last
+        rewound = not self._is_where_it_was(info)
         if rewound:
             self._last = 0
+        self._created = info.created
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=self._last + 1,
@@ -79,6 +86,23 @@ class NATSReader:
         if rewound:
             raise StreamRewound
 
+    def _is_where_it_was(self, info: StreamInfo) -> bool:
+        """Whether what was read last still stands in its place, or was removed as old."""
+        if not self._last:
+            return True
+        if info.created != self._created or info.state.last_seq < self._last:
+            return False
+        there = self._session.run(self._find(self._last), _ASK_SECONDS)
+        return there is None or (there.subject, (there.headers or {}).get(TAG)) == self._last_record
+
+    async def _find(self, place: int) -> RawStreamMsg | None:
+        from nats.js.errors import NotFoundError
+
+        try:
+            return await self._session.jetstream.get_msg(self._address.stream, place)
+        except NotFoundError:
+            return None
+
     def _look(self, pull: JetStreamContext.PullSubscription, *, heard: bool) -> None:
         """Silence may mean that the server was started anew, and knows nothing of us."""
         now = time.monotonic()
@@ -89,9 +113,11 @@ class NATSReader:
             self._heard_at = now
 
     def _records(self, message: Msg) -> list[tuple[str, Record]]:
+        tag = (message.headers or {}).get(TAG)
         self._last = message.metadata.sequence.stream
+        self._last_record = message.subject, tag
         try:
-            record = parse_record((message.headers or {}).get(TAG), message.data)
+            record = parse_record(tag, message.data)
         except EventDecodeError:
             return []  # not the feed's
         return [(message.subject.rpartition(".")[2], record)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
-CONNECT_SECONDS = 1.5
+CONNECT_SECONDS = 2
 Result = TypeVar("Result")
 
 
@@ -32,6 +33,8 @@ class NATSSession:
         self._address = address
         self._runner: asyncio.Runner | None = None
         self._client: Client | None = None
+        self._noted: Exception | None = None
+        """What the client has said last about its connection."""
 
     @property
     def connected(self) -> bool:
@@ -52,9 +55,17 @@ class NATSSession:
 
     def connect(self) -> None:
         """Connect anew. Raises BrokerUnavailable, and BrokerError if we are refused."""
+        from nats.aio.client import Client
+
         self.close()
+        self._noted = None
         self._runner = asyncio.Runner()
-        self._client = self.run(self._connect(), CONNECT_SECONDS * 2)
+        self._client = Client()
+        try:
+            self.run(self._connect(self._client), CONNECT_SECONDS * 2)
+        except BrokerError:
+            self.close()
+            raise
 
     def run(self, work: Coroutine[Any, Any, Result], seconds: float) -> Result:
         """Do it, within so many seconds. Raises BrokerUnavailable where the connection is the trouble."""
@@ -63,8 +74,8 @@ class NATSSession:
         assert self._runner is not None
         try:
             return self._runner.run(asyncio.wait_for(work, seconds))
-        except (nats.errors.AuthorizationError, nats.errors.NoServersError) as error:
-            raise self._refused(error) from None
+        except nats.errors.NoServersError as error:
+            raise self._refused(self._noted or error) from None
         except (TimeoutError, OSError, EOFError) as error:
             reason = getattr(error, "strerror", None) or "it does not answer"
             raise BrokerUnavailable(str(self._address), reason) from None
@@ -88,25 +99,33 @@ class NATSSession:
             if client is not None:
                 runner.run(asyncio.wait_for(client.close(), CONNECT_SECONDS))
 
-    async def _connect(self) -> Client:
-        import nats
-
+    async def _connect(self, client: Client) -> None:
         address = self._address
         host = f"[{address.host}]" if ":" in address.host else address.host
-        return await nats.connect(
+        await client.connect(
             f"nats://{host}:{address.port}",
             user=address.user,
             password=address.secret,
             tls=address.tls_context(),
             allow_reconnect=False,
             connect_timeout=CONNECT_SECONDS,
-            error_cb=_ignore,  # each call tells its own
+            # The client tries a server at most twice before it gives up, and says only here what was wrong.
+            max_reconnect_attempts=1,
+            reconnect_time_wait=0,
+            error_cb=self._note,
         )
+
+    async def _note(self, error: Exception) -> None:
+        self._noted = error
 
     def _refused(self, error: Exception) -> BrokerError:
         from nats.js.errors import APIError
 
         where = str(self._address)
+        if isinstance(error, OSError):
+            return BrokerUnavailable(
+                where, os.strerror(error.errno) if error.errno else "it cannot be reached"
+            )
         # What the server says quotes at most our own names.
         text = str(error).removeprefix("nats: ").strip("'\" ")
         if "authorization" in text.lower() or "authentication" in text.lower():
@@ -114,7 +133,3 @@ class NATSSession:
         if isinstance(error, APIError):
             return BrokerUnavailable(where, f"JetStream refuses: {error.description or type(error).__name__}")
         return BrokerUnavailable(where, text or type(error).__name__)
-
-
-async def _ignore(_: Exception) -> None:
-    """Nothing."""

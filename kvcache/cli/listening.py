@@ -1,4 +1,4 @@
-"""Whom ``kvcache subscribe`` listens to: one publisher that it connects to, or many that connect to it."""
+"""Whom ``kvcache subscribe`` listens to: one publisher, many that connect to it, or the workers of a broker's stream."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from events.brokers.address import is_broker
 from events.subscribe.continuity import Report
 from events.subscribe.endpoints import host_of, is_to_be_bound
 from kvcache.errors import UsageError
 
 if TYPE_CHECKING:
+    from events.brokers.subscriber import BrokerSubscriber
     from events.sockets.curve import Curve
     from events.subscribe.gathering import Gathering, Worker
     from events.subscribe.subscriber import Subscriber
@@ -46,14 +48,18 @@ class Listening:
     """What is heard, each time with who said it (None: it is the only one)."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        self._one: Subscriber | None = None
+        self._many: Gathering | BrokerSubscriber | None = None
+        if is_broker(args.endpoint):
+            self._many = _at_broker(args)
+            self.endpoint = str(self._many.endpoint)
+            return
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
         from events.subscribe.gathering import Gathering, replay_in_topic
         from events.subscribe.subscriber import Subscriber
 
         binds = args.bind or is_to_be_bound(args.endpoint)
         curve = _curve(args, binds=binds)
-        self._one: Subscriber | None = None
-        self._many: Gathering | None = None
         if binds:
             if args.replay not in (None, IN_TOPIC):
                 raise UsageError(
@@ -90,7 +96,7 @@ class Listening:
     @property
     def refused(self) -> int:
         """Connections that came to nothing because of keys."""
-        return self._source.refused
+        return getattr(self._source, "refused", 0)
 
     @property
     def unanswered_seconds(self) -> float:
@@ -98,10 +104,25 @@ class Listening:
         return 0.0 if self._one is None else self._one.unanswered_seconds
 
     @property
-    def _source(self) -> Subscriber | Gathering:
+    def unavailable(self) -> str | None:
+        """Why the broker cannot be read at present, if one is."""
+        return getattr(self._source, "unavailable", None)
+
+    @property
+    def _source(self) -> Subscriber | Gathering | BrokerSubscriber:
         source = self._one or self._many
         assert source is not None
         return source
+
+
+def _at_broker(args: argparse.Namespace) -> BrokerSubscriber:
+    from events.brokers.subscriber import BrokerSubscriber
+
+    for name in ("replay", "topic", "bind", "curve_key", "curve_server", "curve_clients", "insecure"):
+        if getattr(args, name):
+            reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
+            raise UsageError(f"{reason}; docs/brokers.md has the options of a broker's address")
+    return BrokerSubscriber(args.endpoint)
 
 
 def _curve(args: argparse.Namespace, *, binds: bool) -> Curve | None:

@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "endpoint",
         metavar="ENDPOINT",
-        help="where it publishes, as tcp://127.0.0.1:5557; or where many connect, as tcp://*:5557",
+        help="where it publishes, as tcp://127.0.0.1:5557; where many connect, as tcp://*:5557; or a broker's "
+        "stream, as nats://127.0.0.1:4222/kvcache",
     )
     parser.add_argument(
         "--replay",
@@ -94,11 +95,15 @@ def _reports(
 ) -> Iterator[tuple[Worker | None, Report]]:
     """What there is to report, until a signal or the last batch wanted."""
     batches, told, told_of_keys = 0, False, False
+    absent: str | None = None
     while not stop.is_set():
         if not told and listening.unanswered_seconds >= _PATIENCE_SECONDS:
             # Nothing is shown before the replay endpoint answers.
             told = True
             out.note(f"no answer from the replay endpoint {args.replay} yet")
+        if listening.unavailable not in (None, absent):
+            out.note(f"{listening.endpoint}: {listening.unavailable}; it is tried again")
+        absent = listening.unavailable
         if not told_of_keys and listening.refused > 1:
             told_of_keys = True
             out.warning(f"{listening.endpoint}: {_REFUSED}")

@@ -31,7 +31,7 @@ def wait_for(condition: Callable[[], bool], what: str = "it does not happen") ->
 class FeedingWorker:
     """A cache, as far as routers see one, whose feed goes to a stream behind its runner."""
 
-    def __init__(self, url: str, worker: str, *, min_bytes: int | None = None) -> None:
+    def __init__(self, url: str, worker: str, *, min_bytes: int | None = None, block: int = 4) -> None:
         self.name = worker
         joint = "&" if "?" in url else "?"
         sink = open_sink(f"{url}{joint}worker={worker}&heartbeat=200ms&coalesce=5ms", CONTEXT)
@@ -40,8 +40,10 @@ class FeedingWorker:
         self.feed, self.transport = sink, sink.transport
         if min_bytes is not None:
             object.__setattr__(self.transport._settings, "min_bytes", min_bytes)
-        self.source = Source()
-        self.runner = SinkRunner(sink, worker, backoff_seconds=0.05, retry_seconds=0.2, retry_seconds_max=0.5)
+        self.source = Source(block)
+        self.runner = SinkRunner(
+            sink, worker, max_errors=4, backoff_seconds=0.05, retry_seconds=0.2, retry_seconds_max=0.5
+        )
         self._next = 1
 
     def __enter__(self) -> Self:
@@ -103,6 +105,12 @@ class StreamReader:
             self.indexes[worker.topic].fold(report)
             self.reports[worker.topic].append(report)
             self.seq[worker.topic] = max(self.seq.get(worker.topic, -1), getattr(report, "seq", -1))
+
+    def read_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline, self.subscriber.unavailable
+            self.read()
 
     def catch_up(self, *workers: FeedingWorker) -> None:
         """Read until all is known that these have in the stream."""

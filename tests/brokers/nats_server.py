@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import time
@@ -33,12 +34,11 @@ def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
 class NATSServer:
     """Keeps its files in a directory, and its port."""
 
-    def __init__(self, directory: Path, extra: str = "") -> None:
+    def __init__(self, directory: Path, extra: str = "", *, jetstream: bool = True) -> None:
         self.port = free_port()
         self._config = directory / "nats.conf"
-        # By default it acknowledges two minutes before what it keeps is on the disk.
-        jetstream = f'jetstream {{ store_dir: "{directory}/js" }}'
-        self._config.write_text(f"listen: 127.0.0.1:{self.port}\n{jetstream}\n{extra}\n")
+        store = f'jetstream {{ store_dir: "{directory}/js" }}' if jetstream else ""
+        self._config.write_text(f"listen: 127.0.0.1:{self.port}\n{store}\n{extra}\n")
         self._program = program("nats-server")
 
     @property
@@ -62,3 +62,10 @@ class NATSServer:
         """As by kill -9."""
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """It stands still, with its connections open."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)

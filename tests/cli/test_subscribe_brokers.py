@@ -1,0 +1,57 @@
+"""`kvcache subscribe` at a broker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.brokers.fleet import FeedingWorker
+from tests.brokers.nats_server import NATSServer
+from tests.cli.conftest import Kvcache
+
+
+def test_workers_of_a_stream(kvcache: Kvcache, tmp_path: Path) -> None:
+    """Lines tell which worker they are about, and the summary what each has; passwords are nowhere."""
+    users = 'authorization { users = [ { user: kv, password: "secret-word" } ] }'
+    with NATSServer(tmp_path, users) as server:
+        url = server.url.replace("//", "//kv:secret-word@")
+        with FeedingWorker(url, "a") as first, FeedingWorker(url, "b") as second:
+            first.store(3)
+            second.store(2)
+            first.settle()
+            second.settle()
+            done = kvcache("subscribe", url, "--count", 4)
+        assert done.code == 0
+        assert {line.split("from=")[1].split()[0] for line in done.out.splitlines()} == {"a", "b"}
+        assert f"listening to {server.url}/kvcache" in done.err
+        assert "a: 2 batches" in done.err
+        assert "3 blocks on GPU" in done.err
+        assert "secret-word" not in done.out + done.err
+
+
+def test_broker_that_is_not_there(kvcache: Kvcache) -> None:
+    """What ZeroMQ's options are for is refused; a scheme that is no broker is no address either."""
+    done = kvcache("subscribe", "nats://127.0.0.1:1", "--replay", "tcp://127.0.0.1:5558")
+    assert (done.code, done.out) == (2, "")
+    assert "--replay is for publishers over ZeroMQ" in done.err
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("nats://example.org", "prompts and passwords would leave this machine unencrypted"),
+        ("nats://u:hidden@127.0.0.1/a.b", "the path names the stream"),
+        ("nats://u:hidden@127.0.0.1?speed=1", "unknown option 'speed'; known options: password_file, tls"),
+        ("nats://u:hidden@127.0.0.1:port", "not a valid address"),
+        ("nats://127.0.0.1?cafile=x", "are for tls=true"),
+        ("nats://127.0.0.1?worker=a.b", "letters, digits, _ and - only"),
+        ("nats://u:hidden@127.0.0.1?password_file=x", "there are two passwords"),
+    ],
+)
+def test_bad_address(kvcache: Kvcache, url: str, why: str) -> None:
+    """It is said what is wrong with an address, without its password."""
+    done = kvcache("subscribe", url)
+    assert (done.code, done.out) == (2, "")
+    assert why in done.err
+    assert "hidden" not in done.err
