@@ -21,8 +21,10 @@ SinkFactory = Callable[[SinkURL, SinkContext], Sink]
 
 _BUILT_IN = {
     "file": "sinks.file",
+    "kafka": "sinks.brokers.kafka_sink",
     "nats": "sinks.brokers.nats_sink",
     "prometheus": "sinks.prometheus.sink",
+    "redis": "sinks.brokers.redis_sink",
     "stdout": "sinks.stdout",
     "zmq+pub": "sinks.router.zmq",
 }

@@ -84,7 +84,7 @@ class NATSReader:
         self._pull = self._session.run(work, _ASK_SECONDS)
         self._heard_at = time.monotonic()
         if rewound:
-            raise StreamRewound
+            raise StreamRewound(None)
 
     def _is_where_it_was(self, info: StreamInfo) -> bool:
         """Whether what was read last still stands in its place, or was removed as old."""

@@ -49,7 +49,14 @@ class Reader(Protocol):
 
 
 class StreamRewound(Exception):
-    """The broker has lost records that were read: what follows begins with the first one that it holds."""
+    """The broker has lost records that were read: what follows begins with the first one that it holds.
+
+    `workers` are those of whom that is so; None: all.
+    """
+
+    def __init__(self, workers: frozenset[str] | None) -> None:
+        super().__init__()
+        self.workers = workers
 
 
 def parse_record(tag: str | bytes | None, payload: bytes) -> Record:

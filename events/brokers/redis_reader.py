@@ -39,8 +39,10 @@ class RedisReader:
         wait = max(1, int(min(seconds, SECONDS / 2) * 1000))
         names = {self._session.key(name): name for name in self._places}
         streams = {key: self._places[name] for key, name in names.items()}
-        answer = self._session.run(lambda client: client.xread(cast("Any", streams), count=_AT_ONCE, block=wait))
-        found = answer.items() if isinstance(answer, dict) else answer
+        answer = self._session.run(
+            lambda client: cast("Any", client.xread(cast("Any", streams), count=_AT_ONCE, block=wait))
+        )
+        found = answer.items() if isinstance(answer, dict) else answer or ()
         return [record for key, entries in found for record in self._records(names[key], _flat(entries))]
 
     def close(self) -> None:
@@ -53,11 +55,13 @@ class RedisReader:
         names = {self._only} if self._only is not None else self._workers()
         for name in names - self._places.keys():
             self._places[name] = b"0-0"
-        lost = [name for name, place in self._places.items() if place != b"0-0" and self._is_behind(name, place)]
+        lost = [
+            name for name, place in self._places.items() if place != b"0-0" and self._is_behind(name, place)
+        ]
         for name in lost:
             self._places[name] = b"0-0"
         if lost:
-            raise StreamRewound(lost)
+            raise StreamRewound(frozenset(lost))
 
     def _workers(self) -> set[str]:
         key = self._session.key("workers")

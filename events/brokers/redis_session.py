@@ -51,7 +51,11 @@ class RedisSession:
         address.tls_context()  # raises, and says which files are wrong
         tls: dict[str, Any] = {}
         if access.tls:
-            tls = {"ssl_ca_certs": access.cafile, "ssl_certfile": access.certfile, "ssl_keyfile": access.keyfile}
+            tls = {
+                "ssl_ca_certs": access.cafile,
+                "ssl_certfile": access.certfile,
+                "ssl_keyfile": access.keyfile,
+            }
         self._client = Redis(
             host=address.host,
             port=address.port,
@@ -79,7 +83,11 @@ class RedisSession:
         except exceptions.ResponseError as error:
             self.close()
             # The server's words may quote what was sent; its first one is the kind of error.
-            kind = str(error).partition(" ")[0]
+            kind = (
+                str(error).partition(" ")[0]
+                if type(error) is exceptions.ResponseError
+                else type(error).__name__
+            )
             if kind in ("NOAUTH", "WRONGPASS", "NOPERM"):
                 raise BrokerError(where, "user or password is wrong, or has no right to this") from None
             raise BrokerUnavailable(where, f"it refuses: {kind}") from None

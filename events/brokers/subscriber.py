@@ -109,7 +109,9 @@ class BrokerSubscriber:
         except BrokerUnavailable as error:
             self.unavailable = error.reason
             self._retry_at = time.monotonic() + _PAUSE_SECONDS
-        except StreamRewound:
+        except StreamRewound as rewound:
             # What is read again is old, and does not fit to what was heard: a state has to come first.
-            self._followers = {worker: RecordFollower(worker.topic) for worker in self._followers}
+            for worker in self._followers:
+                if rewound.workers is None or worker.topic in rewound.workers:
+                    self._followers[worker] = RecordFollower(worker.topic)
         return reports

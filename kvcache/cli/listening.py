@@ -1,4 +1,4 @@
-"""Whom ``kvcache subscribe`` listens to: one publisher, many that connect to it, or the workers of a broker's stream."""
+"""Whom ``kvcache subscribe`` listens to: one publisher, many that connect to it, or workers at a broker."""
 
 from __future__ import annotations
 

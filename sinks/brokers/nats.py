@@ -94,8 +94,14 @@ class NATSStream:
 
     def trim(self, place: str) -> None:
         """Purge the subject up to there."""
+        if not self._session.connected:
+            self._connect()
         work = self._session.jetstream.purge_stream(self._stream, seq=int(place), subject=self._subject)
-        self._session.run(work, _ASK_SECONDS)
+        try:
+            self._session.run(work, _ASK_SECONDS)
+        except BrokerUnavailable:
+            self._session.close()
+            raise
 
     def breathe(self) -> None:
         """Answer the server's pings."""

@@ -1,8 +1,8 @@
 """One worker's stream in Redis, or in a server like it.
 
-The ids of entries are the numbers of batches; those of pieces lie between them. The server takes an entry only behind the one
-that this worker has written last, which a script compares: so an entry is there once, and a server that has lost entries,
-and a second process that writes as the same worker, are noticed with the next one.
+The ids of entries are the numbers of batches; those of pieces lie between them. The server takes an entry only
+behind the one that this worker has written last, which a script compares: so an entry is there once, and a server
+that has lost entries, and a second process that writes as the same worker, are noticed with the next one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NOTHING = b""
 _SCRIPT = """
 local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', 1)[1]
 local id = last and last[1] or ''
-if id == ARGV[2] and last[2][2] == ARGV[4] then return id end
-if id ~= ARGV[1] then return {id} end
+if id == ARGV[2] and last[2][2] == ARGV[4] then return {1, id} end
+if id ~= ARGV[1] then return {0, id} end
 redis.call('SADD', KEYS[2], ARGV[3])
 id = redis.call('XADD', KEYS[1], ARGV[2], 'record', ARGV[4], 'payload', ARGV[5])
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
-return id
+return {1, id}
 """
-"""Adds an entry behind another one; returns its id, also if it is there already, or a list with the last id there is."""
+"""Adds an entry behind another one; returns whether it is there now, or was already, and the last id that is."""
 
 
 class RedisStream:
@@ -61,24 +61,25 @@ class RedisStream:
         """Add an entry."""
         if not self._session.connected:
             self._session.connect()
-        place = self._place(record)
-        found = self._add(place, record)
-        if found != place and found == self._tried:
+        place, found = self._add(record)
+        if place is None and found == self._tried:
             # What was sent last is there, though its answer was lost.
             self._last = found
-            found = self._add(place, record)
-        if found != place:
+            place, found = self._add(record)
+        if place is None:
             self._last = self._tried = found
             reason = (
                 f"it does not have the last entry of worker {self._worker}: it has lost it, or another process "
                 "writes as the same worker (give each its own with worker=)"
             )
             raise BrokerError(self.name, reason)
-        self._last = place
+        self._last = self._tried = place
         return place.decode()
 
     def trim(self, place: str) -> None:
         """Remove the entries before that one."""
+        if not self._session.connected:
+            self._session.connect()
         self._session.run(lambda client: client.xtrim(self._key, minid=place, approximate=False))
 
     def breathe(self) -> None:
@@ -96,14 +97,17 @@ class RedisStream:
         first = max(last, record.seq)
         return b"%d-%d" % (first, inner + 1 if first == last else 1)
 
-    def _add(self, place: bytes, record: Record) -> bytes:
-        """Returns the entry's id if it is there now, else the id of the last one there is."""
+    def _add(self, record: Record) -> tuple[bytes | None, bytes]:
+        """Returns the entry's id (None: it could not be added), and the last id that is there."""
+        place = self._place(record)
         arguments = [self._last, place, self._worker, record.tag, record.payload, self._retain]
         try:
-            answer = self._session.run(
-                lambda client: client.eval(_SCRIPT, 2, self._key, self._workers, *cast("Any", arguments))
+            added, found = self._session.run(
+                lambda client: cast(
+                    "Any", client.eval(_SCRIPT, 2, self._key, self._workers, *cast("Any", arguments))
+                )
             )
         except BrokerUnavailable:
             self._tried = place
             raise
-        return cast("bytes", answer[0] if isinstance(answer, list) else answer)
+        return (place if added else None), found

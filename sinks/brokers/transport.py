@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from events.brokers.address import BrokerError, BrokerUnavailable
 from events.brokers.records import Record
@@ -33,6 +33,7 @@ MIN_BYTES = 8 << 20
 """However small the state is, so much may be sent before it is told again."""
 TELL_SECONDS = 0.02
 """How long the feed works on its state before it looks for live batches again."""
+Result = TypeVar("Result")
 _PAUSE_SECONDS = 0.1
 """Between two tries of the same record."""
 
@@ -156,10 +157,13 @@ class BrokerTransport:
             )
 
     def _append(self, record: Record) -> str:
+        return self._until_done(lambda: self._stream.append(record))
+
+    def _until_done(self, work: Callable[[], Result]) -> Result:
         deadline = time.monotonic() + self._settings.timeout_seconds
         while True:
             try:
-                return self._stream.append(record)
+                return work()
             except BrokerUnavailable as error:
                 if time.monotonic() + _PAUSE_SECONDS >= deadline:
                     raise SinkError(str(error)) from None
@@ -204,11 +208,8 @@ class BrokerTransport:
         self._state = None
         self._told_at = time.monotonic()
         kept, self._kept = self._kept, self._state_at
-        try:
-            assert kept is not None
-            self._stream.trim(kept)
-        except BrokerError as error:
-            raise SinkError(str(error)) from None
+        assert kept is not None
+        self._until_done(lambda: self._stream.trim(kept))
 
     def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
         return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
