@@ -24,6 +24,9 @@ from kvcache.config import KVCacheConfig
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
 from sinks import registry
+from sinks.brokers.kafka_sink import KafkaOptions
+from sinks.brokers.nats_sink import NATSOptions
+from sinks.brokers.redis_sink import RedisOptions
 from sinks.file import FileOptions
 from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
@@ -108,6 +111,21 @@ def test_every_option_of_a_sink_is_documented(heading: str, options: type[msgspe
     """The table of each sink has each option of its URL with its default."""
     declared = {field.name: spelled(field.default) for field in msgspec.structs.fields(options)}
     assert {name: row[0] for name, row in table(SETTINGS, heading).items()} == declared
+
+
+BROKERS = (ROOT / "docs" / "brokers.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("heading", "options"),
+    [("Of NATS", NATSOptions), ("Of Redis", RedisOptions), ("Of all three", KafkaOptions)],
+)
+def test_every_option_of_a_broker_is_documented(heading: str, options: type[msgspec.Struct]) -> None:
+    """The table of what all brokers have, and that of each, have each option with its default."""
+    common = table(BROKERS, "Of all three")
+    rows = common if options is KafkaOptions else common | table(BROKERS, heading)
+    declared = {field.name: spelled(field.default) for field in msgspec.structs.fields(options)}
+    assert {name: row[0] for name, row in rows.items()} == declared
 
 
 # Directories whose modules are listed one by one, and not as one noun.

@@ -103,10 +103,14 @@ class KafkaStream:
             error = topic.topics[self._address.stream].error
         except KafkaException as failure:
             self.close()
-            raise told(self._address, self._error or failure.args[0]) from None
+            raise self._told(failure.args[0]) from None
         if error is not None:
             self.close()
             raise told(self._address, error)
+
+    def _told(self, error: KafkaError | None) -> BrokerError:
+        """What the client has said of the broker tells more than that its time is over."""
+        return told(self._address, self._error or error)
 
     def _note(self, error: KafkaError) -> None:
         self._error = error
@@ -121,7 +125,7 @@ class KafkaStream:
         if isinstance(outcome, Message):
             return outcome
         self.close()
-        reason = told(self._address, self._error or outcome).reason  # type: ignore[redundant-expr]
+        reason = self._told(outcome).reason
         if outcome is not None and outcome.name() == "MSG_SIZE_TOO_LARGE":
             raise told(self._address, outcome)
         # Not to be tried again under the same number: whether it is there is not known.
