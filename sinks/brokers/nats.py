@@ -94,6 +94,8 @@ class NATSStream:
 
     def trim(self, place: str) -> None:
         """Purge the subject up to there."""
+        if int(place) <= 1:
+            return  # to the server that would mean all of it
         if not self._session.connected:
             self._connect()
         work = self._session.jetstream.purge_stream(self._stream, seq=int(place), subject=self._subject)

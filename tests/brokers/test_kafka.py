@@ -1,7 +1,7 @@
 """Feeds by way of Kafka's protocol: the broker is librdkafka's own mock cluster, inside this process.
 
 No server of Kafka is packaged for Debian. The mock speaks the real protocol over TCP; but it keeps everything in
-memory, trims nothing, and cannot be killed and started again.
+memory, 5 MiB of each partition, and cannot be killed and started again.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class MockCluster:
         partitions = consumer.list_topics("kvcache", timeout=10).topics["kvcache"].partitions
         found = []
         for partition in partitions:
-            last = consumer.get_watermark_offsets(TopicPartition("kvcache", partition), timeout=10)[1]
-            consumer.assign([TopicPartition("kvcache", partition, 0)])
-            seen = 0
+            first, last = consumer.get_watermark_offsets(TopicPartition("kvcache", partition), timeout=10)
+            consumer.assign([TopicPartition("kvcache", partition, first)])
+            seen = first
             while seen < last:
                 for message in consumer.consume(last - seen, 1.0):
                     seen += 1
@@ -102,6 +102,27 @@ def test_late_in_the_middle(cluster: MockCluster) -> None:
                     reader.take_payload(payload)
                     at = number
             assert {int.from_bytes(block) for _, block in reader.state} == worker.resident
+
+
+def test_after_trimming(cluster: MockCluster) -> None:
+    """At the mock cluster, which keeps the last 5 MiB of a partition: who joins then still finds all."""
+    rng = random.Random(3)
+    with (
+        FeedingWorker(cluster.url, "w", min_bytes=100_000, block=256) as worker,
+        StreamReader(cluster.url) as early,
+    ):
+        first = worker.settle()
+        for _ in range(300):
+            for _ in range(3):
+                worker.step(rng)
+            worker.settle()
+            early.read(0)
+        early.check(worker)
+        records = cluster.records("w")
+        assert int(records[0][1].partition("/")[0]) > first, "nothing was trimmed"
+        with StreamReader(cluster.url) as late:
+            late.check(worker)
+        assert worker.runner.stats().errors == 0
 
 
 def test_given_up_and_told_anew(cluster: MockCluster) -> None:

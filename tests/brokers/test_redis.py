@@ -80,6 +80,7 @@ class TestLateJoin:
                 with StreamReader(server.url) as late:
                     late.check(worker)
             assert worker.transport._tellings > 4
+            assert worker.runner.stats().errors == 0
             assert "/0" in entries(server, "w")[0][0]
             assert max(sizes[6:]) < 2 * max(sizes[:6]), sizes
 
@@ -95,6 +96,7 @@ class TestLateJoin:
             assert "/0" in entries(server, "w")[0][0]
             reader.check(worker)
             assert reader.indexes["w"].restated == 1
+            assert worker.runner.stats().errors == 0
 
     def test_by_the_documented_rules_alone(self, server: RedisServer) -> None:
         """A reader of its own, from docs/brokers.md: a state, the batches behind it, plain msgpack."""
@@ -104,6 +106,7 @@ class TestLateJoin:
                 worker.step(rng)
                 worker.settle()
             assert worker.transport._tellings > 2
+            assert worker.runner.stats().errors == 0
             reader, at = Reader(), None
             for tag, payload in entries(server, "w"):
                 is_state, number = tag.endswith("/0/last"), int(tag.partition("/")[0])
