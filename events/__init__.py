@@ -2,7 +2,13 @@
 
 Events are the only way in which the cache's state changes, so whoever has them all has the state.
 `events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
+
+`Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
+`events.formats.vllm` reads. They are imported on first use: nothing else here needs ZeroMQ.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from events.errors import EventDecodeError as EventDecodeError
 from events.errors import EventsError as EventsError
@@ -56,5 +62,39 @@ from events.types import TransferExported as TransferExported
 from events.types import TransferFailed as TransferFailed
 from events.types import TransferLanded as TransferLanded
 
+if TYPE_CHECKING:
+    from events.subscribe.asynchronous import AsyncSubscriber as AsyncSubscriber
+    from events.subscribe.continuity import Missed as Missed
+    from events.subscribe.continuity import Received as Received
+    from events.subscribe.continuity import Report as Report
+    from events.subscribe.continuity import Restarted as Restarted
+    from events.subscribe.continuity import Restated as Restated
+    from events.subscribe.gathering import Gathering as Gathering
+    from events.subscribe.index import Index as Index
+    from events.subscribe.subscriber import Subscriber as Subscriber
+
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
+
+_HOMES = {
+    "AsyncSubscriber": "asynchronous",
+    "Gathering": "gathering",
+    "Index": "index",
+    "Missed": "continuity",
+    "Received": "continuity",
+    "Report": "continuity",
+    "Restarted": "continuity",
+    "Restated": "continuity",
+    "Subscriber": "subscriber",
+}
+"""The module in `events.subscribe` of each name that is imported on first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"events.subscribe.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -41,6 +41,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     session_id: str | None = None
     lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
     """Per block, the tokens after it that its hash covers too."""
+    cache_salt: str | None = None
+    """Of SGLang, and here; vLLM has it in `extra_keys`."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False):

@@ -9,12 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import zmq
-
 from events.errors import EventDecodeError
 from events.formats.vllm import parse_answer, parse_message, replay_request
 from events.subscribe.continuity import HELD_MAX, Continuity, Report
-from events.subscribe.lines import Line
+from events.subscribe.lines import Line, Readable
 
 READ_AT_ONCE = 1000
 """Messages between two reports, so that a flood cannot keep `work` from returning."""
@@ -108,7 +106,7 @@ class Follower:
             self._waiting_since = now
         return max(0.0, self._waiting_since + self._replay_timeout - now)
 
-    def wait(self, poller: zmq.Poller) -> float | None:
+    def wait(self, poller: Readable) -> float | None:
         """Have an answer end a wait; returns after how many seconds it must end anyway (None: it need not)."""
         if self.asking is None:
             return None

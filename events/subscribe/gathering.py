@@ -28,7 +28,7 @@ from events.sockets.keepalive import KEEPALIVE_SECONDS
 from events.subscribe.continuity import Report
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
 from events.subscribe.follower import READ_AT_ONCE, Follower
-from events.subscribe.lines import Line, LineOptions, refuse_insecure, wait_for
+from events.subscribe.lines import Line, LineOptions, Readable, refuse_insecure, shortest, wait_for
 
 __all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
 
@@ -154,7 +154,18 @@ class Gathering:
                 reports += ((worker, report) for report in follower.take())
             if reports or (deadline is not None and time.monotonic() >= deadline):
                 return reports
-            self._wait(deadline)
+            poller = zmq.Poller()
+            wait_for(poller, [self.wait(poller)], deadline)
+
+    def wait(self, poller: Readable) -> float | None:
+        """Have it end a wait for several readers when it is to be polled again.
+
+        Returns after how many seconds that must be anyway; None: it need not.
+        """
+        waits = [follower.wait(poller) for follower in self._followers.values()]
+        if self._has_room:
+            waits.append(self._live.wait(poller))
+        return shortest(waits, None)
 
     def _read_live(self) -> None:
         self._live.look()
@@ -196,10 +207,3 @@ class Gathering:
 
     def _line_to(self, worker: Worker, endpoint: str) -> Line:
         return Line(self._context, zmq.DEALER, endpoint, self._options, server=worker.key.encode() or None)
-
-    def _wait(self, deadline: float | None) -> None:
-        poller = zmq.Poller()
-        waits = [follower.wait(poller) for follower in self._followers.values()]
-        if self._has_room:
-            waits.append(self._live.wait(poller))
-        wait_for(poller, waits, deadline)

@@ -6,7 +6,7 @@ making something of it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Hash, Unknown, VLLMBatch
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
@@ -23,6 +23,8 @@ class Block(NamedTuple):
     """The block before it; None at the start of a prompt."""
     tokens: tuple[int | tuple[int, ...], ...]
     """Empty if the publisher did not say which, or not which belong to which block."""
+    extra: tuple[Any, ...] = ()
+    """What else makes the block what it is, as the publisher says it: adapter, salt, items; empty: tokens alone."""
 
 
 class Index:
@@ -102,7 +104,8 @@ class Index:
         for number, name in enumerate(event.block_hashes):
             if name in blocks:
                 self.repeated_stores += 1
-            blocks[name] = Block(parent, tokens[number * size : (number + 1) * size] if aligned else ())
+            its_tokens = tokens[number * size : (number + 1) * size] if aligned else ()
+            blocks[name] = Block(parent, its_tokens, _extra(event, number))
             parent = name
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -110,6 +113,13 @@ class Index:
         for name in event.block_hashes:
             if blocks.pop(name, None) is None:
                 self.unknown_removals += 1
+
+
+def _extra(event: BlockStored, number: int) -> tuple[Any, ...]:
+    keys = event.extra_keys[number] if event.extra_keys and number < len(event.extra_keys) else None
+    adapter = event.lora_id if event.lora_name is None else event.lora_name
+    said = [each for each in (adapter, event.cache_salt) if each is not None]
+    return (*said, *(key for key in keys or () if key not in said)) if said or keys else ()
 
 
 def level_of(medium: str | None) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -20,6 +21,15 @@ CALL_AGAIN_SECONDS = 1.0
 """ZeroMQ gives up for good who has turned it away; here it is called again, after so long."""
 _HEARTBEAT_MS = 10_000
 _READABLE = int(zmq.POLLIN)
+_CONNECTED = zmq.Event.HANDSHAKE_SUCCEEDED
+_DISCONNECTED = zmq.Event.DISCONNECTED
+
+
+class Readable(Protocol):
+    """Takes sockets that end a wait when they can be read: a `zmq.Poller`, or what asyncio has in its place."""
+
+    def register(self, socket: zmq.Socket[bytes], flags: int) -> object:
+        """Wait for this one, too."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,15 @@ class Line:
         self._set(endpoint, host, options)
         if options.curve is not None:
             self._encrypt(options.curve, server)
-        self._monitor = self.socket.get_monitor_socket(int(SEEN_BY_SERVER if bind else SEEN_BY_CLIENT))
+        seen = SEEN_BY_SERVER if bind else SEEN_BY_CLIENT | _CONNECTED | _DISCONNECTED
+        self._monitor = self.socket.get_monitor_socket(int(seen))
         self._call_at: float | None = None
         self.calls = 0
         """How often it was connected again, after which what was sent before is lost."""
         self.refused = 0
         """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        self.connected = False
+        """Whether the other end was there at the last `look`; of a bound socket False."""
         try:
             (self.socket.bind if bind else self.socket.connect)(endpoint)
         except zmq.ZMQError as error:
@@ -105,10 +118,13 @@ class Line:
         return str(self.socket.get_string(zmq.LAST_ENDPOINT)) if self._bound else self._endpoint
 
     def look(self) -> None:
-        """Hear of refusals, and call again who has turned us away: its list of keys may have grown."""
+        """Hear who came and went and of refusals, and call again who has turned us away: its list may have grown."""
         # What `poll` finds out, without making a poller for it.
         while int(self._monitor.get(zmq.EVENTS)) & _READABLE:
             event = recv_monitor_message(self._monitor)["event"]
+            if event in (_CONNECTED, _DISCONNECTED):
+                self.connected = event == _CONNECTED
+                continue
             self.refused += 1
             if not self._bound and self._call_at is None and is_final(event):
                 self._call_at = time.monotonic() + CALL_AGAIN_SECONDS
@@ -117,7 +133,7 @@ class Line:
             self.calls += 1
             self._call_again()
 
-    def wait(self, poller: zmq.Poller) -> float | None:
+    def wait(self, poller: Readable) -> float | None:
         """Have it end a wait when there is a message to `receive` or something to `look` at.
 
         Returns after how many seconds the wait must end anyway; None: it need not.
@@ -159,11 +175,17 @@ class Line:
 
 def wait_for(poller: zmq.Poller, waits: Iterable[float | None], deadline: float | None) -> None:
     """Until there is something, at most for the shortest of `waits` (seconds) and up to the deadline (monotonic)."""
+    seconds = shortest(waits, deadline)
+    # Rounded up: a wait that is cut short would turn into a busy loop.
+    poller.poll(None if seconds is None else int(seconds * 1000) + 1)
+
+
+def shortest(waits: Iterable[float | None], deadline: float | None) -> float | None:
+    """The shortest of `waits`, and of the time up to the deadline (monotonic), in seconds; None: none ends."""
     seconds = [wait for wait in waits if wait is not None]
     if deadline is not None:
         seconds.append(max(0.0, deadline - time.monotonic()))
-    # Rounded up: a wait that is cut short would turn into a busy loop.
-    poller.poll(int(min(seconds) * 1000) + 1 if seconds else None)
+    return min(seconds, default=None)
 
 
 def refuse_insecure(endpoint: str, options: LineOptions) -> None:

@@ -1,20 +1,23 @@
-"""Whom ``kvcache subscribe`` listens to: one publisher, many that connect to it, or workers at a broker."""
+"""Whom ``kvcache subscribe`` listens to: publishers that it connects to, and such as connect to it."""
 
 from __future__ import annotations
 
 import argparse
 import socket
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
+from urllib.parse import parse_qsl
 
-from events.brokers.address import is_broker
 from events.subscribe.continuity import Report
 from events.subscribe.endpoints import host_of, is_to_be_bound
 from kvcache.errors import UsageError
 
 if TYPE_CHECKING:
-    from events.brokers.subscriber import BrokerSubscriber
+    import zmq
+
     from events.sockets.curve import Curve
     from events.subscribe.gathering import Gathering, Worker
     from events.subscribe.subscriber import Subscriber
@@ -32,7 +35,12 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
         help="bind ENDPOINT, for many publishers that connect; tcp://*:PORT always is",
     )
     add("--curve-key", type=Path, metavar="FILE", help="our own keys, NAME.key_secret, where it is encrypted")
-    add("--curve-server", type=Path, metavar="FILE", help="the public key, NAME.key, of the publisher")
+    add(
+        "--curve-server",
+        type=Path,
+        metavar="FILE",
+        help="the public key, NAME.key, of the publisher; of one of several, ENDPOINT?curve_server=FILE",
+    )
     add(
         "--curve-clients",
         type=Path,
@@ -44,100 +52,193 @@ def add_connection_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class Speaker(NamedTuple):
+    """Who has said something."""
+
+    endpoint: str
+    """Where it is connected to, or connects to."""
+    worker: Worker | None = None
+    """Which of those that connect there; None: it is the only one."""
+
+
+class Place(NamedTuple):
+    """An ENDPOINT as it is given, as in ``tcp://10.0.0.1:5557?replay=5558&curve_server=one.key``."""
+
+    endpoint: str
+    replay: str | None
+    curve_server: Path | None
+
+    @classmethod
+    def read(cls, text: str) -> Place:
+        """Raises `UsageError`."""
+        endpoint, _, query = text.partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        for name, value in options.items():
+            if name not in ("replay", "curve_server") or not value:
+                raise UsageError(f"{endpoint}: the options behind it are replay=PORT and curve_server=FILE")
+        server = options.get("curve_server")
+        replay = _replay(endpoint, options.get("replay"))
+        return cls(endpoint, replay, None if server is None else Path(server))
+
+
+def _replay(endpoint: str, text: str | None) -> str | None:
+    """Where a replay is: another port of the same host, HOST:PORT, or an endpoint."""
+    if text is None or text == IN_TOPIC or "://" in text:
+        return text
+    return f"{endpoint.rpartition(':')[0]}:{text}" if text.isdigit() else f"tcp://{text}"
+
+
 class Listening:
-    """What is heard, each time with who said it (None: it is the only one)."""
+    """What is heard at all of them, each time with who said it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._one: Subscriber | None = None
-        self._many: Gathering | BrokerSubscriber | None = None
-        if is_broker(args.endpoint):
-            self._many = _at_broker(args)
-            self.endpoint = str(self._many.endpoint)
-            return
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
-        from events.subscribe.gathering import Gathering, replay_in_topic
-        from events.subscribe.subscriber import Subscriber
+        import zmq
 
-        binds = args.bind or is_to_be_bound(args.endpoint)
-        curve = _curve(args, binds=binds)
-        if binds:
-            if args.replay not in (None, IN_TOPIC):
-                raise UsageError(
-                    "many publishers have many replays: write --replay topic for those in their topics"
-                )
-            replay = None if args.replay is None else replay_in_topic
-            self._many = Gathering(
-                args.endpoint, replay=replay, topic=args.topic, curve=curve, insecure=args.insecure
-            )
-            self.endpoint = self._many.endpoint
-            return
-        if args.insecure:
-            raise UsageError("--insecure is about who may connect, but this connects itself: leave it out")
-        for endpoint in (args.endpoint, args.replay):
-            if endpoint is not None:
-                _refuse_unknown_host(endpoint)
-        start = None if args.replay is None else 0
-        self._one = Subscriber(args.endpoint, replay=args.replay, topic=args.topic, start=start, curve=curve)
-        self.endpoint = args.endpoint
+        places = [Place.read(text) for text in args.endpoint]
+        if args.replay is not None:
+            places = _with_replay(places, args.replay)
+        _refuse_idle(args, places)
+        self._sources: dict[str, Subscriber | Gathering] = {}
+        self._replays: dict[str, str | None] = {}
+        self._open = ExitStack()
+        try:
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            self._open.callback(context.destroy, linger=0)
+            for place in places:
+                source = _source(place, args, context)
+                self._open.callback(source.close)
+                endpoint = _bound_at(source) or place.endpoint
+                if self._sources.setdefault(endpoint, source) is not source:
+                    raise UsageError(f"{endpoint} is named twice")
+                self._replays[endpoint] = place.replay
+        except BaseException:
+            self._open.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._source.close()
+        self._open.close()
 
-    def poll(self, timeout_ms: int) -> Sequence[tuple[Worker | None, Report]]:
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """All of them, as they were given or bound."""
+        return tuple(self._sources)
+
+    @property
+    def expected(self) -> list[Speaker]:
+        """Those that it connects to."""
+        return [Speaker(endpoint) for endpoint, source in self._sources.items() if not _bound_at(source)]
+
+    def poll(self, timeout_ms: int) -> Sequence[tuple[Speaker, Report]]:
         """What there is to report, after at most so many milliseconds."""
-        if self._many is not None:
-            return self._many.poll(timeout_ms)
-        assert self._one is not None
-        return [(None, report) for report in self._one.poll(timeout_ms)]
+        import zmq
 
-    @property
-    def refused(self) -> int:
+        from events.subscribe.lines import wait_for
+
+        deadline = time.monotonic() + timeout_ms / 1000
+        while True:
+            reports = [each for endpoint in self._sources for each in self._poll(endpoint)]
+            if reports or time.monotonic() >= deadline:
+                return reports
+            poller = zmq.Poller()
+            wait_for(poller, [source.wait(poller) for source in self._sources.values()], deadline)
+
+    def connected(self, speaker: Speaker) -> bool | None:
+        """Whether it is there now; None: that cannot be told of one that connects itself."""
+        source = self._sources[speaker.endpoint]
+        return None if _bound_at(source) else source.connected  # type: ignore[union-attr]
+
+    def replay(self, endpoint: str) -> str | None:
+        """Where the one publisher there is asked for what was missed."""
+        return self._replays[endpoint]
+
+    def refused(self, endpoint: str) -> int:
         """Connections that came to nothing because of keys."""
-        return getattr(self._source, "refused", 0)
+        return self._sources[endpoint].refused
 
-    @property
-    def unanswered_seconds(self) -> float:
-        """For how long the one replay endpoint that is waited for has not answered."""
-        return 0.0 if self._one is None else self._one.unanswered_seconds
+    def malformed(self, endpoint: str) -> int:
+        """Messages there that were ignored since they do not even have a number."""
+        return self._sources[endpoint].malformed
 
-    @property
-    def unavailable(self) -> str | None:
-        """Why the broker cannot be read at present, if one is."""
-        return getattr(self._source, "unavailable", None)
+    def unanswered_seconds(self, endpoint: str) -> float:
+        """For how long the replay of the one publisher there has not answered."""
+        return getattr(self._sources[endpoint], "unanswered_seconds", 0.0)
 
-    @property
-    def _source(self) -> Subscriber | Gathering | BrokerSubscriber:
-        source = self._one or self._many
-        assert source is not None
-        return source
+    def _poll(self, endpoint: str) -> list[tuple[Speaker, Report]]:
+        from events.subscribe.gathering import Gathering
 
-
-def _at_broker(args: argparse.Namespace) -> BrokerSubscriber:
-    from events.brokers.subscriber import BrokerSubscriber
-
-    for name in ("replay", "topic", "bind", "curve_key", "curve_server", "curve_clients", "insecure"):
-        if getattr(args, name):
-            reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
-            raise UsageError(f"{reason}; docs/brokers.md has the options of a broker's address")
-    return BrokerSubscriber(args.endpoint)
+        source = self._sources[endpoint]
+        if isinstance(source, Gathering):
+            return [(Speaker(endpoint, worker), report) for worker, report in source.poll(0)]
+        return [(Speaker(endpoint), report) for report in source.poll(0)]
 
 
-def _curve(args: argparse.Namespace, *, binds: bool) -> Curve | None:
+def _with_replay(places: list[Place], replay: str) -> list[Place]:
+    if len(places) > 1 and replay != IN_TOPIC:
+        raise UsageError(
+            "each publisher has a replay of its own: write ENDPOINT?replay=PORT in place of --replay"
+        )
+    if any(place.replay is not None for place in places):
+        raise UsageError("a replay is given twice: write either --replay or ENDPOINT?replay=PORT")
+    return [place._replace(replay=replay) for place in places]
+
+
+def _source(
+    place: Place, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]
+) -> Subscriber | Gathering:
+    from events.subscribe.gathering import Gathering, replay_in_topic
+    from events.subscribe.subscriber import Subscriber
+
+    endpoint, replay, _ = place
+    binds = _binds(place, args)
+    curve = _curve(args, place, binds=binds)
+    if binds:
+        if replay not in (None, IN_TOPIC):
+            raise UsageError(
+                "many publishers have many replays: write --replay topic for those in their topics"
+            )
+        find = None if replay is None else replay_in_topic
+        return Gathering(endpoint, replay=find, topic=args.topic, curve=curve, insecure=args.insecure)
+    for each in (endpoint, replay):
+        if each is not None:
+            _refuse_unknown_host(each)
+    start = None if replay is None else 0
+    return Subscriber(endpoint, replay=replay, topic=args.topic, start=start, curve=curve, context=context)
+
+
+def _bound_at(source: Subscriber | Gathering) -> str | None:
+    """Where it is bound; None: it is not."""
+    return getattr(source, "endpoint", None)
+
+
+def _refuse_idle(args: argparse.Namespace, places: Sequence[Place]) -> None:
+    """Raise `UsageError` for options that are about none of the endpoints."""
+    binding = [_binds(place, args) for place in places]
+    if args.curve_server is not None and all(binding):
+        raise UsageError("--curve-server is for connecting: give --curve-clients")
+    if args.curve_clients is not None and not any(binding):
+        raise UsageError("--curve-clients is for binding: give --curve-server")
+    if args.insecure and not any(binding):
+        raise UsageError("--insecure is about who may connect, but this connects itself: leave it out")
+
+
+def _binds(place: Place, args: argparse.Namespace) -> bool:
+    return args.bind or is_to_be_bound(place.endpoint)
+
+
+def _curve(args: argparse.Namespace, place: Place, *, binds: bool) -> Curve | None:
     from events.sockets.curve import Curve
 
-    partner, other = ("clients", "server") if binds else ("server", "clients")
-    if getattr(args, f"curve_{other}") is not None:
-        raise UsageError(
-            f"--curve-{other} is for {'connecting' if binds else 'binding'}: give --curve-{partner}"
-        )
-    if (args.curve_key is None) != (getattr(args, f"curve_{partner}") is None):
-        raise UsageError(f"encryption needs both --curve-key and --curve-{partner}")
-    if args.curve_key is None:
+    server = None if binds else place.curve_server or args.curve_server
+    clients = args.curve_clients if binds else None
+    if args.curve_key is None and server is None and clients is None:
         return None
-    return Curve.read(args.curve_key, server=args.curve_server, clients=args.curve_clients)
+    if args.curve_key is None or (server is None and clients is None):
+        raise UsageError(f"encryption needs both --curve-key and --curve-{'clients' if binds else 'server'}")
+    return Curve.read(args.curve_key, server=server, clients=clients)
 
 
 def _refuse_unknown_host(endpoint: str) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count, share
 from kvcache.cli.parser import integer
 from kvcache.cli.progress import progress
+from kvcache.cli.prompts import origin, read_tokens
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, iso
 from kvcache.decide.lookup import lookup
@@ -32,8 +31,6 @@ from kvcache.replay import Replayed, fitting, fold
 from kvcache.results import Match, MatchedBlock
 
 Prompt = tuple[Namespace, RichTokens]
-LONGEST_TEXT = 1 << 26
-"""Characters of token ids that are read."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +85,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     if args.json:
         out.json(to_json(replayed, found))
     else:
-        title = _origin(args.tokens) if args.request is None else f"request {args.request}"
+        title = origin(args.tokens) if args.request is None else f"request {args.request}"
         when = describe_point(replayed, Times(args.time, batches.first_ts))
         prompt_tokens = count(found.num_tokens, "prompt token")
         out.heading(f"{printable(title)}: {prompt_tokens}, looked up after {when}")
@@ -97,33 +94,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _read_prompt(args: argparse.Namespace) -> Prompt:
-    origin = _origin(args.tokens)
-    try:
-        with (
-            nullcontext(sys.stdin) if args.tokens == "-" else Path(args.tokens).open(encoding="utf-8") as file
-        ):
-            # All of it, or more than is allowed: some files have no end.
-            text = file.read(LONGEST_TEXT + 1)
-    except UnicodeDecodeError:
-        text = "no numbers"
-    if len(text) > LONGEST_TEXT:
-        raise UsageError(f"{origin} holds more than {LONGEST_TEXT:,} characters: no prompt is that long")
-    try:
-        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except (ValueError, RecursionError):
-        tokens = None
-    if not isinstance(tokens, list):
-        # SECURITY: the parser's own message would quote the prompt.
-        raise UsageError(
-            f"{origin} does not hold token ids: write a JSON list of numbers, or numbers between spaces"
-        )
-    if not tokens:
-        raise UsageError(f"{origin} holds no token ids")
-    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), RichTokens(pack_tokens(tokens))
-
-
-def _origin(tokens: str) -> str:
-    return "stdin" if tokens == "-" else tokens
+    tokens = RichTokens(pack_tokens(read_tokens(args.tokens)))
+    return namespace_of(args.lora_id, args.lora_name, args.cache_salt), tokens
 
 
 class _Search:

@@ -67,7 +67,7 @@ class Output:
         Where a drawn table has not enough room it would leave columns out: the terminal then wraps plain lines.
         """
         widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        console = _rich_console(sys.stdout)
+        console = rich_console(sys.stdout)
         if console is None or console.width < sum(widths) + len(_GAP) * len(widths):
             _print_plain(columns, rows, right, widths)
         else:
@@ -106,7 +106,7 @@ def _print_rich(console: Console, columns: Sequence[str], rows: Sequence[Row], r
     console.print(table)
 
 
-def _rich_console(stream: TextIO) -> Console | None:
+def rich_console(stream: TextIO) -> Console | None:
     """A console on `stream`, if it is a terminal and rich is installed."""
     if not stream.isatty():
         return None

@@ -11,6 +11,8 @@ import msgspec
 from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEvent
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.index import GPU, HOST, STORAGE, Index
+from kvcache.cli import watching
+from kvcache.cli.hearing import Heard, heard
 from kvcache.cli.listening import IN_TOPIC, Listening, add_connection_options
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.parser import positive
@@ -20,15 +22,8 @@ from sinks.render import NAME_DIGITS, text
 if TYPE_CHECKING:
     from events.subscribe.gathering import Worker
 
-_POLL_MS = 200
-_PATIENCE_SECONDS = 2.0
-"""Of a replay endpoint; one that is there answers at once."""
 _LAST_SECOND = 1e9 * 9
 """In the year 2255: in nanoseconds, later times do not fit into 64 bits."""
-_REFUSED = (
-    "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
-    "it is tried again"
-)
 _COLORS = {"BlockStored": "green", "BlockRemoved": "red", "AllBlocksCleared": "red"}
 _ENVELOPE = ("seq", "index", "ts", "rank", "topic", "replayed")
 """What every JSON line begins with; null where a line is about no batch."""
@@ -39,84 +34,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
         "Print what a publisher of KV events in vLLM's wire format says, until Ctrl-C: stores and removals of\n"
-        "blocks, and batches that were missed. Batches without events (heartbeats) are only counted."
+        "blocks, and batches that were missed. Batches without events (heartbeats) are only counted.\n"
+        "With --table, and of several publishers: a table of workers instead, renewed all the time."
     )
     parser.epilog = (
         "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
-        "what Missed, Restated and Restarted say."
+        "what Missed, Restated and Restarted say, and the keys of the table; docs/wire.md what its columns mean."
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "endpoint",
+        nargs="+",
         metavar="ENDPOINT",
-        help="where it publishes, as tcp://127.0.0.1:5557; where many connect, as tcp://*:5557; or a broker's "
-        "stream, as nats://127.0.0.1:4222/kvcache",
+        help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; or "
+        "where many connect, as tcp://*:5557",
     )
-    parser.add_argument(
+    add(
         "--replay",
         metavar="ENDPOINT",
         help="its replay socket: begin with all that it can still tell, and ask for what is missed; of many, "
         f"{IN_TOPIC}: the sockets that their topics name",
     )
-    parser.add_argument(
+    add(
         "--topic",
         default="",
         metavar="TOPIC",
         help="only topics that begin with this (replayed batches without any topic are shown, too)",
     )
     add_connection_options(parser)
-    parser.add_argument("--count", type=positive, metavar="N", help="end after N batches with events")
-    parser.add_argument(
+    add("--count", type=positive, metavar="N", help="end after N batches with events")
+    add(
         "--json",
         action="store_true",
         help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type, fields; of the lines "
-        "about missed batches, a state told anew and a restart those before type are null",
+        "about missed batches, a state told anew and a restart those before type are null. Of a table, one per report",
     )
+    watching.add_options(parser)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
+    watching.check(args)
+    with StopSignals() as stop, Listening(args) as listening:
+        if watching.wanted(args):
+            watching.watch(listening, heard(listening, stop, args, out), args, out)
+        else:
+            _print_events(heard(listening, stop, args, out), args, out)
+    return stop.exit_code
+
+
+def _print_events(reports: Iterator[Heard | None], args: argparse.Namespace, out: Output) -> None:
     indexes: dict[Worker | None, Index] = {}
     lines = _json_lines if args.json else _lines
-    with StopSignals() as stop, Listening(args) as listening:
-        out.note(f"listening to {listening.endpoint}")
-        for worker, report in _reports(listening, stop, args, out):
-            indexes.setdefault(worker, Index()).fold(report)
-            for line in lines(report, worker):
-                print(line, flush=True)
+    for each in reports:
+        if each is None:
+            continue
+        (_, worker), report = each
+        indexes.setdefault(worker, Index()).fold(report)
+        for line in lines(report, worker):
+            print(line, flush=True)
     for worker, index in indexes.items():
         out.note(_summary(index) if worker is None else f"{text(worker.topic)}: {_summary(index)}")
     if not indexes:
         out.note(_summary(Index()))
-    return stop.exit_code
-
-
-def _reports(
-    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
-) -> Iterator[tuple[Worker | None, Report]]:
-    """What there is to report, until a signal or the last batch wanted."""
-    batches, told, told_of_keys = 0, False, False
-    absent: str | None = None
-    while not stop.is_set():
-        if not told and listening.unanswered_seconds >= _PATIENCE_SECONDS:
-            # Nothing is shown before the replay endpoint answers.
-            told = True
-            out.note(f"no answer from the replay endpoint {args.replay} yet")
-        if listening.unavailable not in (None, absent):
-            out.note(f"{listening.endpoint}: {listening.unavailable}; it is tried again")
-        absent = listening.unavailable
-        if not told_of_keys and listening.refused > 1:
-            told_of_keys = True
-            out.warning(f"{listening.endpoint}: {_REFUSED}")
-        for worker, report in listening.poll(_POLL_MS):
-            yield worker, report
-            batches += bool(_events(report))
-            if batches == args.count:
-                return
-
-
-def _events(report: Report) -> tuple[VLLMEvent, ...]:
-    batch = getattr(report, "batch", None)
-    return () if batch is None else batch.events
 
 
 def _lines(report: Report, worker: Worker | None) -> Iterator[str]:

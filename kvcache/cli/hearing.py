@@ -1,0 +1,64 @@
+"""The reports of whom ``kvcache subscribe`` listens to, with what there is to say about listening itself."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from events.subscribe.continuity import Report
+from kvcache.cli.listening import Listening, Speaker
+from kvcache.cli.output import Output
+from kvcache.cli.process import StopSignals
+
+_POLL_MS = 200
+_PATIENCE_SECONDS = 2.0
+"""Of a replay endpoint; one that is there answers at once."""
+_REFUSED = (
+    "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
+    "it is tried again"
+)
+Heard = tuple[Speaker, Report]
+
+
+def heard(
+    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
+) -> Iterator[Heard | None]:
+    """What there is to report, until a signal or the last batch wanted; None several times a second, to draw breath."""
+    batches = 0
+    troubles = _Troubles(listening, out)
+    for endpoint in listening.endpoints:
+        out.note(f"listening to {endpoint}")
+    while not stop.is_set():
+        troubles.tell()
+        for speaker, report in listening.poll(_POLL_MS):
+            yield speaker, report
+            batches += bool(_has_events(report))
+            if batches == args.count:
+                return
+        yield None
+
+
+class _Troubles:
+    """Tells of each trouble once."""
+
+    def __init__(self, listening: Listening, out: Output) -> None:
+        self._listening, self._out = listening, out
+        self._unanswered: set[str] = set()
+        self._refused: set[str] = set()
+
+    def tell(self) -> None:
+        for endpoint in self._listening.endpoints:
+            waited = self._listening.unanswered_seconds(endpoint)
+            if endpoint not in self._unanswered and waited >= _PATIENCE_SECONDS:
+                # Nothing is shown before the replay endpoint answers.
+                self._unanswered.add(endpoint)
+                replay = self._listening.replay(endpoint)
+                self._out.note(f"no answer from the replay endpoint {replay} yet")
+            if endpoint not in self._refused and self._listening.refused(endpoint) > 1:
+                self._refused.add(endpoint)
+                self._out.warning(f"{endpoint}: {_REFUSED}")
+
+
+def _has_events(report: Report) -> bool:
+    batch = getattr(report, "batch", None)
+    return batch is not None and bool(batch.events)

@@ -1,0 +1,246 @@
+"""Workers as a table for people, in as much room as there is, and as JSON for programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from events.subscribe.index import GPU, HOST, STORAGE
+from kvcache.cli.holders import Held
+from kvcache.cli.messages import printable
+from kvcache.cli.output import count
+from kvcache.cli.times import iso
+from kvcache.cli.workers import Row, Workers
+
+_FULL = (
+    *("worker", "topic", "rank", "GPU", "host", "storage", "events/s", "lag"),
+    *("lost", "recovered", "restarts", "heard", "heartbeat", "prefix"),
+)
+_BRIEF = (
+    "worker",
+    "rank",
+    "GPU",
+    "host",
+    "storage",
+    "events/s",
+    "lag",
+    "gaps",
+    "restarts",
+    "heard",
+    "prefix",
+)
+_SHORTER = ((), ("topic",), ("topic", "heartbeat"))
+"""What is left out of the full table, one after the other, until it fits."""
+LEFT = ("worker", "topic")
+_SHORTEST_NAME = 8
+_WIDE, _NARROW = 2, 1
+_NONE = "–"
+
+
+class Report(NamedTuple):
+    """What is known at one moment."""
+
+    workers: Workers
+    connected: Callable[[Row], bool | None]
+    """Whether a worker is there; None: that cannot be told."""
+
+
+class View(NamedTuple):
+    """A table, and what is to be said below it."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    gap: int
+    """Before each column."""
+    styles: list[str]
+    """Of each row: how rich is to draw it."""
+    below: list[str]
+
+
+def state(row: Row, connected: bool | None, now: float) -> str:
+    """``waiting`` (never heard), ``connected`` (and never heard), ``live``, ``silent`` or ``gone``."""
+    if row.seq is None:
+        return "connected" if connected else "waiting"
+    if connected is False:
+        return "gone"
+    return "silent" if row.silent(now) else "live"
+
+
+def view(report: Report, width: int | None) -> View:
+    """The table in at most `width` columns of a terminal (None: any number), if that is possible."""
+    workers = report.workers
+    longest = workers.longest()
+    cells = [_cells(row, report) for row in workers.rows()]
+    styles = [_style(row, report, best=row in longest) for row in workers.rows()]
+    shown = [_columns(_FULL, cells, without) for without in _SHORTER]
+    gap = _WIDE
+    columns = next((each for each in shown if width is None or _width(each, cells, gap) <= width), None)
+    if columns is None:
+        columns, gap = _columns(_BRIEF, cells, ()), _NARROW
+        assert width is not None
+        _shorten(cells, width - _width(columns[1:], cells, gap) - gap)
+    rows = [tuple(cell[name] for name in columns) for cell in cells]
+    return View(columns, rows, gap, styles, _below(workers, longest))
+
+
+def _columns(
+    names: tuple[str, ...], cells: list[dict[str, str]], without: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Those that say something."""
+    always = ("worker", "GPU", "host", "events/s", "lag", "lost", "recovered", "gaps", "restarts", "heard")
+    return tuple(
+        name
+        for name in names
+        if name not in without and (name in always or any(cell[name] not in ("", _NONE) for cell in cells))
+    )
+
+
+def _width(columns: tuple[str, ...], cells: list[dict[str, str]], gap: int) -> int:
+    return sum(gap + max(len(name), *(len(cell[name]) for cell in cells), 0) for name in columns)
+
+
+def _shorten(cells: list[dict[str, str]], width: int) -> None:
+    """Leave out the middles of names: their ends tell workers apart."""
+    width = max(width, _SHORTEST_NAME)
+    for cell in cells:
+        name = cell["worker"]
+        if len(name) > width:
+            end = width * 2 // 3
+            cell["worker"] = f"{name[: width - end - 1]}…{name[-end:]}"
+
+
+def _cells(row: Row, report: Report) -> dict[str, str]:
+    workers, index = report.workers, row.index
+    now = workers.now()
+    known = row.seq is not None
+    gaps = f"{index.missed_batches:,}/{index.recovered_batches:,}"
+    return {
+        "worker": name(row),
+        "topic": printable(row.topic) if row.speaker.worker is None else "",
+        "rank": _NONE if row.rank is None else str(row.rank),
+        "GPU": _number(index.count(GPU)) if known else _NONE,
+        "host": _number(index.count(HOST)) if known else _NONE,
+        "storage": _number(index.count(STORAGE)) if index.count(STORAGE) else _NONE,
+        "events/s": _number(round(row.rate.per_second(now))),
+        "lag": _NONE if row.lag is None else span(row.lag),
+        "lost": _number(index.missed_batches),
+        "recovered": _number(index.recovered_batches),
+        "gaps": _NONE if gaps == "0/0" else gaps,
+        "restarts": _number(index.restarts),
+        "heard": _heard(row, report),
+        "heartbeat": _NONE if row.heartbeat_at is None else span(now - row.heartbeat_at),
+        "prefix": "" if workers.prompt is None else _levels(workers.held(row)),
+    }
+
+
+def name(row: Row) -> str:
+    """What a worker is called: where it is, or the topic by which it is known where many connect."""
+    worker = row.speaker.worker
+    if worker is None:
+        return printable(row.speaker.endpoint.removeprefix("tcp://"))
+    return printable(worker.topic) + (f" {printable(worker.key[:6])}" if worker.key else "")
+
+
+def _heard(row: Row, report: Report) -> str:
+    now = report.workers.now()
+    its = state(row, report.connected(row), now)
+    age = "" if row.heard_at is None else span(now - row.heard_at)
+    return age or its if its == "live" else f"{its} {age}".rstrip()
+
+
+def _style(row: Row, report: Report, *, best: bool) -> str:
+    its = state(row, report.connected(row), report.workers.now())
+    color = {"gone": "red", "silent": "red", "waiting": "dim", "connected": "dim"}.get(its, "")
+    if not color and row.index.missed_batches:
+        color = "yellow"
+    return f"{'bold ' if best else ''}{color}".strip()
+
+
+def _below(workers: Workers, longest: list[Row]) -> list[str]:
+    if workers.prompt is None:
+        return []
+    prompt = count(len(workers.prompt.tokens), "token")
+    if not longest:
+        return [f"longest prefix: nobody holds a block of the prompt ({prompt})"]
+    held = workers.held(longest[0])
+    more = f", and {count(len(longest) - 1, 'other')}" if len(longest) > 1 else ""
+    rank = "" if longest[0].rank is None else f" rank {longest[0].rank}"
+    where = f"{name(longest[0])}{rank}{more}"
+    return [f"longest prefix: {sum(held):,} of {prompt} ({_levels(held)} on GPU+host+storage) at {where}"]
+
+
+def _levels(held: Held) -> str:
+    return "+".join(f"{tokens:,}" for tokens in held)
+
+
+def _number(number: int) -> str:
+    return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.2f}M"
+
+
+def span(seconds: float) -> str:
+    """A time in few letters."""
+    sign, seconds = "-" if seconds < 0 else "", abs(seconds)
+    for below, unit, text in ((1.0, 1e-3, "{:.0f} ms"), (10.0, 1.0, "{:.1f} s"), (120.0, 1.0, "{:.0f} s")):
+        if seconds < below:
+            return sign + text.format(seconds / unit)
+    for below, unit, text in ((7200.0, 60.0, "{:.0f} min"), (172_800.0, 3600.0, "{:.0f} h")):
+        if seconds < below:
+            return sign + text.format(seconds / unit)
+    return f"{sign}{seconds / 86_400:,.0f} d"
+
+
+def to_json(report: Report, endpoints: Callable[[str], dict[str, int]]) -> dict[str, Any]:
+    """For programs; `endpoints` says what is known of an endpoint as a whole."""
+    workers = report.workers
+    longest, now, ts = workers.longest(), workers.now(), time.time_ns()
+    return {
+        "ts": ts,
+        "time": iso(ts),
+        "prompt_tokens": None if workers.prompt is None else len(workers.prompt.tokens),
+        "workers": [
+            {
+                **_who(row, report, now),
+                **_what(row, now),
+                **endpoints(row.speaker.endpoint),
+                "prefix_tokens": None if workers.prompt is None else _by_level(workers.held(row)),
+                "longest": None if workers.prompt is None else row in longest,
+            }
+            for row in workers.rows()
+        ],
+    }
+
+
+def _who(row: Row, report: Report, now: float) -> dict[str, Any]:
+    worker = row.speaker.worker
+    return {
+        "endpoint": row.speaker.endpoint,
+        "topic": row.topic,
+        "key": worker.key if worker is not None and worker.key else None,
+        "rank": row.rank,
+        "state": state(row, report.connected(row), now),
+        "seq": row.seq,
+    }
+
+
+def _what(row: Row, now: float) -> dict[str, Any]:
+    index = row.index
+    return {
+        "blocks": _by_level((index.count(GPU), index.count(HOST), index.count(STORAGE))),
+        "batches": index.batches,
+        "events": index.events,
+        "events_per_second": round(row.rate.per_second(now), 3),
+        "lag_seconds": row.lag,
+        "heard_seconds": None if row.heard_at is None else now - row.heard_at,
+        "heartbeat_seconds": None if row.heartbeat_at is None else now - row.heartbeat_at,
+        "missed_batches": index.missed_batches,
+        "recovered_batches": index.recovered_batches,
+        "restated": index.restated,
+        "restarts": index.restarts,
+        "orphans": index.orphans,
+        "unknown_removals": index.unknown_removals,
+    }
+
+
+def _by_level(values: Held) -> dict[str, int]:
+    return dict(zip(("gpu", "host", "storage"), values, strict=True))

@@ -1,0 +1,160 @@
+"""What is known of each worker while it is listened to: its blocks, how it keeps up, and what was missed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from events.subscribe.continuity import Received, Report, Restarted
+from events.subscribe.index import Index
+from kvcache.cli.holders import NOTHING, Held, Holder, Prompt, held_prefix
+from kvcache.cli.listening import Speaker
+
+RATE_SECONDS = 5.0
+"""Events per second are those of so long."""
+SILENT_SECONDS = 5.0
+_PAUSES = 3
+"""Who sends heartbeats is called silent after three times its longest pause, and no earlier than after so long."""
+_LAST_SECOND = 1e11
+
+
+class Rate:
+    """Events per second over the last seconds."""
+
+    def __init__(self, started: float) -> None:
+        self._started = started
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, count: int) -> None:
+        """Count something; times (seconds) never go back."""
+        if count:
+            self._counts.append((now, count))
+            self._forget(now)
+
+    def per_second(self, now: float) -> float:
+        """On average over the last seconds, or since the start where that is later."""
+        self._forget(now)
+        span = min(RATE_SECONDS, max(now - self._started, 1.0))
+        return sum(count for _, count in self._counts) / span
+
+    def _forget(self, now: float) -> None:
+        while self._counts and self._counts[0][0] <= now - RATE_SECONDS:
+            self._counts.popleft()
+
+
+class Row:
+    """One worker: a publisher's batches of one rank."""
+
+    def __init__(self, speaker: Speaker, rank: int | None, started: float) -> None:
+        self.speaker = speaker
+        self.rank = rank
+        self.topic = "" if speaker.worker is None else speaker.worker.topic
+        self.index = Index()
+        self.rate = Rate(started)
+        self.seq: int | None = None
+        """The last batch."""
+        self.lag: float | None = None
+        """How much later than its time the last live batch came, in seconds; below 0 where clocks differ."""
+        self.heard_at: float | None = None
+        """When any live batch came last, of `time.monotonic`."""
+        self.heartbeat_at: float | None = None
+        """Likewise one without events; None: it has sent none."""
+        self._longest_pause = 0.0
+        self._held: tuple[tuple[int, int], Held] | None = None
+
+    def take(self, report: Received, now: float, wall: float) -> None:
+        """Take in a batch."""
+        self.index.fold(report)
+        self.seq, self.topic = report.seq, report.topic or self.topic
+        self.rate.add(now, len(report.batch.events))
+        if report.replayed:
+            return
+        ts = report.batch.ts
+        self.lag = wall - ts if math.isfinite(ts) and abs(ts) < _LAST_SECOND else None
+        if self.heard_at is not None:
+            self._longest_pause = max(self._longest_pause, now - self.heard_at)
+        self.heard_at = now
+        if not report.batch.events:
+            self.heartbeat_at = now
+
+    def interrupt(self, report: Report) -> None:
+        """Take in that batches were missed, a state is told anew, or the publisher has restarted."""
+        self.index.fold(report)
+        if isinstance(report, Restarted):
+            self._longest_pause = 0.0  # until it was there again
+
+    def silent(self, now: float) -> bool:
+        """Whether heartbeats have ceased. Of who sends none nobody knows."""
+        if self.heartbeat_at is None or self.heard_at is None:
+            return False
+        return now - self.heard_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
+
+    def held(self, prompt: Prompt, holder: Holder) -> Held:
+        """How much of a prompt it holds; looked up again when something has changed."""
+        version = (self.index.events, self.index.restarts)
+        if self._held is None or self._held[0] != version:
+            self._held = version, holder(self.index, prompt)
+        return self._held[1]
+
+
+class Workers:
+    """All of them, in the order in which they were named or heard."""
+
+    def __init__(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        holder: Holder = held_prefix,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.prompt = prompt
+        self._holder, self._clock, self._wall = holder, clock, wall
+        self._started = clock()
+        self._rows: dict[Speaker, dict[int | None, Row]] = {}
+
+    def expect(self, speakers: Iterable[Speaker]) -> None:
+        """Show also those that were not heard yet."""
+        for speaker in speakers:
+            self._of(speaker)
+
+    def fold(self, speaker: Speaker, report: Report) -> None:
+        """Take in what one of them says, or has failed to."""
+        rows = self._of(speaker)
+        if not isinstance(report, Received):
+            for row in rows.values():
+                row.interrupt(report)
+            return
+        rank = report.batch.rank
+        if rank not in rows and None in rows and rows[None].seq is None:
+            # Until now it was not known which rank speaks there.
+            rows[rank] = rows.pop(None)
+            rows[rank].rank = rank
+        if rank not in rows:
+            rows[rank] = Row(speaker, rank, self._clock())
+        rows[rank].take(report, self._clock(), self._wall())
+
+    def rows(self) -> list[Row]:
+        """One for each rank that each of them speaks for."""
+        return [row for rows in self._rows.values() for row in rows.values()]
+
+    def now(self) -> float:
+        """The time by which rows are to be asked."""
+        return self._clock()
+
+    def held(self, row: Row) -> Held:
+        """How much of the prompt a worker holds."""
+        return NOTHING if self.prompt is None else row.held(self.prompt, self._holder)
+
+    def longest(self) -> list[Row]:
+        """Who holds most of the prompt, and of that most where it is fastest; empty: nobody holds anything."""
+        amounts = [(sum(held), held, row) for row in self.rows() if any(held := self.held(row))]
+        best = max((amount[:2] for amount in amounts), default=None)
+        return [row for *amount, row in amounts if tuple(amount) == best]
+
+    def _of(self, speaker: Speaker) -> dict[int | None, Row]:
+        if speaker not in self._rows:
+            self._rows[speaker] = {None: Row(speaker, None, self._clock())}
+        return self._rows[speaker]
