@@ -42,7 +42,7 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     lookahead_token_ids: tuple[tuple[int, ...], ...] | None = None
     """Per block, the tokens after it that its hash covers too."""
     cache_salt: str | None = None
-    """Of SGLang, and here; vLLM has it in `extra_keys`."""
+    """The salt of the prompt; vLLM has it in `extra_keys` instead."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False):

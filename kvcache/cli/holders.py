@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import NamedTuple, Protocol
 
 from events.formats.vllm import Hash
+from events.subscribe.continuity import Received, Report
 from events.subscribe.index import GPU, HOST, STORAGE, Block, Index
 
 LEVELS = (GPU, HOST, STORAGE)
@@ -24,11 +25,40 @@ class Prompt(NamedTuple):
     salt: str | None = None
 
 
-class Holder(Protocol):
-    """Says how much of a prompt somebody holds."""
+class Holders(Protocol):
+    """Who holds how much of one prompt."""
 
-    def __call__(self, index: Index, prompt: Prompt) -> Held:
-        """The longest prefix of which each block is in some level."""
+    def fold(self, worker: Hashable, report: Report) -> None:
+        """Take in what a worker says."""
+
+    def match(self) -> dict[tuple[Hashable, int], Held]:
+        """For each worker and rank the longest prefix of which each block is in some level."""
+
+
+class Walk:
+    """Holders by an index for each worker, looked through where something has changed."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+        self._indexes: dict[tuple[Hashable, int], Index] = {}
+        self._found: dict[tuple[Hashable, int], tuple[tuple[int, int], Held]] = {}
+
+    def fold(self, worker: Hashable, report: Report) -> None:
+        """Take in what a worker says; a batch is about the rank that it names, all else about all ranks."""
+        if isinstance(report, Received):
+            self._indexes.setdefault((worker, report.batch.rank or 0), Index()).fold(report)
+            return
+        for (whose, _), index in self._indexes.items():
+            if whose == worker:
+                index.fold(report)
+
+    def match(self) -> dict[tuple[Hashable, int], Held]:
+        """As `Holders` says."""
+        for key, index in self._indexes.items():
+            version = (index.events, index.restarts)
+            if key not in self._found or self._found[key][0] != version:
+                self._found[key] = version, held_prefix(index, self._prompt)
+        return {key: held for key, (_, held) in self._found.items()}
 
 
 def held_prefix(index: Index, prompt: Prompt) -> Held:

@@ -92,10 +92,15 @@ def watch(
                 continue
             begun = time.monotonic()
             if begun >= due:
-                show(report)
+                _show(report, show)
                 ended = time.monotonic()
                 due = ended + max(every, _IDLE * (ended - begun))
-        show(report)
+        _show(report, show)
+
+
+def _show(report: Report, show: Show) -> None:
+    report.workers.look()
+    show(report)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from events.subscribe.continuity import Received, Report, Restarted
 from events.subscribe.index import Index
-from kvcache.cli.holders import NOTHING, Held, Holder, Prompt, held_prefix
+from kvcache.cli.holders import NOTHING, Held, Holders, Prompt, Walk
 from kvcache.cli.listening import Speaker
 
 RATE_SECONDS = 5.0
@@ -62,7 +62,6 @@ class Row:
         self.heartbeat_at: float | None = None
         """Likewise one without events; None: it has sent none."""
         self._longest_pause = 0.0
-        self._held: tuple[tuple[int, int], Held] | None = None
 
     def take(self, report: Received, now: float, wall: float) -> None:
         """Take in a batch."""
@@ -91,13 +90,6 @@ class Row:
             return False
         return now - self.heard_at > max(SILENT_SECONDS, _PAUSES * self._longest_pause)
 
-    def held(self, prompt: Prompt, holder: Holder) -> Held:
-        """How much of a prompt it holds; looked up again when something has changed."""
-        version = (self.index.events, self.index.restarts)
-        if self._held is None or self._held[0] != version:
-            self._held = version, holder(self.index, prompt)
-        return self._held[1]
-
 
 class Workers:
     """All of them, in the order in which they were named or heard."""
@@ -106,13 +98,14 @@ class Workers:
         self,
         prompt: Prompt | None = None,
         *,
-        holder: Holder = held_prefix,
+        holders: Callable[[Prompt], Holders] = Walk,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.prompt = prompt
-        self._holder, self._clock, self._wall = holder, clock, wall
-        self._started = clock()
+        self._holders = None if prompt is None else holders(prompt)
+        self._held: dict[tuple[Hashable, int], Held] = {}
+        self._clock, self._wall = clock, wall
         self._rows: dict[Speaker, dict[int | None, Row]] = {}
 
     def expect(self, speakers: Iterable[Speaker]) -> None:
@@ -122,6 +115,8 @@ class Workers:
 
     def fold(self, speaker: Speaker, report: Report) -> None:
         """Take in what one of them says, or has failed to."""
+        if self._holders is not None:
+            self._holders.fold(speaker, report)
         rows = self._of(speaker)
         if not isinstance(report, Received):
             for row in rows.values():
@@ -144,9 +139,14 @@ class Workers:
         """The time by which rows are to be asked."""
         return self._clock()
 
+    def look(self) -> None:
+        """Find out who holds how much of the prompt now."""
+        if self._holders is not None:
+            self._held = self._holders.match()
+
     def held(self, row: Row) -> Held:
-        """How much of the prompt a worker holds."""
-        return NOTHING if self.prompt is None else row.held(self.prompt, self._holder)
+        """How much of the prompt a worker held at the last `look`."""
+        return self._held.get((row.speaker, row.rank or 0), NOTHING)
 
     def longest(self) -> list[Row]:
         """Who holds most of the prompt, and of that most where it is fastest; empty: nobody holds anything."""
