@@ -14,7 +14,7 @@ from kvcache.cli.times import iso
 from kvcache.cli.workers import Row, Workers
 
 _FULL = (
-    *("worker", "topic", "rank", "GPU", "host", "storage", "events/s", "lag"),
+    *("worker", "topic", "rank", "GPU", "host", "storage", "ev/s", "lag"),
     *("lost", "recovered", "restarts", "heard", "heartbeat", "prefix"),
 )
 _BRIEF = (
@@ -23,7 +23,7 @@ _BRIEF = (
     "GPU",
     "host",
     "storage",
-    "events/s",
+    "ev/s",
     "lag",
     "gaps",
     "restarts",
@@ -88,7 +88,7 @@ def _columns(
     names: tuple[str, ...], cells: list[dict[str, str]], without: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Those that say something."""
-    always = ("worker", "GPU", "host", "events/s", "lag", "lost", "recovered", "gaps", "restarts", "heard")
+    always = ("worker", "GPU", "host", "ev/s", "lag", "lost", "recovered", "gaps", "restarts", "heard")
     return tuple(
         name
         for name in names
@@ -101,13 +101,20 @@ def _width(columns: tuple[str, ...], cells: list[dict[str, str]], gap: int) -> i
 
 
 def _shorten(cells: list[dict[str, str]], width: int) -> None:
-    """Leave out the middles of names: their ends tell workers apart."""
+    """Leave out the parts of names by which workers are least told apart."""
     width = max(width, _SHORTEST_NAME)
-    for cell in cells:
-        name = cell["worker"]
-        if len(name) > width:
-            end = width * 2 // 3
-            cell["worker"] = f"{name[: width - end - 1]}…{name[-end:]}"
+    names = [cell["worker"] for cell in cells]
+    # Ends first: ports and addresses differ there.
+    ways = [[_cut(name, width, end) for name in names] for end in (width * 2 // 3, width // 3, 0, width - 1)]
+    for cell, short in zip(cells, max(ways, key=lambda way: len(set(way))), strict=True):
+        cell["worker"] = short
+
+
+def _cut(name: str, width: int, end: int) -> str:
+    """At most so many letters, of which the last `end` are the name's."""
+    if len(name) <= width:
+        return name
+    return f"{name[: width - end - 1]}…{name[len(name) - end :]}"
 
 
 def _cells(row: Row, report: Report) -> dict[str, str]:
@@ -122,7 +129,7 @@ def _cells(row: Row, report: Report) -> dict[str, str]:
         "GPU": _number(index.count(GPU)) if known else _NONE,
         "host": _number(index.count(HOST)) if known else _NONE,
         "storage": _number(index.count(STORAGE)) if index.count(STORAGE) else _NONE,
-        "events/s": _number(round(row.rate.per_second(now))),
+        "ev/s": _number(round(row.rate.per_second(now))),
         "lag": _NONE if row.lag is None else span(row.lag),
         "lost": _number(index.missed_batches),
         "recovered": _number(index.recovered_batches),

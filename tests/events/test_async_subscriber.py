@@ -1,0 +1,294 @@
+"""A subscriber of asyncio at real sockets: the same reports as without, also where whoever waits is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import events
+from events.subscribe.asynchronous import AsyncSubscriber
+from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.subscriber import Subscriber
+from tests.conftest import RunPython
+from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+
+WAIT = 30
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher() as publisher:
+        yield publisher
+
+
+def told(seq: int) -> bytes:
+    return batch(stored(seq + 1, parent=seq or None), ts=float(seq))
+
+
+MAPS = [batch(stored(1, 2)), batch(removed(2), stored(3, parent=1)), batch(CLEARED)]
+ARRAYS = [
+    batch(["BlockStored", [1], None, [1, 2], 2, None, "GPU", None]),
+    batch(["BlockRemoved", [1], "GPU"], ["AllBlocksCleared"]),
+]
+SGLANG = [
+    batch(
+        {
+            "type": "BlockStored",
+            "block_hashes": [-7],
+            "parent_block_hash": None,
+            "token_ids": [1, 2],
+            "block_size": 2,
+            "lora_id": None,
+            "medium": "CPU_PINNED",
+            "cache_salt": "s",
+        },
+        rank=None,
+    )
+]
+
+
+def is_last(report: Report, seq: int) -> bool:
+    return isinstance(report, Received) and report.seq == seq and not report.replayed
+
+
+async def listen(subscriber: AsyncSubscriber, last: int) -> list[Report]:
+    """All reports up to a live batch."""
+    reports: list[Report] = []
+    async with asyncio.timeout(WAIT):
+        async for report in subscriber:
+            reports.append(report)
+            if is_last(report, last):
+                break
+    return reports
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_the_same_reports_as_without_asyncio(publisher: Publisher, replay: bool) -> None:
+    """On one stream of all forms, with a gap, a batch that cannot be read and a restart, both report the same."""
+    stream = [(3, MAPS[0]), (4, MAPS[1]), (7, ARRAYS[0]), (8, ARRAYS[1]), (9, b"\xc1"), (10, SGLANG[0])]
+    stream += [(0, batch(CLEARED, ts=99.0)), (1, batch(ts=99.5)), (2, batch(stored(4), ts=100.0))]
+
+    async def both(plain: Subscriber, options: dict[str, Any]) -> tuple[list[Report], list[Report]]:
+        async with AsyncSubscriber(publisher.endpoint, **options) as subscriber:
+            await asyncio.to_thread(publisher.wait_subscribed)
+            await subscriber.poll(200)
+            for seq, payload in stream:
+                publisher.send(seq, payload, b"kv@me")
+            found = await listen(subscriber, 2)
+        expected: list[Report] = []
+        for report in plain:
+            expected.append(report)
+            if is_last(report, 2):
+                break
+        return found, expected
+
+    with replaying({5: told(5)}) as server:
+        options = {"replay": server.endpoint} if replay else {}
+        with Subscriber(publisher.endpoint, **options) as plain:  # type: ignore[arg-type]
+            publisher.wait_subscribed()
+            plain.poll(200)
+            found, expected = asyncio.run(both(plain, options))
+    assert found == expected
+    kinds = [type(report) for report in found]
+    assert kinds.count(Restarted) == 1
+    assert Missed(9, 9, False, "the message is no batch of KV events") in found
+    lost = [Missed(5, 5, recovered=True), Missed(6, 6, recovered=False)] if replay else [Missed(5, 6, False)]
+    assert [report for report in found if isinstance(report, Missed) and report.first < 9] == lost
+    assert [report.seq for report in found if isinstance(report, Received)][-3:] == [0, 1, 2]
+
+
+def test_nothing_is_lost_to_whoever_is_cancelled(publisher: Publisher) -> None:
+    """Waits that are cancelled all the time, in both ways of waiting, give each batch once and in order."""
+
+    async def main() -> list[int]:
+        seen: list[int] = []
+        cancelled = 0
+        async with AsyncSubscriber(publisher.endpoint) as subscriber:
+            await asyncio.to_thread(publisher.wait_subscribed)
+
+            async def send() -> None:
+                for seq in range(300):
+                    publisher.send(seq, told(seq))
+                    await asyncio.sleep(0.001)
+
+            sending = asyncio.create_task(send())
+            until = time.monotonic() + WAIT
+            while (not seen or seen[-1] < 299) and time.monotonic() < until:
+                seconds = 0.0007 * (cancelled % 3)
+                try:
+                    async with asyncio.timeout(seconds):
+                        if cancelled % 2:
+                            reports = [await anext(subscriber)]
+                        else:
+                            reports = await subscriber.poll()
+                except TimeoutError:
+                    cancelled += 1
+                    continue
+                seen += [report.seq for report in reports if isinstance(report, Received)]
+            await sending
+        assert cancelled > 20
+        return seen
+
+    assert asyncio.run(main()) == list(range(300))
+
+
+def test_a_cancelled_wait_takes_nothing_from_the_next_one(publisher: Publisher) -> None:
+    """Behind a wait that was cancelled the next one hears at once."""
+
+    async def main() -> float:
+        async with AsyncSubscriber(publisher.endpoint) as subscriber:
+            await asyncio.to_thread(publisher.wait_subscribed)
+            await subscriber.poll(100)
+            for _ in range(20):
+                waiting = asyncio.create_task(subscriber.poll())
+                await asyncio.sleep(0.005)
+                waiting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await waiting
+            asyncio.get_running_loop().call_later(0.05, publisher.send, 0, told(0))
+            begun = time.monotonic()
+            [report] = await subscriber.poll(20_000)
+            assert isinstance(report, Received)
+            return time.monotonic() - begun
+
+    assert asyncio.run(main()) < 5
+
+
+def test_several_in_one_loop(publisher: Publisher) -> None:
+    """Subscribers of several publishers, and other tasks, run beside each other."""
+
+    async def main(others: list[Publisher]) -> list[int]:
+        async with asyncio.timeout(WAIT):
+            subscribers = [AsyncSubscriber(each.endpoint) for each in others]
+            waiting = [asyncio.create_task(listen(each, 9)) for each in subscribers]
+            for each in others:
+                await asyncio.to_thread(each.wait_subscribed)
+            for seq in range(10):
+                for each in others:
+                    each.send(seq, told(seq))
+            counts = [len(reports) for reports in await asyncio.gather(*waiting)]
+            for each in subscribers:
+                each.close()
+            return counts
+
+    with Publisher() as second, Publisher() as third:
+        assert asyncio.run(main([publisher, second, third])) == [10, 10, 10]
+
+
+def test_a_flood_lets_other_tasks_run(publisher: Publisher) -> None:
+    """While there is always something to read, other tasks have their turns."""
+    total = 20_000
+
+    async def main() -> int:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with AsyncSubscriber(publisher.endpoint) as subscriber:
+            await asyncio.to_thread(publisher.wait_subscribed)
+            for seq in range(total):
+                publisher.send(seq, batch(ts=float(seq)))
+            await asyncio.sleep(0.5)
+            counting = asyncio.create_task(count())
+            await listen(subscriber, total - 1)
+            counting.cancel()
+        return turns
+
+    assert asyncio.run(main()) >= 10
+
+
+def test_closing_ends_a_wait(publisher: Publisher) -> None:
+    """Another task that closes it ends an iteration that waits, and one that begins afterwards."""
+
+    async def main() -> tuple[list[Report], list[Report]]:
+        subscriber = AsyncSubscriber(publisher.endpoint)
+        asyncio.get_running_loop().call_later(0.1, subscriber.close)
+        async with asyncio.timeout(WAIT):
+            waited = [report async for report in subscriber]
+            subscriber.close()
+            return waited, await subscriber.poll()
+
+    assert asyncio.run(main()) == ([], [])
+
+
+def test_timeout(publisher: Publisher) -> None:
+    """Where nothing comes, `poll` returns nothing after its time."""
+
+    async def main() -> float:
+        async with AsyncSubscriber(publisher.endpoint) as subscriber:
+            begun = time.monotonic()
+            assert await subscriber.poll(50) == []
+            return time.monotonic() - begun
+
+    assert 0.05 <= asyncio.run(main()) < 5
+
+
+def test_an_iteration_that_is_left_goes_on(publisher: Publisher) -> None:
+    """Who leaves a loop in the middle of what was read at once and comes again misses nothing, with and without."""
+
+    async def main() -> list[Report]:
+        found: list[Report] = []
+        async with AsyncSubscriber(publisher.endpoint) as subscriber, asyncio.timeout(WAIT):
+            await asyncio.to_thread(publisher.wait_subscribed)
+            for seq in range(9):
+                publisher.send(seq, told(seq))
+            await asyncio.sleep(0.2)
+            while len(found) < 9:
+                async for report in subscriber:
+                    found.append(report)
+                    if len(found) % 2:
+                        break
+        return found
+
+    def seqs(reports: list[Report]) -> list[int]:
+        return [report.seq for report in reports if isinstance(report, Received)]
+
+    assert seqs(asyncio.run(main())) == list(range(9))
+    with Publisher() as other, Subscriber(other.endpoint) as subscriber:
+        other.wait_subscribed()
+        for seq in range(9):
+            other.send(seq, told(seq))
+        time.sleep(0.2)
+        assert seqs([*islice(subscriber, 4), *subscriber.poll(1000)][:9]) == list(range(9))
+
+
+def test_whether_the_publisher_is_there(publisher: Publisher) -> None:
+    """`connected` follows a publisher that comes, goes and comes back."""
+
+    def until(subscriber: Subscriber, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < deadline
+            subscriber.poll(20)
+
+    with Subscriber(publisher.endpoint) as subscriber:
+        assert not subscriber.connected
+        until(subscriber, lambda: subscriber.connected)
+        publisher.close()
+        until(subscriber, lambda: not subscriber.connected)
+        with Publisher(publisher.endpoint):
+            until(subscriber, lambda: subscriber.connected)
+
+
+def test_exported_where_events_are(run_python: RunPython) -> None:
+    """`events` has the readers, and loads ZeroMQ and asyncio for nobody who does not ask for them."""
+    assert events.Subscriber is Subscriber
+    assert events.AsyncSubscriber is AsyncSubscriber
+    assert {"Subscriber", "AsyncSubscriber", "Gathering", "Index", "Missed"} <= set(dir(events))
+    done = run_python(
+        "import sys, events\n"
+        "print([name for name in ('zmq', 'asyncio') if name in sys.modules])\n"
+        "from events import AsyncSubscriber, Subscriber\n"
+        "print('zmq' in sys.modules, hasattr(events, 'Subscribers'))"
+    )
+    assert (done.stdout, done.stderr) == ("[]\nTrue False\n", "")
