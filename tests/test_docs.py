@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 import typing
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.columns import pack_i32
 from tests.conftest import ROOT, RunPython
+from tests.events.publisher import Publisher, batch, replaying, stored
 from tests.lives import occasion_name
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -288,3 +293,41 @@ def test_the_wire_is_as_described() -> None:
     assert (ts, rank) == (1.5, 3)
     assert events == told
     assert [list(event) for event in events] == [list(event) for event in told]
+
+
+LIVE, OTHER = "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"
+
+
+def printed(code: str, lines: int) -> list[str]:
+    """The first lines that a program prints which does not end by itself."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            assert process.stdout is not None
+            return [process.stdout.readline().rstrip() for _ in range(lines)]
+        finally:
+            process.kill()
+
+
+def test_the_reader_on_the_page_runs() -> None:
+    """The example of a subscriber follows a publisher from its replay on, and says what is lost."""
+    code = snippet(WIRE, "python", "with Subscriber")
+    with Publisher() as publisher, replaying({1: batch(stored(1, 2))}) as server:
+        told = printed(code.replace(LIVE, publisher.endpoint).replace(OTHER, server.endpoint), 3)
+    assert told == ["batches 0 to 0 are lost: not received", "0 blocks on the GPU", "2 blocks on the GPU"]
+
+
+def test_the_asynchronous_reader_on_the_page_runs() -> None:
+    """The example for asyncio follows two publishers at once."""
+    code = snippet(WIRE, "python", "AsyncSubscriber")
+    with Publisher() as one, Publisher() as two, ThreadPoolExecutor(1) as pool:
+        lines = pool.submit(printed, code.replace(LIVE, one.endpoint).replace(OTHER, two.endpoint), 2)
+        for number, publisher in enumerate((one, two), 1):
+            publisher.wait_subscribed()
+            publisher.send(0, batch(stored(*range(number))))
+        told = lines.result(60)
+    assert sorted(told) == sorted(
+        [f"{one.endpoint}: 1 blocks on the GPU", f"{two.endpoint}: 2 blocks on the GPU"]
+    )

@@ -173,8 +173,8 @@ def test_several_in_one_loop(publisher: Publisher) -> None:
                 for each in others:
                     each.send(seq, told(seq))
             counts = [len(reports) for reports in await asyncio.gather(*waiting)]
-            for each in subscribers:
-                each.close()
+            for subscriber in subscribers:
+                subscriber.close()
             return counts
 
     with Publisher() as second, Publisher() as third:
