@@ -101,11 +101,13 @@ class Index:
         size, tokens = event.block_size, event.token_ids
         # With holes (sliding windows), or without tokens, nothing says which tokens are whose.
         aligned = len(tokens) == len(event.block_hashes) * size
+        scoped = (event.lora_id, event.lora_name, event.cache_salt) != (None, None, None)
+        extra = scoped or any(event.extra_keys or ())
         for number, name in enumerate(event.block_hashes):
             if name in blocks:
                 self.repeated_stores += 1
             its_tokens = tokens[number * size : (number + 1) * size] if aligned else ()
-            blocks[name] = Block(parent, its_tokens, _extra(event, number))
+            blocks[name] = Block(parent, its_tokens, _extra(event, number) if extra else ())
             parent = name
 
     def _remove(self, event: BlockRemoved) -> None:

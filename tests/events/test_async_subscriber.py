@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import zmq
 
 import events
 from events.subscribe.asynchronous import AsyncSubscriber
@@ -229,6 +230,9 @@ def test_timeout(publisher: Publisher) -> None:
         async with AsyncSubscriber(publisher.endpoint) as subscriber:
             begun = time.monotonic()
             assert await subscriber.poll(50) == []
+            # Nothing is watched any more: the descriptor's number may soon be another's.
+            descriptor = int(subscriber._live.socket.get(zmq.FD))
+            assert not asyncio.get_running_loop().remove_reader(descriptor)
             return time.monotonic() - begun
 
     assert 0.05 <= asyncio.run(main()) < 5
