@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
+from events.brokers.address import is_broker
 from events.subscribe.continuity import Report
+from kvcache.cli.broker_listening import BrokerListening
 from kvcache.cli.listening import Listening, Speaker
 from kvcache.cli.output import Output
 from kvcache.cli.process import StopSignals
@@ -18,10 +20,18 @@ _REFUSED = (
     "it is tried again"
 )
 Heard = tuple[Speaker, Report]
+Source = Listening | BrokerListening
+
+
+def listen(args: argparse.Namespace) -> Source:
+    """At the sockets, or at the broker, that the arguments name. Raises `UsageError`."""
+    if any(map(is_broker, args.endpoint)):
+        return BrokerListening(args)
+    return Listening(args)
 
 
 def heard(
-    listening: Listening, stop: StopSignals, args: argparse.Namespace, out: Output
+    listening: Source, stop: StopSignals, args: argparse.Namespace, out: Output
 ) -> Iterator[Heard | None]:
     """What there is to report, until a signal or the last batch wanted; None several times a second, to draw breath."""
     batches = 0
@@ -41,10 +51,11 @@ def heard(
 class _Troubles:
     """Tells of each trouble once."""
 
-    def __init__(self, listening: Listening, out: Output) -> None:
+    def __init__(self, listening: Source, out: Output) -> None:
         self._listening, self._out = listening, out
         self._unanswered: set[str] = set()
         self._refused: set[str] = set()
+        self._absent: dict[str, str | None] = {}
 
     def tell(self) -> None:
         for endpoint in self._listening.endpoints:
@@ -54,6 +65,10 @@ class _Troubles:
                 self._unanswered.add(endpoint)
                 replay = self._listening.replay(endpoint)
                 self._out.note(f"no answer from the replay endpoint {replay} yet")
+            absent = self._listening.unavailable(endpoint)
+            if absent is not None and absent != self._absent.get(endpoint):
+                self._out.note(f"{endpoint}: {absent}; it is tried again")
+            self._absent[endpoint] = absent
             if endpoint not in self._refused and self._listening.refused(endpoint) > 1:
                 self._refused.add(endpoint)
                 self._out.warning(f"{endpoint}: {_REFUSED}")

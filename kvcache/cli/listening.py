@@ -163,6 +163,10 @@ class Listening:
         """Messages there that were ignored since they do not even have a number."""
         return self._sources[endpoint].malformed
 
+    def unavailable(self, endpoint: str) -> str | None:
+        """ZeroMQ connects in the background, and does not say why it cannot."""
+        return None
+
     def unanswered_seconds(self, endpoint: str) -> float:
         """For how long the replay of the one publisher there has not answered."""
         return getattr(self._sources[endpoint], "unanswered_seconds", 0.0)

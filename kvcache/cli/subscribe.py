@@ -12,8 +12,8 @@ from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEv
 from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.index import GPU, HOST, STORAGE, Index
 from kvcache.cli import watching
-from kvcache.cli.hearing import Heard, heard
-from kvcache.cli.listening import IN_TOPIC, Listening, add_connection_options
+from kvcache.cli.hearing import Heard, heard, listen
+from kvcache.cli.listening import IN_TOPIC, add_connection_options
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.parser import positive
 from kvcache.cli.process import StopSignals
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "endpoint",
         nargs="+",
         metavar="ENDPOINT",
-        help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; or "
-        "where many connect, as tcp://*:5557",
+        help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
+        "where many connect, as tcp://*:5557; or a broker's stream, as nats://127.0.0.1:4222/kvcache",
     )
     add(
         "--replay",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
     watching.check(args)
-    with StopSignals() as stop, Listening(args) as listening:
+    with StopSignals() as stop, listen(args) as listening:
         if watching.wanted(args):
             watching.watch(listening, heard(listening, stop, args, out), args, out)
         else:

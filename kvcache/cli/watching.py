@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvcache.cli.hearing import Heard
+from kvcache.cli.hearing import Heard, Source
 from kvcache.cli.holders import Prompt
-from kvcache.cli.listening import Listening
 from kvcache.cli.output import Output, rich_console
 from kvcache.cli.parser import integer, seconds
 from kvcache.cli.prompts import read_tokens
@@ -77,9 +76,7 @@ def read_prompt(args: argparse.Namespace) -> Prompt | None:
     return Prompt(tuple(tokens), adapter, args.cache_salt)
 
 
-def watch(
-    listening: Listening, reports: Iterator[Heard | None], args: argparse.Namespace, out: Output
-) -> None:
+def watch(listening: Source, reports: Iterator[Heard | None], args: argparse.Namespace, out: Output) -> None:
     """Show what is reported until there is no more, and at the end once again."""
     workers = Workers(read_prompt(args))
     workers.expect(listening.expected)
@@ -104,7 +101,7 @@ def _show(report: Report, show: Show) -> None:
 
 
 @contextmanager
-def _display(listening: Listening, args: argparse.Namespace, out: Output) -> Iterator[tuple[float, Show]]:
+def _display(listening: Source, args: argparse.Namespace, out: Output) -> Iterator[tuple[float, Show]]:
     """Seconds between two reports, and what shows one."""
     every = _EVERY_SECONDS if args.every is None else args.every
     console = None if args.json else rich_console(sys.stdout)

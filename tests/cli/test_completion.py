@@ -34,7 +34,7 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
         ("completion ", {"bash", "zsh", "fish", "tcsh"}),
         ("run --limit ", set()),
         ("run --speed ", {"real", "max"}),
-        ("run --sink ", {"file:", "prometheus:", "stdout:", "zmq+pub:"}),
+        ("run --sink ", {"file:", "kafka:", "nats:", "prometheus:", "redis:", "stdout:", "zmq+pub:"}),
         ("run --sink f", {"file:"}),
         ("run ", {"a_file", "a_directory"}),
         ("run --config a_", {"a_file", "a_directory"}),
@@ -66,7 +66,7 @@ def test_zsh_accepts(kvcache: Kvcache) -> None:
 
 def test_zsh_lists_schemes(kvcache: Kvcache) -> None:
     """In what an option takes, a bare colon would begin something else."""
-    assert r"(file\: prometheus\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
+    assert r"(file\: kafka\: nats\: prometheus\: redis\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
 
 
 def test_without_shtab(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
