@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcache.inputs.requests import Request
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
+    from kvcache.prefixes.index import PrefixIndex
     from kvcache.results import Admission
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Layout",
     "LogConfig",
     "MultimodalItem",
+    "PrefixIndex",
     "Request",
     "__version__",
     "errors",
@@ -42,6 +44,7 @@ _HOMES = {
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
     "MultimodalItem": "kvcache.inputs.multimodal",
+    "PrefixIndex": "kvcache.prefixes.index",
     "Request": "kvcache.inputs.requests",
 }
 """The module of each name; a name that is missing here is a module itself."""

@@ -20,6 +20,10 @@
     │   ├── OutOfSymbols
     │   ├── OutOfNumbers
     │   └── NotEnoughMemory
+    ├── SnapshotError         a file is no saved prefix index that can be read; `path` says which
+    │   ├── NotASnapshot
+    │   ├── SnapshotTooNew
+    │   └── SnapshotDamaged
     └── InternalError         a bug of this library; the manager must not be used any further
         ├── InvariantViolated
         └── Poisoned
@@ -36,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from events.errors import FieldsError
 from events.types import RequestId
@@ -274,6 +279,37 @@ class NotEnoughMemory(CapacityError):
     where: str = "memory"
     lower: str = "primary_blocks, max_tokens or primary_bytes"
     text = "the cache needs {needed:,} bytes of {where}, {free:,} are free: lower {lower}"
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotError(KVCacheError):
+    """A file cannot be read as a prefix index."""
+
+    path: Path
+
+
+class NotASnapshot(SnapshotError):
+    """Something else is in the file."""
+
+    text = "{path} is no saved prefix index: give a file that PrefixIndex.save has written"
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotTooNew(SnapshotError):
+    """The file has a format version that this software does not know."""
+
+    version: int
+    text = (
+        "{path} has format version {version}, which is newer than this software: upgrade it, or save it anew"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotDamaged(SnapshotError):
+    """What was saved is not there any more. `reason` says what is wrong."""
+
+    reason: str
+    text = "{path} is damaged: {reason}; begin with an empty index, and let the publishers tell their state"
 
 
 class InternalError(KVCacheError):

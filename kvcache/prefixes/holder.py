@@ -1,0 +1,382 @@
+"""What one publisher has in blocks of one size: names, where in the tree they stand, and at which levels they are.
+
+A name (a hash, to us an opaque number or bytes) stands for the content under which its publisher stored it. It is
+remembered while its block is at any level, or something known stands behind the block: later events go on from there.
+A name without a known content is *loose*: it is somewhere, and what it holds was never told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from events.formats.vllm import Hash
+from kvcache.prefixes.contents import Contents
+from kvcache.prefixes.holding import Holding, Plane, chained
+from kvcache.prefixes.tree import RUN_BLOCKS_MAX, Node, PrefixTree, Root, Run, common_blocks, next_extra
+
+if TYPE_CHECKING:
+    from kvcache.prefixes.source import Source
+
+
+class Holder:
+    """One publisher's blocks of one size."""
+
+    __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "owner", "resident", "tree")
+
+    def __init__(self, owner: Source, tree: PrefixTree, block_bytes: int) -> None:
+        self.owner = owner
+        self.counts = owner.counts
+        self.tree = tree
+        self.block_bytes = block_bytes
+        """Of a block's tokens; 0: nobody has said what these blocks hold."""
+        self.names: dict[Hash, Holding] = {}
+        self.loose: dict[Hash, int] = {}
+        """Names without a content to the planes that they are in, as bits."""
+        self.resident: dict[Plane, int] = {}
+        """Names in each plane."""
+        self._suspects: list[Holding] = []
+        """Where a name was taken away in the middle of a store."""
+
+    # -- stores
+
+    def store(self, parent: Hash | None, hashes: Sequence[Hash], contents: Contents, plane: Plane) -> None:
+        """Blocks with known contents are there now, behind `parent` or (None) at the start of a prompt."""
+        names = self.names
+        if parent is None:
+            self._store_behind(self.tree.root(contents.adapter, self.block_bytes), 0, hashes, contents, plane)
+            return
+        holding = names.get(parent)
+        if holding is None:
+            self.counts.orphans += 1
+            self.store_by_name(hashes, plane)
+        elif contents.extras is None and self._grows(holding, parent, len(hashes)):
+            fresh = dict.fromkeys(hashes, holding)
+            if len(fresh) == len(hashes) and names.keys().isdisjoint(fresh) and not self.loose:
+                run = holding.run
+                run.tokens += contents.tokens
+                run.size += len(hashes)
+                self._append(holding, hashes, plane)
+                names.update(fresh)
+            else:
+                self._store_behind(holding.run, len(holding.names), hashes, contents, plane)
+        else:
+            self._store_behind(holding.run, holding.place(parent) + 1, hashes, contents, plane)
+
+    def store_by_name(self, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Blocks are there now of which nobody has said what they hold, but perhaps earlier."""
+        bit, repeated = 1 << plane, 0
+        for name in hashes:
+            holding = self.names.get(name)
+            if holding is not None:
+                added = holding.mark(plane, holding.place(name), 1)
+            else:
+                planes = self.loose.get(name, 0)
+                self.loose[name] = planes | bit
+                added = not planes & bit
+            repeated += not added
+        self.counts.repeated_stores += repeated
+        self._count(plane, len(hashes) - repeated)
+
+    def adopt(self, other: Holder, planes: Sequence[Plane]) -> None:
+        """Take over the loose names of these planes: it has become known of how many tokens their blocks are."""
+        for plane in planes:
+            told = [name for name, there in other.loose.items() if there >> plane & 1]
+            for name in told:
+                other._remove_loose(name, plane)
+            self.store_by_name(told, plane)
+
+    def _grows(self, holding: Holding, parent: Hash, blocks: int) -> bool:
+        """Whether blocks behind `parent` just make its run longer."""
+        run = holding.run
+        return (
+            holding.names[-1] == parent
+            and not run.children
+            and len(holding.names) == run.size
+            and run.size + blocks <= RUN_BLOCKS_MAX
+            and run.holders[self] is holding
+        )
+
+    def _append(self, holding: Holding, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Names that are new, for blocks right behind the last one that has one."""
+        count = len(hashes)
+        masks = holding.masks
+        masks[plane] = masks.get(plane, 0) | (((1 << count) - 1) << len(holding.names))
+        holding.names += hashes
+        self.resident[plane] = self.resident.get(plane, 0) + count
+
+    def _store_behind(
+        self, node: Node, at: int, hashes: Sequence[Hash], contents: Contents, plane: Plane
+    ) -> None:
+        """Store behind the first `at` blocks of a node: along what is in the tree, and beside it what is not."""
+        if len(set(hashes)) < len(hashes):
+            # One name cannot stand for two contents.
+            self.counts.contradictions += 1
+            self.store_by_name(tuple(dict.fromkeys(hashes)), plane)
+            if isinstance(node, Root):
+                self.tree.drop_unused(node)
+            return
+        done, count, size, extras = 0, len(hashes), self.block_bytes, contents.extras
+        while done < count:
+            if at < node.size:
+                assert isinstance(node, Run)
+                plain = next_extra(extras, done + (not at), count)
+                same = common_blocks(node, at, contents.tokens, done, plain)
+                if not same:
+                    node = self.tree.split(node, at)
+                    continue
+            else:
+                extra = extras[done] if extras else b""
+                child = node.children.get(contents.tokens[done * size : (done + 1) * size] + extra)
+                if child is not None:
+                    node, at = child, 0
+                    continue
+                node, at, same = self._new_blocks(
+                    node, extra, contents, done, next_extra(extras, done + 1, count)
+                )
+            self._name(node, at, hashes[done : done + same], plane)
+            at += same
+            done += same
+        self._trim_suspects()
+
+    def _new_blocks(
+        self, node: Node, extra: bytes, contents: Contents, begin: int, end: int
+    ) -> tuple[Run, int, int]:
+        """Put blocks that are not in the tree at the end of a node; returns run, place, and how many fitted."""
+        tokens = contents.tokens[begin * self.block_bytes : end * self.block_bytes]
+        if isinstance(node, Run) and not (node.children or extra) and node.size < RUN_BLOCKS_MAX:
+            at = node.size
+            tokens = tokens[: (RUN_BLOCKS_MAX - at) * self.block_bytes]
+            node.tokens += tokens
+            node.size += len(tokens) // self.block_bytes
+            return node, at, node.size - at
+        run = self.tree.add(node, extra, tokens, self.block_bytes)
+        return run, 0, run.size
+
+    def _name(self, run: Run, at: int, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Name consecutive blocks of a run, all of which are there now."""
+        holding = run.holders.get(self)
+        if holding is None:
+            holding = run.holders[self] = Holding(run)
+            if isinstance(run.parent, Run):
+                run.parent.holders[self].children += 1
+        count, names = len(hashes), self.names
+        if at == len(holding.names) and names.keys().isdisjoint(hashes) and not self.loose:
+            self._append(holding, hashes, plane)
+            names.update(dict.fromkeys(hashes, holding))
+        elif holding.names[at : at + count] == list(hashes):
+            added = holding.mark(plane, at, count)
+            self.counts.repeated_stores += count - added
+            self._count(plane, added)
+        else:
+            for place, name in enumerate(hashes, at):
+                self._name_one(holding, place, name, plane)
+
+    def _name_one(self, first: Holding, at: int, name: Hash, plane: Plane) -> None:
+        known = self.names.get(name)
+        if known is not None and (known.run is not first.run or known.place(name) != at):
+            # It was the name of something else. Its publisher must know what it holds now.
+            self.counts.contradictions += 1
+            self._take_name(known, name)
+            known = None
+        if known is None:
+            known = self._free_layer(first, at)
+            known.names[at] = name
+            self.names[name] = known
+            self.counts.aliases += known is not first
+            for told in _planes(self.loose.pop(name, 0)):
+                known.mark(told, at, 1)
+        added = known.mark(plane, at, 1)
+        self.counts.repeated_stores += not added
+        self._count(plane, added)
+
+    def _free_layer(self, first: Holding, at: int) -> Holding:
+        """The first of a run's holdings in which a block has no name, with room for one."""
+        layer = first
+        while at < len(layer.names) and layer.names[at] is not None:
+            if layer.more is None:
+                layer.more = Holding(first.run)
+            layer = layer.more
+        layer.names += [None] * (at + 1 - len(layer.names))
+        return layer
+
+    # -- removals
+
+    def remove(self, hashes: Sequence[Hash], plane: Plane) -> None:
+        """Blocks are not there any more."""
+        at, names = 0, self.names
+        while at < len(hashes):
+            name = hashes[at]
+            holding = names.get(name)
+            if holding is None:
+                self._remove_loose(name, plane)
+                at += 1
+                continue
+            last = holding.place(name)
+            # Leaves go first: mostly the next ones are the blocks before it.
+            count = _backwards(holding.names, last, hashes, at)
+            gone = holding.unmark(plane, last - count + 1, count)
+            self.counts.unknown_removals += count - gone
+            self._count(plane, -gone)
+            self._forget(holding, last - count + 1, last + 1)
+            at += count
+
+    def leave(self, plane: Plane) -> None:
+        """No block is in this plane any more."""
+        for layer in set(self.names.values()):
+            mask = layer.masks.get(plane, 0)
+            there = [name for at, name in enumerate(layer.names) if name is not None and mask >> at & 1]
+            self.remove(there[::-1], plane)
+        self.remove([name for name, planes in self.loose.items() if planes >> plane & 1], plane)
+
+    def _remove_loose(self, name: Hash, plane: Plane) -> None:
+        planes = self.loose.get(name, 0)
+        if not planes & (1 << plane):
+            self.counts.unknown_removals += 1
+            return
+        self._count(plane, -1)
+        if planes == 1 << plane:
+            del self.loose[name]
+        else:
+            self.loose[name] = planes ^ (1 << plane)
+
+    def _forget(self, holding: Holding, begin: int, end: int) -> None:
+        """Forget names of which nothing is left, if nothing stands behind them that they lead to."""
+        first = holding.run.holders[self]
+        if holding is not first:
+            for place in range(begin, end):
+                if not any(mask >> place & 1 for mask in holding.masks.values()):
+                    name = holding.names[place]
+                    assert name is not None
+                    del self.names[name]
+                    holding.names[place] = None
+            chained(list(first.layers()))
+            self._trim(first)
+        elif end == len(holding.names):
+            self._trim(first)
+
+    def _take_name(self, holding: Holding, name: Hash) -> None:
+        """A name does not stand for this block any more, wherever that was."""
+        at = holding.place(name)
+        for plane in list(holding.masks):
+            self._count(plane, -holding.unmark(plane, at, 1))
+        holding.names[at] = None
+        del self.names[name]
+        self._suspects.append(holding.run.holders[self])
+
+    def _trim_suspects(self) -> None:
+        for first in self._suspects:
+            if first.run.holders.get(self) is first:
+                chained(list(first.layers()))
+                self._trim(first)
+        self._suspects.clear()
+
+    def _trim(self, first: Holding) -> None:
+        """Forget the end of a run of which nothing is left anywhere, and so on towards the root."""
+        while not first.children:
+            end, run = first.end(), first.run
+            if end == len(first.names):
+                return
+            full = len(first.names) == run.size
+            for layer in first.layers():
+                for name in islice(layer.names, end, None):
+                    if name is not None:
+                        del self.names[name]
+                del layer.names[end:]
+            if not end:
+                del run.holders[self]
+            if full or not end:
+                self.tree.shrink(run)
+            if end or not isinstance(run.parent, Run):
+                return
+            first = run.parent.holders[self]
+            first.children -= 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        runs = {holding.run for holding in self.names.values()}
+        for run in runs:
+            del run.holders[self]
+        for run in runs:
+            # Where others have something below, this is for whoever comes last.
+            self.tree.shrink(run)
+        self.names.clear()
+        self.loose.clear()
+        self.resident.clear()
+
+    # -- for the tree, and for who asks
+
+    def split(self, holding: Holding, at: int, upper: Run) -> None:
+        """The first `at` blocks of a run belong to `upper` now; this is what we have of the run."""
+        run = holding.run
+        layers = list(holding.layers())
+        if len(holding.names) <= at:
+            del run.holders[self]
+            for layer in layers:
+                layer.run = upper
+            upper.holders[self] = holding
+            return
+        above = [layer.cut(at, upper) for layer in layers]
+        for layer in above:
+            self.names.update((name, layer) for name in layer.names if name is not None)
+        run.holders[self] = chained(layers)
+        upper.holders[self] = chained(above)
+        above[0].children = 1
+
+    def rows(self, hashes: Sequence[Hash], *, to_the_end: bool) -> dict[Plane, int]:
+        """Which of these names are in each plane, bit by bit; unless `to_the_end`, as far as they are known."""
+        found: dict[Plane, int] = {}
+        at = 0
+        while at < len(hashes):
+            name = hashes[at]
+            holding = self.names.get(name)
+            count = 1
+            if holding is not None:
+                place = holding.place(name)
+                count = _forwards(holding.names, place, hashes, at)
+                ones = (1 << count) - 1
+                for plane, mask in holding.masks.items():
+                    found[plane] = found.get(plane, 0) | (mask >> place & ones) << at
+            elif name in self.loose:
+                for plane in _planes(self.loose[name]):
+                    found[plane] = found.get(plane, 0) | 1 << at
+            elif not to_the_end:
+                break
+            at += count
+        return found
+
+    def _count(self, plane: Plane, change: int) -> None:
+        if change:
+            left = self.resident.get(plane, 0) + change
+            if left:
+                self.resident[plane] = left
+            else:
+                del self.resident[plane]
+
+
+def _planes(bits: int) -> Iterator[Plane]:
+    """The planes that stand in a set of bits."""
+    while bits:
+        plane = bits.bit_length() - 1
+        yield plane
+        bits ^= 1 << plane
+
+
+def _backwards(names: list[Hash | None], last: int, hashes: Sequence[Hash], at: int) -> int:
+    """How many of the hashes from `at` on are names up to the one at `last`, from behind."""
+    count, most = 1, min(last + 1, len(hashes) - at)
+    while count < most and names[last - count] == hashes[at + count]:
+        count += 1
+    return count
+
+
+def _forwards(names: list[Hash | None], place: int, hashes: Sequence[Hash], at: int) -> int:
+    """How many of the hashes from `at` on are the names from `place` on."""
+    most = min(len(names) - place, len(hashes) - at)
+    if names[place : place + most] == list(hashes[at : at + most]):
+        return most
+    count = 1
+    while names[place + count] == hashes[at + count]:
+        count += 1
+    return count

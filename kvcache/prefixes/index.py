@@ -1,0 +1,217 @@
+"""A prefix index for routers: which worker has how much of a prompt.
+
+::
+
+    index = PrefixIndex()
+    index.apply("worker-1", batch)                     # events.formats.vllm.decode_batch(payload)
+    index.match(tokens)                                # {Publisher("worker-1", 0): Overlap(primary=48, ...)}
+
+A block is known by its tokens, those before it, the adapter, and what else its hash covers (extra keys, salt), all of
+which are compared; hashes are names that each publisher chooses for itself. So publishers of any software can be
+mixed, and one that errs or lies about its own blocks changes nothing for the others.
+
+An overlap is exact as far as the events are: with full attention the longest prefix all of whose blocks are there; in
+several groups the longest that each of them can serve, of which a sliding window needs only what it sees of it.
+Groups of other kinds (``mamba``, ``chunked_local_attention``) are ignored and counted.
+
+Memory follows what is resident: a block takes its tokens once for all workers, and a name for each who has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from events.formats.vllm import Hash, VLLMBatch
+from events.packed import TOKEN_BYTES
+from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
+from kvcache.inputs.tokens import Tokens, pack_tokens
+from kvcache.prefixes import check, snapshot
+from kvcache.prefixes.contents import pack_extras
+from kvcache.prefixes.counts import Counts
+from kvcache.prefixes.groups import servable
+from kvcache.prefixes.matching import Rows, add_rows
+from kvcache.prefixes.source import Publisher, Source
+from kvcache.prefixes.tree import Adapter, PrefixTree
+
+
+class Overlap(NamedTuple):
+    """How much of a prompt a publisher has, from its start: in tokens, or in blocks where it was asked by hashes."""
+
+    primary: int
+    """In GPU memory."""
+    secondary: int
+    """There or in host memory."""
+    storage: int
+    """At any level."""
+
+
+class PrefixIndex:
+    """Which publisher has which blocks. Belongs to one thread at a time.
+
+    A publisher is a rank of a worker. Where `rank` is None, events are of the rank that their batch names, or 0, and
+    all else is about all ranks of the worker.
+    """
+
+    def __init__(self) -> None:
+        self._tree = PrefixTree()
+        self._sources: dict[Publisher, Source] = {}
+
+    # -- what is told
+
+    def apply(self, worker: Hashable, batch: VLLMBatch, rank: int | None = None) -> None:
+        """Take in one batch of a worker's events."""
+        source = self._source(worker, (batch.rank or 0) if rank is None else rank)
+        source.counts.batches += 1
+        for event in batch.events:
+            source.take(event)
+
+    def fold(self, worker: Hashable, report: Report, rank: int | None = None) -> None:
+        """Take in what a subscriber reports (`events.subscribe.continuity`).
+
+        Who has started anew has nothing any more. After batches that are missed for good the publisher's blocks are
+        kept: most are right. `Counts.missed_batches` says so.
+        """
+        if isinstance(report, Received):
+            self.apply(worker, report.batch, rank)
+            return
+        for source in self._of(worker, rank) or [self._source(worker, rank or 0)]:
+            _take_report(source, report)
+
+    def remove_worker(self, worker: Hashable, rank: int | None = None) -> None:
+        """Forget a worker, and all that was counted of it."""
+        for source in self._of(worker, rank):
+            source.forget()
+            del self._sources[source.publisher]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tree = PrefixTree()
+        self._sources.clear()
+
+    # -- what is asked
+
+    def match(
+        self,
+        tokens: Tokens | bytes,
+        *,
+        lora: Adapter = None,
+        salt: str | None = None,
+        extra_keys: Sequence[Sequence[Any] | None] | None = None,
+    ) -> dict[Publisher, Overlap]:
+        """What publishers have of a prompt, in tokens; who has nothing of it is left out.
+
+        Args:
+            tokens: token ids, or these as int32 in little-endian bytes.
+            lora: the adapter, by the name that events have; its number where they have none.
+            salt: the cache salt, as events tell it (publishers of this software: its SHA-256 in hex, unless they were
+                told ``salts=plain``).
+            extra_keys: per block, what its hash covers besides, such as images, as events tell it; without adapter
+                and salt.
+
+        Raises InvalidTokens.
+        """
+        packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
+        found: dict[Source, Rows] = {}
+        for size, root in self._tree.roots.get(lora, {}).items():
+            extras = None
+            if salt is not None or extra_keys is not None:
+                blocks = len(packed) // size
+                keys = [*(extra_keys or ()), *[None] * blocks][:blocks]
+                extras = pack_extras(keys, None, salt)
+            add_rows(found, root, packed, extras)
+        stop = len(packed) // TOKEN_BYTES
+        return _overlaps((source, rows, stop) for source, rows in found.items())
+
+    def match_hashes(self, hashes: Sequence[Hash]) -> dict[Publisher, Overlap]:
+        """The same for a prompt given by its blocks' hashes, in blocks; these must be hashes of each publisher's own.
+
+        Knows also of blocks of which nobody has said what they hold.
+        """
+        found = []
+        for source in self._sources.values():
+            to_the_end = any(group.window is not None for group in source.followed)
+            rows: Rows = {}
+            for holder in source.holders.values():
+                for plane, mask in holder.rows(hashes, to_the_end=to_the_end).items():
+                    rows[plane] = rows.get(plane, 0) | mask
+            if rows:
+                found.append((source, rows, len(hashes)))
+        return _overlaps(found, in_tokens=False)
+
+    @property
+    def publishers(self) -> list[Publisher]:
+        """All that were heard of."""
+        return list(self._sources)
+
+    def counts(self, worker: Hashable, rank: int = 0) -> Counts:
+        """What a publisher has sent; zeros if it was not heard of."""
+        source = self._sources.get(Publisher(worker, rank))
+        return Counts() if source is None else source.counts
+
+    def resident(self, worker: Hashable, rank: int = 0) -> tuple[int, int, int]:
+        """How many blocks a publisher has in GPU memory, in host memory, and elsewhere, over all groups."""
+        source = self._sources.get(Publisher(worker, rank))
+        return (0, 0, 0) if source is None else source.resident()
+
+    # -- itself
+
+    def check(self) -> None:
+        """Prove the laws of the structure; slow, for tests. Raises InvariantViolated."""
+        check.prove(self._tree, self._sources)
+
+    def save(self, path: Path | str) -> None:
+        """Write everything to a file, which takes the place of an older one when it is complete and on disk.
+
+        Raises Unsupported for a worker whose id is not made of None, bool, int, float, str, bytes and tuples, and
+        OSError.
+        """
+        snapshot.save(Path(path), self._tree, self._sources)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Self:
+        """What `save` has written. Raises NotASnapshot, SnapshotTooNew, SnapshotDamaged and OSError.
+
+        What publishers have said since is missing: continue each feed where it was, or have it replayed.
+        """
+        index = cls()
+        snapshot.load(Path(path), index._tree, index._sources)
+        return index
+
+    def _source(self, worker: Hashable, rank: int) -> Source:
+        publisher = Publisher(worker, rank)
+        source = self._sources.get(publisher)
+        if source is None:
+            source = self._sources[publisher] = Source(publisher, self._tree)
+        return source
+
+    def _of(self, worker: Hashable, rank: int | None) -> list[Source]:
+        if rank is not None:
+            source = self._sources.get(Publisher(worker, rank))
+            return [] if source is None else [source]
+        return [source for publisher, source in self._sources.items() if publisher.worker == worker]
+
+
+def _take_report(source: Source, report: Missed | Restated | Restarted) -> None:
+    counts = source.counts
+    if isinstance(report, Restarted):
+        counts.restarts += 1
+        source.forget()
+    elif isinstance(report, Restated):
+        counts.restated += 1
+    elif report.recovered:
+        counts.recovered_batches += report.last - report.first + 1
+    else:
+        counts.missed_batches += report.last - report.first + 1
+
+
+def _overlaps(
+    found: Iterable[tuple[Source, Rows, int]], *, in_tokens: bool = True
+) -> dict[Publisher, Overlap]:
+    overlaps = {}
+    for source, rows, stop in found:
+        levels = servable(source.followed, rows, stop, in_tokens=in_tokens)
+        if levels[-1]:
+            overlaps[source.publisher] = Overlap(*levels)
+    return overlaps

@@ -1,0 +1,155 @@
+"""One publisher: its groups and its blocks, folded from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
+from events.packed import TOKEN_BYTES
+from events.subscribe.index import level_of
+from kvcache.prefixes.contents import contents_of
+from kvcache.prefixes.counts import Counts
+from kvcache.prefixes.groups import LEVELS, Group
+from kvcache.prefixes.holder import Holder
+from kvcache.prefixes.tree import PrefixTree
+
+_GROUPS_MAX = 64
+"""Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
+
+
+class Publisher(NamedTuple):
+    """Who tells events."""
+
+    worker: Hashable
+    rank: int
+    """Of data parallelism: each rank has a cache of its own."""
+
+
+class Source:
+    """What one publisher has told."""
+
+    __slots__ = ("counts", "followed", "groups", "holders", "publisher", "tree")
+
+    def __init__(self, publisher: Publisher, tree: PrefixTree) -> None:
+        self.publisher = publisher
+        self.tree = tree
+        self.counts = Counts()
+        self.groups: dict[int, Group] = {}
+        self.followed: list[Group] = []
+        """Those whose blocks are known."""
+        self.holders: dict[int, Holder] = {}
+        """By tokens per block."""
+
+    def take(self, event: VLLMEvent) -> None:
+        """Take in one event."""
+        self.counts.events += 1
+        if isinstance(event, BlockStored):
+            self._store(event)
+        elif isinstance(event, BlockRemoved):
+            self._remove(event)
+        elif isinstance(event, AllBlocksCleared):
+            self.clear()
+        else:
+            assert isinstance(event, Unknown)
+            self.counts.unknown_events += 1
+
+    def clear(self) -> None:
+        """Nothing is resident any more."""
+        for holder in self.holders.values():
+            holder.clear()
+
+    def forget(self) -> None:
+        """Nothing that was told holds any more."""
+        self.clear()
+        self.groups.clear()
+        self.followed.clear()
+        self.holders.clear()
+
+    def resident(self) -> tuple[int, int, int]:
+        """Blocks by level, over all groups."""
+        blocks = [0] * LEVELS
+        for holder in self.holders.values():
+            for plane, count in holder.resident.items():
+                blocks[plane % LEVELS] += count
+        return blocks[0], blocks[1], blocks[2]
+
+    def holder(self, block_size: int) -> Holder:
+        """The blocks of that many tokens."""
+        holder = self.holders.get(block_size)
+        if holder is None:
+            holder = self.holders[block_size] = Holder(self, self.tree, block_size * TOKEN_BYTES)
+        return holder
+
+    def add_group(self, index: int, kind: str | None, window: int | None, block_size: int) -> Group:
+        """A group that was not known, or not like that."""
+        group = self.groups[index] = Group(index, kind, window, self.holder(block_size))
+        group.block_size = block_size
+        self.followed = [each for each in self.groups.values() if each.followed]
+        return group
+
+    def _store(self, event: BlockStored) -> None:
+        group = self._group_of(event)
+        if group is None or not group.followed or _is_elsewhere(event.locality):
+            self.counts.ignored_events += 1
+            return
+        hashes, size, tokens = event.block_hashes, event.block_size, event.token_ids
+        plane = group.index * LEVELS + level_of(event.medium)
+        blocks = _blocks_told(group, len(hashes), len(tokens), size)
+        if blocks and group.block_size != size:
+            blocks = self._learn_size(group, size) and blocks
+        contents = contents_of(event, blocks) if blocks else None
+        if contents is not None:
+            told = hashes if blocks == len(hashes) else hashes[:blocks]
+            group.holder.store(event.parent_block_hash, told, contents, plane)
+            hashes = hashes[blocks:]
+        if hashes:
+            self.counts.untold += 1
+            group.holder.store_by_name(hashes, plane)
+
+    def _remove(self, event: BlockRemoved) -> None:
+        group = self.groups.get(event.group_idx or 0)
+        if _is_elsewhere(event.locality) or (group is not None and not group.followed):
+            self.counts.ignored_events += 1
+        elif group is None:
+            self.counts.unknown_removals += len(event.block_hashes)
+        else:
+            group.holder.remove(event.block_hashes, group.index * LEVELS + level_of(event.medium))
+
+    def _group_of(self, event: BlockStored) -> Group | None:
+        """The group that an event is about. Notices about lower levels do not say what kind it is."""
+        index, kind, window = event.group_idx or 0, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        group = self.groups.get(index)
+        if group is not None and (kind is None or (kind == group.kind and window == group.window)):
+            return group
+        if not 0 <= index < _GROUPS_MAX:
+            return None
+        changed = self.add_group(index, kind, window, 0 if group is None else group.block_size)
+        if group is not None and not changed.followed:
+            for plane in group.planes:
+                group.holder.leave(plane)
+        return changed
+
+    def _learn_size(self, group: Group, size: int) -> bool:
+        """Whether a group's blocks have that size, as far as was told before."""
+        if group.block_size:
+            return False
+        group.block_size = size
+        before, group.holder = group.holder, self.holder(size)
+        group.holder.adopt(before, group.planes)
+        return True
+
+
+def _blocks_told(group: Group, hashes: int, tokens: int, size: int) -> int:
+    """How many of a store's blocks it gives the tokens of.
+
+    Where blocks are left out, as from sliding windows, nothing says which tokens are whose. With full attention none
+    are, so tokens that are too few lack at the end.
+    """
+    if size <= 0 or tokens > hashes * size:
+        return 0
+    return tokens // size if group.window is None or tokens == hashes * size else 0
+
+
+def _is_elsewhere(locality: str | None) -> bool:
+    return locality is not None and locality != "LOCAL"
