@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable
 
 from events.formats.vllm import Hash
 from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated
 from kvcache.prefixes.holder import Holder
 from kvcache.prefixes.holding import Holding, Plane
-from kvcache.prefixes.source import Publisher, Source
+from kvcache.prefixes.source import Source, Sources
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree, Root, Run
 
 
@@ -22,7 +22,7 @@ class _Seen:
         self.resident: Counter[Plane] = Counter()
 
 
-def prove(tree: PrefixTree, sources: Mapping[Publisher, Source]) -> None:
+def prove(tree: PrefixTree, sources: Sources) -> None:
     """Raise InvariantViolated unless everything fits together."""
     seen: dict[Holder, _Seen] = {}
     for adapter, sizes in tree.roots.items():
@@ -42,7 +42,10 @@ def prove(tree: PrefixTree, sources: Mapping[Publisher, Source]) -> None:
     for publisher, source in sources.items():
         _prove_source(publisher, source)
         for size, holder in source.holders.items():
-            _law(holder.owner is source and holder.block_bytes == TOKEN_BYTES * size, "blocks belong to somebody else")
+            _law(
+                holder.owner is source and holder.block_bytes == TOKEN_BYTES * size,
+                "blocks belong to somebody else",
+            )
             _law(not size or holder.tree is tree, "blocks are in another tree")
             _prove_holder(holder, seen.get(holder) or _Seen())
 
@@ -100,7 +103,7 @@ def _prove_holder(holder: Holder, seen: _Seen) -> None:
     _law(not holder._suspects, "a store is not finished")
 
 
-def _prove_source(publisher: Publisher, source: Source) -> None:
+def _prove_source(publisher: tuple[Hashable, int], source: Source) -> None:
     _law(source.publisher == publisher, "a publisher has another's place")
     followed = [group for group in source.groups.values() if group.followed]
     _law(source.followed == followed, "groups are followed that are not known")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from struct import Struct, error
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,7 +15,7 @@ from kvcache.prefixes.tree import Adapter
 _encode = msgspec.msgpack.encode
 
 
-class Contents(NamedTuple):
+class Contents(msgspec.Struct, frozen=True, gc=False):
     """Consecutive blocks of one prefix."""
 
     adapter: Adapter
@@ -33,9 +33,12 @@ def contents_of(event: BlockStored, blocks: int) -> Contents | None:
         return None  # pairs, or numbers that are no token ids
     name = event.lora_name
     adapter = event.lora_id if name is None else name
-    extras, salt = event.extra_keys, None if event.parent_block_hash is not None else event.cache_salt
-    if salt is None and (extras is None or not any(extras)):
-        return Contents(adapter, tokens, None)
+    salt = event.cache_salt if event.parent_block_hash is None else None
+    extras = event.extra_keys
+    if extras is None or not any(extras):
+        if salt is None:
+            return Contents(adapter, tokens, None)
+        extras = None
     if extras is not None and len(extras) < blocks:
         return None
     return Contents(adapter, tokens, pack_extras(extras or [None] * blocks, name, salt))

@@ -35,6 +35,10 @@ class Group:
         """Those of its levels."""
         return range(self.index * LEVELS, self.index * LEVELS + LEVELS)
 
+    def is_like(self, kind: str, window: int | None) -> bool:
+        """Whether it is of that kind."""
+        return self.kind == kind and self.window == window
+
     def servable(self, mask: int, blocks: int) -> int:
         """The most blocks up to so many that it can serve where its blocks are those in `mask`.
 

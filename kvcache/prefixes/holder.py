@@ -8,13 +8,13 @@ A name without a known content is *loose*: it is somewhere, and what it holds wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
 from events.formats.vllm import Hash
 from kvcache.prefixes.contents import Contents
 from kvcache.prefixes.holding import Holding, Plane, chained
-from kvcache.prefixes.tree import RUN_BLOCKS_MAX, Node, PrefixTree, Root, Run, common_blocks, next_extra
+from kvcache.prefixes.tree import RUN_BLOCKS_MAX, Node, PrefixTree, Run, common_blocks, next_extra
 
 if TYPE_CHECKING:
     from kvcache.prefixes.source import Source
@@ -43,26 +43,29 @@ class Holder:
 
     def store(self, parent: Hash | None, hashes: Sequence[Hash], contents: Contents, plane: Plane) -> None:
         """Blocks with known contents are there now, behind `parent` or (None) at the start of a prompt."""
-        names = self.names
-        if parent is None:
-            self._store_behind(self.tree.root(contents.adapter, self.block_bytes), 0, hashes, contents, plane)
-            return
-        holding = names.get(parent)
-        if holding is None:
-            self.counts.orphans += 1
-            self.store_by_name(hashes, plane)
-        elif contents.extras is None and self._grows(holding, parent, len(hashes)):
-            fresh = dict.fromkeys(hashes, holding)
-            if len(fresh) == len(hashes) and names.keys().isdisjoint(fresh) and not self.loose:
-                run = holding.run
-                run.tokens += contents.tokens
-                run.size += len(hashes)
+        node: Node | None = None
+        at = 0
+        if parent is not None:
+            holding = self.names.get(parent)
+            if holding is None:
+                self.counts.orphans += 1
+                self.store_by_name(hashes, plane)
+                return
+            node = holding.run
+            if contents.extras is None and self._grows(holding, parent, hashes):
                 self._append(holding, hashes, plane)
-                names.update(fresh)
-            else:
-                self._store_behind(holding.run, len(holding.names), hashes, contents, plane)
-        else:
-            self._store_behind(holding.run, holding.place(parent) + 1, hashes, contents, plane)
+                node.tokens += contents.tokens
+                node.size += len(hashes)
+                return
+            at = holding.place(parent) + 1
+        if len(set(hashes)) < len(hashes):
+            # One name cannot stand for two contents.
+            self.counts.contradictions += 1
+            self.store_by_name(tuple(dict.fromkeys(hashes)), plane)
+            return
+        if node is None:
+            node = self.tree.root(contents.adapter, self.block_bytes)
+        self._store_behind(node, at, hashes, contents, plane)
 
     def store_by_name(self, hashes: Sequence[Hash], plane: Plane) -> None:
         """Blocks are there now of which nobody has said what they hold, but perhaps earlier."""
@@ -87,21 +90,33 @@ class Holder:
                 other._remove_loose(name, plane)
             self.store_by_name(told, plane)
 
-    def _grows(self, holding: Holding, parent: Hash, blocks: int) -> bool:
-        """Whether blocks behind `parent` just make its run longer."""
-        run = holding.run
+    def _grows(self, holding: Holding, parent: Hash, hashes: Sequence[Hash]) -> bool:
+        """Whether blocks behind `parent` just make its run longer; if so, their names are taken."""
+        run, size = holding.run, len(holding.names)
         return (
             holding.names[-1] == parent
             and not run.children
-            and len(holding.names) == run.size
-            and run.size + blocks <= RUN_BLOCKS_MAX
+            and size == run.size <= RUN_BLOCKS_MAX - len(hashes)
             and run.holders[self] is holding
+            and self._claim(hashes, holding)
         )
 
+    def _claim(self, hashes: Sequence[Hash], holding: Holding) -> bool:
+        """Let names stand for blocks of a holding; False, and nothing has changed, unless all are new and different."""
+        names = self.names
+        if not names.keys().isdisjoint(hashes) or (self.loose and any(map(self.loose.get, hashes))):
+            return False
+        before = len(names)
+        names.update(zip(hashes, repeat(holding)))
+        if len(names) - before == len(hashes):
+            return True
+        for name in set(hashes):
+            del names[name]
+        return False
+
     def _append(self, holding: Holding, hashes: Sequence[Hash], plane: Plane) -> None:
-        """Names that are new, for blocks right behind the last one that has one."""
-        count = len(hashes)
-        masks = holding.masks
+        """Names that were claimed, for blocks right behind the last one that has one."""
+        count, masks = len(hashes), holding.masks
         masks[plane] = masks.get(plane, 0) | (((1 << count) - 1) << len(holding.names))
         holding.names += hashes
         self.resident[plane] = self.resident.get(plane, 0) + count
@@ -110,13 +125,6 @@ class Holder:
         self, node: Node, at: int, hashes: Sequence[Hash], contents: Contents, plane: Plane
     ) -> None:
         """Store behind the first `at` blocks of a node: along what is in the tree, and beside it what is not."""
-        if len(set(hashes)) < len(hashes):
-            # One name cannot stand for two contents.
-            self.counts.contradictions += 1
-            self.store_by_name(tuple(dict.fromkeys(hashes)), plane)
-            if isinstance(node, Root):
-                self.tree.drop_unused(node)
-            return
         done, count, size, extras = 0, len(hashes), self.block_bytes, contents.extras
         while done < count:
             if at < node.size:
@@ -161,10 +169,9 @@ class Holder:
             holding = run.holders[self] = Holding(run)
             if isinstance(run.parent, Run):
                 run.parent.holders[self].children += 1
-        count, names = len(hashes), self.names
-        if at == len(holding.names) and names.keys().isdisjoint(hashes) and not self.loose:
+        count = len(hashes)
+        if at == len(holding.names) and self._claim(hashes, holding):
             self._append(holding, hashes, plane)
-            names.update(dict.fromkeys(hashes, holding))
         elif holding.names[at : at + count] == list(hashes):
             added = holding.mark(plane, at, count)
             self.counts.repeated_stores += count - added
@@ -295,7 +302,13 @@ class Holder:
 
     def clear(self) -> None:
         """Forget everything."""
-        runs = {holding.run for holding in self.names.values()}
+        runs: set[Run] = set()
+        for holding in set(self.names.values()):
+            # What is above may have no name left.
+            above: Node = holding.run
+            while isinstance(above, Run) and above not in runs:
+                runs.add(above)
+                above = above.parent
         for run in runs:
             del run.holders[self]
         for run in runs:

@@ -19,7 +19,7 @@ Memory follows what is resident: a block takes its tokens once for all workers, 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -31,8 +31,8 @@ from kvcache.prefixes import check, snapshot
 from kvcache.prefixes.contents import pack_extras
 from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.groups import servable
-from kvcache.prefixes.matching import Rows, add_rows
-from kvcache.prefixes.source import Publisher, Source
+from kvcache.prefixes.matching import Rows, leading_blocks, path, rows_of
+from kvcache.prefixes.source import Publisher, Source, Sources
 from kvcache.prefixes.tree import Adapter, PrefixTree
 
 
@@ -56,16 +56,14 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._tree = PrefixTree()
-        self._sources: dict[Publisher, Source] = {}
+        self._sources: Sources = {}
 
     # -- what is told
 
     def apply(self, worker: Hashable, batch: VLLMBatch, rank: int | None = None) -> None:
         """Take in one batch of a worker's events."""
         source = self._source(worker, (batch.rank or 0) if rank is None else rank)
-        source.counts.batches += 1
-        for event in batch.events:
-            source.take(event)
+        source.take(batch.events)
 
     def fold(self, worker: Hashable, report: Report, rank: int | None = None) -> None:
         """Take in what a subscriber reports (`events.subscribe.continuity`).
@@ -113,46 +111,51 @@ class PrefixIndex:
         Raises InvalidTokens.
         """
         packed = tokens if isinstance(tokens, bytes) else pack_tokens(tokens)
-        found: dict[Source, Rows] = {}
+        overlaps: dict[Publisher, Overlap] = {}
+        several: dict[Source, Rows] = {}
         for size, root in self._tree.roots.get(lora, {}).items():
-            extras = None
-            if salt is not None or extra_keys is not None:
-                blocks = len(packed) // size
-                keys = [*(extra_keys or ()), *[None] * blocks][:blocks]
-                extras = pack_extras(keys, None, salt)
-            add_rows(found, root, packed, extras)
-        stop = len(packed) // TOKEN_BYTES
-        return _overlaps((source, rows, stop) for source, rows in found.items())
+            extras = _extras(len(packed) // size, salt, extra_keys)
+            runs = list(path(root, packed, extras))
+            # Who has anything of a prompt has something of its first run, or something behind it.
+            for holder in runs[0][0].holders if runs else ():
+                source = holder.owner
+                plane = source.only_plane
+                if plane is None:
+                    several.setdefault(source, {}).update(rows_of(holder, runs))
+                elif blocks := leading_blocks(holder, runs, plane):
+                    found = blocks * size // TOKEN_BYTES
+                    overlaps[source.publisher] = Overlap(found, found, found)
+        for source, rows in several.items():
+            _add_overlap(overlaps, source, rows, len(packed) // TOKEN_BYTES, in_tokens=True)
+        return overlaps
 
     def match_hashes(self, hashes: Sequence[Hash]) -> dict[Publisher, Overlap]:
         """The same for a prompt given by its blocks' hashes, in blocks; these must be hashes of each publisher's own.
 
         Knows also of blocks of which nobody has said what they hold.
         """
-        found = []
+        overlaps: dict[Publisher, Overlap] = {}
         for source in self._sources.values():
             to_the_end = any(group.window is not None for group in source.followed)
             rows: Rows = {}
             for holder in source.holders.values():
-                for plane, mask in holder.rows(hashes, to_the_end=to_the_end).items():
-                    rows[plane] = rows.get(plane, 0) | mask
-            if rows:
-                found.append((source, rows, len(hashes)))
-        return _overlaps(found, in_tokens=False)
+                rows.update(holder.rows(hashes, to_the_end=to_the_end))
+            _add_overlap(overlaps, source, rows, len(hashes), in_tokens=False)
+        return overlaps
 
     @property
     def publishers(self) -> list[Publisher]:
         """All that were heard of."""
-        return list(self._sources)
+        return [source.publisher for source in self._sources.values()]
 
     def counts(self, worker: Hashable, rank: int = 0) -> Counts:
         """What a publisher has sent; zeros if it was not heard of."""
-        source = self._sources.get(Publisher(worker, rank))
+        source = self._sources.get((worker, rank))
         return Counts() if source is None else source.counts
 
     def resident(self, worker: Hashable, rank: int = 0) -> tuple[int, int, int]:
         """How many blocks a publisher has in GPU memory, in host memory, and elsewhere, over all groups."""
-        source = self._sources.get(Publisher(worker, rank))
+        source = self._sources.get((worker, rank))
         return (0, 0, 0) if source is None else source.resident()
 
     # -- itself
@@ -180,17 +183,17 @@ class PrefixIndex:
         return index
 
     def _source(self, worker: Hashable, rank: int) -> Source:
-        publisher = Publisher(worker, rank)
-        source = self._sources.get(publisher)
+        source = self._sources.get((worker, rank))
         if source is None:
+            publisher = Publisher(worker, rank)
             source = self._sources[publisher] = Source(publisher, self._tree)
         return source
 
     def _of(self, worker: Hashable, rank: int | None) -> list[Source]:
         if rank is not None:
-            source = self._sources.get(Publisher(worker, rank))
+            source = self._sources.get((worker, rank))
             return [] if source is None else [source]
-        return [source for publisher, source in self._sources.items() if publisher.worker == worker]
+        return [source for source in self._sources.values() if source.publisher.worker == worker]
 
 
 def _take_report(source: Source, report: Missed | Restated | Restarted) -> None:
@@ -206,12 +209,18 @@ def _take_report(source: Source, report: Missed | Restated | Restarted) -> None:
         counts.missed_batches += report.last - report.first + 1
 
 
-def _overlaps(
-    found: Iterable[tuple[Source, Rows, int]], *, in_tokens: bool = True
-) -> dict[Publisher, Overlap]:
-    overlaps = {}
-    for source, rows, stop in found:
+def _extras(
+    blocks: int, salt: str | None, extra_keys: Sequence[Sequence[Any] | None] | None
+) -> list[bytes] | None:
+    if salt is None and extra_keys is None:
+        return None
+    return pack_extras([*(extra_keys or ()), *[None] * blocks][:blocks], None, salt)
+
+
+def _add_overlap(
+    overlaps: dict[Publisher, Overlap], source: Source, rows: Rows, stop: int, *, in_tokens: bool
+) -> None:
+    if any(rows.values()):
         levels = servable(source.followed, rows, stop, in_tokens=in_tokens)
         if levels[-1]:
             overlaps[source.publisher] = Overlap(*levels)
-    return overlaps

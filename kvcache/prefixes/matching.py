@@ -9,14 +9,16 @@ from kvcache.prefixes.holding import Plane
 from kvcache.prefixes.tree import Node, Root, Run, common_blocks, next_extra
 
 if TYPE_CHECKING:
-    from kvcache.prefixes.source import Source
+    from kvcache.prefixes.holder import Holder
 
 Rows = dict[Plane, int]
 """Which blocks of a prompt are in each plane, bit by bit."""
+Step = tuple[Run, int, int]
+"""A run along a prompt, the blocks of the prompt before it, and how many blocks of the run the prompt has."""
 
 
-def path(root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[tuple[Run, int, int]]:
-    """The runs along a prompt, with the blocks of it before each one, and how many blocks of the run it has."""
+def path(root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[Step]:
+    """The runs along a prompt."""
     size = root.block_bytes
     blocks, at = len(tokens) // size, 0
     node: Node = root
@@ -32,14 +34,30 @@ def path(root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[
         node, at = run, at + take
 
 
-def add_rows(found: dict[Source, Rows], root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> None:
-    """Add the blocks of a prompt that are known below a root to the rows of those who have them."""
-    for run, start, take in path(root, tokens, extras):
+def rows_of(holder: Holder, runs: Sequence[Step]) -> Rows:
+    """Which blocks of a prompt a holder has, in each plane."""
+    rows: Rows = {}
+    for run, start, take in runs:
+        holding = run.holders.get(holder)
+        if holding is None:
+            break
         ones = (1 << take) - 1
-        for holder, holding in run.holders.items():
-            masks = holding.masks if holding.more is None else holding.there()
-            rows = found.get(holder.owner)
-            if rows is None:
-                rows = found[holder.owner] = {}
-            for plane, mask in masks.items():
-                rows[plane] = rows.get(plane, 0) | (mask & ones) << start
+        for plane, mask in holding.there().items():
+            rows[plane] = rows.get(plane, 0) | (mask & ones) << start
+    return rows
+
+
+def leading_blocks(holder: Holder, runs: Sequence[Step], plane: Plane) -> int:
+    """How many blocks a holder has in a plane from the start of a prompt on."""
+    found = 0
+    for run, _, take in runs:
+        holding = run.holders.get(holder)
+        if holding is None:
+            break
+        mask = (holding.masks if holding.more is None else holding.there()).get(plane, 0)
+        # As `groups.leading` has it; this is where routers spend their time.
+        count = (mask ^ (mask + 1)).bit_length() - 1
+        if count < take:
+            return found + count
+        found += take
+    return found

@@ -9,7 +9,7 @@ import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvcache.prefixes import check
 from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.holder import Holder
 from kvcache.prefixes.holding import Holding, Plane
-from kvcache.prefixes.source import Publisher, Source
+from kvcache.prefixes.source import Publisher, Source, Sources
 from kvcache.prefixes.tree import Adapter, Node, PrefixTree, Run
 
 _MAGIC = b"kvprefix"
@@ -73,7 +73,7 @@ class _File(msgspec.Struct, array_like=True):
     runs: list[_Run]
 
 
-def save(path: Path, tree: PrefixTree, sources: Mapping[Publisher, Source]) -> None:
+def save(path: Path, tree: PrefixTree, sources: Sources) -> None:
     """Write an index. Raises Unsupported, OSError."""
     payload = msgspec.msgpack.encode(
         _File([_source(source) for source in sources.values()], _runs(tree, sources))
@@ -94,7 +94,7 @@ def save(path: Path, tree: PrefixTree, sources: Mapping[Publisher, Source]) -> N
     sync_directory(path.parent)
 
 
-def load(path: Path, tree: PrefixTree, sources: dict[Publisher, Source]) -> None:
+def load(path: Path, tree: PrefixTree, sources: Sources) -> None:
     """Read an index into one that is empty. Raises NotASnapshot, SnapshotTooNew, SnapshotDamaged, OSError."""
     content = path.read_bytes()
     if content[: len(_MAGIC)] != _MAGIC[: len(content)] or not content:
@@ -140,7 +140,7 @@ def _plain(worker: Hashable) -> Any:
     raise Unsupported(f"saving a worker id of type {type(worker).__name__}", instead)
 
 
-def _runs(tree: PrefixTree, sources: Mapping[Publisher, Source]) -> list[_Run]:
+def _runs(tree: PrefixTree, sources: Sources) -> list[_Run]:
     holders = [holder for source in sources.values() for holder in source.holders.values()]
     numbers = {holder: number for number, holder in enumerate(holders)}
     places: dict[Node, int] = {}
@@ -166,7 +166,7 @@ def _bytes(bits: int) -> bytes:
 # -- reading
 
 
-def _rebuild(file: _File, tree: PrefixTree, sources: dict[Publisher, Source]) -> None:
+def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
     holders: list[Holder] = []
     for row in file.sources:
         publisher = Publisher(_hashable(row.worker), row.rank)

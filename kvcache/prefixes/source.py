@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
@@ -12,10 +13,12 @@ from kvcache.prefixes.contents import contents_of
 from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.groups import LEVELS, Group
 from kvcache.prefixes.holder import Holder
+from kvcache.prefixes.holding import Plane
 from kvcache.prefixes.tree import PrefixTree
 
 _GROUPS_MAX = 64
 """Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
+_HERE = (None, "LOCAL")
 
 
 class Publisher(NamedTuple):
@@ -41,18 +44,20 @@ class Source:
         self.holders: dict[int, Holder] = {}
         """By tokens per block."""
 
-    def take(self, event: VLLMEvent) -> None:
-        """Take in one event."""
-        self.counts.events += 1
-        if isinstance(event, BlockStored):
-            self._store(event)
-        elif isinstance(event, BlockRemoved):
-            self._remove(event)
-        elif isinstance(event, AllBlocksCleared):
-            self.clear()
-        else:
-            assert isinstance(event, Unknown)
-            self.counts.unknown_events += 1
+    def take(self, events: Sequence[VLLMEvent]) -> None:
+        """Take in the events of one batch."""
+        self.counts.batches += 1
+        self.counts.events += len(events)
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    self._remove(event)
+                case AllBlocksCleared():
+                    self.clear()
+                case Unknown():
+                    self.counts.unknown_events += 1
 
     def clear(self) -> None:
         """Nothing is resident any more."""
@@ -65,6 +70,16 @@ class Source:
         self.groups.clear()
         self.followed.clear()
         self.holders.clear()
+
+    @property
+    def only_plane(self) -> Plane | None:
+        """The GPU memory of the only group, if it has full attention, and blocks nowhere else. So it is mostly."""
+        if len(self.followed) != 1:
+            return None
+        group = self.followed[0]
+        plane = group.index * LEVELS
+        resident = group.holder.resident
+        return plane if group.window is None and plane in resident and len(resident) == 1 else None
 
     def resident(self) -> tuple[int, int, int]:
         """Blocks by level, over all groups."""
@@ -89,12 +104,18 @@ class Source:
         return group
 
     def _store(self, event: BlockStored) -> None:
-        group = self._group_of(event)
-        if group is None or not group.followed or _is_elsewhere(event.locality):
+        kind = event.kv_cache_spec_kind
+        group = self.groups.get(event.group_idx or 0)
+        # Notices about lower levels do not say what kind of group they are about.
+        if group is None or (
+            kind is not None and not group.is_like(kind, event.kv_cache_spec_sliding_window)
+        ):
+            group = self._new_group(event, group)
+        if group is None or not group.followed or event.locality not in _HERE:
             self.counts.ignored_events += 1
             return
         hashes, size, tokens = event.block_hashes, event.block_size, event.token_ids
-        plane = group.index * LEVELS + level_of(event.medium)
+        plane = group.index * LEVELS + _level(event.medium)
         blocks = _blocks_told(group, len(hashes), len(tokens), size)
         if blocks and group.block_size != size:
             blocks = self._learn_size(group, size) and blocks
@@ -109,22 +130,20 @@ class Source:
 
     def _remove(self, event: BlockRemoved) -> None:
         group = self.groups.get(event.group_idx or 0)
-        if _is_elsewhere(event.locality) or (group is not None and not group.followed):
+        if event.locality not in _HERE or (group is not None and not group.followed):
             self.counts.ignored_events += 1
         elif group is None:
             self.counts.unknown_removals += len(event.block_hashes)
         else:
-            group.holder.remove(event.block_hashes, group.index * LEVELS + level_of(event.medium))
+            group.holder.remove(event.block_hashes, group.index * LEVELS + _level(event.medium))
 
-    def _group_of(self, event: BlockStored) -> Group | None:
-        """The group that an event is about. Notices about lower levels do not say what kind it is."""
-        index, kind, window = event.group_idx or 0, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
-        group = self.groups.get(index)
-        if group is not None and (kind is None or (kind == group.kind and window == group.window)):
-            return group
+    def _new_group(self, event: BlockStored, group: Group | None) -> Group | None:
+        """The group that an event is about, which is new or not what it was; None: nobody has such a one."""
+        index = event.group_idx or 0
         if not 0 <= index < _GROUPS_MAX:
             return None
-        changed = self.add_group(index, kind, window, 0 if group is None else group.block_size)
+        size = 0 if group is None else group.block_size
+        changed = self.add_group(index, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, size)
         if group is not None and not changed.followed:
             for plane in group.planes:
                 group.holder.leave(plane)
@@ -151,5 +170,8 @@ def _blocks_told(group: Group, hashes: int, tokens: int, size: int) -> int:
     return tokens // size if group.window is None or tokens == hashes * size else 0
 
 
-def _is_elsewhere(locality: str | None) -> bool:
-    return locality is not None and locality != "LOCAL"
+_level = lru_cache(maxsize=64)(level_of)
+
+
+Sources = dict[tuple[Hashable, int], Source]
+"""By worker and rank."""
