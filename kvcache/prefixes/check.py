@@ -10,7 +10,7 @@ from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated
 from kvcache.prefixes.holder import Holder
 from kvcache.prefixes.holding import Holding, Plane
-from kvcache.prefixes.source import Source, Sources
+from kvcache.prefixes.source import GROUPS_MAX, Source, Sources
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree, Root, Run
 
 
@@ -105,6 +105,7 @@ def _prove_holder(holder: Holder, seen: _Seen) -> None:
 
 def _prove_source(publisher: tuple[Hashable, int], source: Source) -> None:
     _law(source.publisher == publisher, "a publisher has another's place")
+    _law(all(0 <= index < GROUPS_MAX for index in source.groups), "a group has a number that none has")
     followed = [group for group in source.groups.values() if group.followed]
     _law(source.followed == followed, "groups are followed that are not known")
     planes = {plane for group in followed for plane in group.planes}

@@ -114,7 +114,7 @@ def load(path: Path, tree: PrefixTree, sources: Sources) -> None:
         check.prove(tree, sources)
     except InvariantViolated as error:
         raise SnapshotDamaged(path, error.law) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, ValueError, TypeError, ArithmeticError):
+    except (msgspec.MsgspecError, RecursionError, LookupError, ValueError, TypeError, ArithmeticError):
         raise SnapshotDamaged(path, "what it holds is no index") from None
 
 

@@ -16,7 +16,7 @@ from kvcache.prefixes.holder import Holder
 from kvcache.prefixes.holding import Plane
 from kvcache.prefixes.tree import PrefixTree
 
-_GROUPS_MAX = 64
+GROUPS_MAX = 64
 """Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
 _HERE = (None, "LOCAL")
 
@@ -140,7 +140,7 @@ class Source:
     def _new_group(self, event: BlockStored, group: Group | None) -> Group | None:
         """The group that an event is about, which is new or not what it was; None: nobody has such a one."""
         index = event.group_idx or 0
-        if not 0 <= index < _GROUPS_MAX:
+        if not 0 <= index < GROUPS_MAX:
             return None
         size = 0 if group is None else group.block_size
         changed = self.add_group(index, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -11,11 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VLLMBatch, VLLMEvent
-from kvcache import PrefixIndex
-from kvcache.prefixes import tree
+from events.feed.fold import Feed
+from events.formats.vllm import BlockStored, VLLMBatch, decode_batch, encode_batch
+from events.types import EventBatch
+from kvcache import KVCacheManager, PrefixIndex
+from kvcache.errors import CapacityError
+from kvcache.prefixes.index import Overlap
+from kvcache.prefixes.source import Publisher
 from tests.prefix_model import NaiveIndex
 from tests.prefix_streams import Honest, Liar
+from tests.strategies import NAMESPACES, config, name_of
 
 PROMPTS = 4
 """Asked after each batch."""
@@ -83,3 +89,113 @@ def test_whatever_is_told_the_model_says_the_same(seed: int, tmp_path: Path) -> 
         index.remove_worker(*key)
         agree(index, model, rng, names)
     assert index._tree.roots == {}
+
+
+class RealWorker:
+    """A manager at work on random requests, and what its feed sends."""
+
+    def __init__(self, rng: random.Random, windows: tuple[int, ...] | None) -> None:
+        self.rng = rng
+        settings = config(
+            max_attention_window=windows,
+            num_layers=len(windows or (1,)),
+            primary_blocks=16,
+            secondary_blocks=8,
+            enable_partial_reuse=False,
+        )
+        self.manager = KVCacheManager(settings)
+        self.feed = Feed()
+        created = self.manager.state.created
+        assert created is not None
+        self.groups = created.groups
+        self.batches = [self.told(EventBatch(0, 0, (created,)))]
+        self.running: list[int] = []
+        self.next_id = 0
+
+    def told(self, batch: EventBatch) -> VLLMBatch:
+        return decode_batch(encode_batch(self.feed.fold(batch), 0.0, 0, self.groups))
+
+    def step(self) -> VLLMBatch:
+        rng, manager = self.rng, self.manager
+        try:
+            command = rng.randrange(4)
+            if command == 0 or not self.running:
+                prompt = [rng.randrange(1, 3) for _ in range(rng.randrange(1, 18))]
+                lora_id, lora_name, salt = rng.choice(NAMESPACES)[:3]
+                manager.add_sequence(
+                    self.next_id, prompt, lora_id=lora_id, lora_name=lora_name, cache_salt=salt
+                )
+                self.running.append(self.next_id)
+                self.next_id += 1
+            elif command == 1:
+                manager.add_tokens(self.running, [rng.randrange(1, 3) for _ in self.running])
+            else:
+                manager.remove_sequence(self.running.pop(rng.randrange(len(self.running))))
+        except CapacityError:
+            for request in self.running:
+                manager.remove_sequence(request)
+            self.running.clear()
+        manager.start_transfers()
+        manager.poll()
+        batch = manager.flush()
+        return VLLMBatch(0.0, (), 0) if batch is None else self.told(batch)
+
+    def reusable(self, tokens: list[int], namespace: Any) -> int:
+        """Tokens in full blocks that a prompt would find, were it one token longer."""
+        lora_id, lora_name, salt = namespace[:3]
+        blocks = self.manager.count_reusable(
+            [*tokens, 1], lora_id=lora_id, lora_name=lora_name, cache_salt=salt
+        )
+        return 2 * blocks
+
+
+WINDOWS: Sequence[tuple[int, ...] | None] = (None, (24, 5), (4, 7, 24), (3,))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_real_workers_reuse_what_the_index_says(seed: int) -> None:
+    """Managers with one window and with several, through the feed and its bytes: all agree on every prompt."""
+    rng = random.Random(seed)
+    workers = [RealWorker(rng, each) for each in WINDOWS]
+    index, model = PrefixIndex(), NaiveIndex()
+    overlaps = 0
+    for _ in range(150):
+        for number, worker in enumerate(workers):
+            batch = worker.step()
+            index.apply(number, batch)
+            model.apply(number, batch)
+        index.check()
+        tokens = [rng.randrange(1, 3) for _ in range(rng.randrange(18))]
+        namespace = rng.choice(NAMESPACES)
+        lora_id, lora_name, salt = namespace[:3]
+        adapter = str(lora_id) if lora_id is not None else lora_name
+        digest = None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+        by_tokens = index.match(tokens, lora=adapter, salt=digest)
+        assert by_tokens == model.match(tokens, adapter, [[digest]] if digest else [])
+        by_hashes = index.match_hashes(names_of(namespace, tokens))
+        for number, worker in enumerate(workers):
+            reusable = worker.reusable(tokens, namespace)
+            assert 2 * by_hashes.get(Publisher(number, 0), NOTHING).secondary == reusable
+            found = by_tokens.get(Publisher(number, 0), NOTHING)
+            # Where all windows slide, blocks may come when nobody knows any more what was before them.
+            assert found.secondary == reusable or (WINDOWS[number] == (3,) and found.secondary < reusable)
+            overlaps += reusable > 0
+    assert overlaps > 40
+    for number in range(len(workers)):
+        counts = index.counts(number)
+        assert (counts.untold, counts.contradictions, counts.aliases) == (0, 0, 0)
+        assert (counts.repeated_stores, counts.unknown_removals) == (0, 0)
+    assert index.counts(0).orphans == 0
+
+
+NOTHING = Overlap(0, 0, 0)
+
+
+def names_of(namespace: Any, tokens: Sequence[int]) -> list[int]:
+    """The hashes of a prompt's blocks, as our feed has them."""
+    path: tuple[Any, ...] = (namespace,)
+    names = []
+    for at in range(0, len(tokens) - 1, 2):
+        path = (*path, tuple(tokens[at : at + 2]))
+        names.append(int.from_bytes(name_of(path), "big"))
+    return names
