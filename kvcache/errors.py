@@ -13,6 +13,10 @@
     │   ├── TransfersPending
     │   ├── ComputationLost
     │   ├── ManagerClosed
+    │   ├── SnapshotError     a file is no saved prefix index that can be read; `path` says which
+    │   │   ├── NotASnapshot
+    │   │   ├── SnapshotTooNew
+    │   │   └── SnapshotDamaged
     │   └── Unsupported
     ├── CapacityError         there is no room; nothing has changed, less or later may work
     │   ├── OutOfBlocks
@@ -20,10 +24,6 @@
     │   ├── OutOfSymbols
     │   ├── OutOfNumbers
     │   └── NotEnoughMemory
-    ├── SnapshotError         a file is no saved prefix index that can be read; `path` says which
-    │   ├── NotASnapshot
-    │   ├── SnapshotTooNew
-    │   └── SnapshotDamaged
     └── InternalError         a bug of this library; the manager must not be used any further
         ├── InvariantViolated
         └── Poisoned
@@ -189,6 +189,37 @@ class Unsupported(UsageError):
     text = "{what} is not supported: {instead}"
 
 
+@dataclass(eq=False, repr=False)
+class SnapshotError(UsageError):
+    """A file cannot be read as a prefix index."""
+
+    path: Path
+
+
+class NotASnapshot(SnapshotError):
+    """Something else is in the file."""
+
+    text = "{path} is no saved prefix index: give a file that PrefixIndex.save has written"
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotTooNew(SnapshotError):
+    """The file has a format version that this software does not know."""
+
+    version: int
+    text = (
+        "{path} has format version {version}, which is newer than this software: upgrade it, or save it anew"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class SnapshotDamaged(SnapshotError):
+    """What was saved is not there any more. `reason` says what is wrong."""
+
+    reason: str
+    text = "{path} is damaged: {reason}; begin with an empty index, and let the publishers tell their state"
+
+
 class CapacityError(KVCacheError):
     """There is no room. Nothing has changed; with less, or later, the call may succeed."""
 
@@ -279,37 +310,6 @@ class NotEnoughMemory(CapacityError):
     where: str = "memory"
     lower: str = "primary_blocks, max_tokens or primary_bytes"
     text = "the cache needs {needed:,} bytes of {where}, {free:,} are free: lower {lower}"
-
-
-@dataclass(eq=False, repr=False)
-class SnapshotError(KVCacheError):
-    """A file cannot be read as a prefix index."""
-
-    path: Path
-
-
-class NotASnapshot(SnapshotError):
-    """Something else is in the file."""
-
-    text = "{path} is no saved prefix index: give a file that PrefixIndex.save has written"
-
-
-@dataclass(eq=False, repr=False)
-class SnapshotTooNew(SnapshotError):
-    """The file has a format version that this software does not know."""
-
-    version: int
-    text = (
-        "{path} has format version {version}, which is newer than this software: upgrade it, or save it anew"
-    )
-
-
-@dataclass(eq=False, repr=False)
-class SnapshotDamaged(SnapshotError):
-    """What was saved is not there any more. `reason` says what is wrong."""
-
-    reason: str
-    text = "{path} is damaged: {reason}; begin with an empty index, and let the publishers tell their state"
 
 
 class InternalError(KVCacheError):

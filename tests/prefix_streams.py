@@ -18,16 +18,6 @@ MEDIA = (None, "GPU", "GPU", "GPU", "cpu", "CPU_PINNED", "DISK")
 EXTRAS: tuple[Any, ...] = (None, None, None, None, ("img", 3), (["img", 4],), ("salt",))
 
 
-class Prompts:
-    """Prompts that share prefixes and part again, as rows of tokens with extras per block of two tokens."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.rng = rng
-
-    def tokens(self, blocks: int) -> list[int]:
-        return [self.rng.randrange(2) for _ in range(4 * blocks)]
-
-
 class Honest:
     """One whose names follow from contents, and who stores nothing without what is before it."""
 
@@ -50,7 +40,10 @@ class Honest:
         first = rng.randrange(len(names)) if rng.random() < 0.5 else 0
         medium = rng.choice(MEDIA)
         if rng.random() < 0.4:
-            rng.choice([names.reverse, lambda: rng.shuffle(names), list])()
+            if rng.random() < 0.7:
+                names.reverse()
+            if rng.random() < 0.3:
+                rng.shuffle(names)
             return BlockRemoved(tuple(names[: rng.randrange(1, 9)]), medium, group)
         kind, window = KINDS[group]
         return BlockStored(

@@ -9,9 +9,9 @@ from events.formats.vllm import Hash
 from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated
 from kvcache.prefixes.holder import Holder
-from kvcache.prefixes.holding import Holding, Plane
+from kvcache.prefixes.runs import Holding, Owner, Plane, Root, Run
 from kvcache.prefixes.source import GROUPS_MAX, Source, Sources
-from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree, Root, Run
+from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree
 
 
 class _Seen:
@@ -24,7 +24,7 @@ class _Seen:
 
 def prove(tree: PrefixTree, sources: Sources) -> None:
     """Raise InvariantViolated unless everything fits together."""
-    seen: dict[Holder, _Seen] = {}
+    seen: dict[Owner, _Seen] = {}
     for adapter, sizes in tree.roots.items():
         _law(bool(sizes), "an adapter without anything is kept")
         for size, root in sizes.items():
@@ -37,13 +37,15 @@ def prove(tree: PrefixTree, sources: Sources) -> None:
         _prove_run(root, run)
         for holder, first in run.holders.items():
             _prove_holding(holder, first, run, seen.setdefault(holder, _Seen()))
-    known = {holder for source in sources.values() for holder in source.holders.values()}
+    known: set[Owner] = {holder for source in sources.values() for holder in source.holders.values()}
     _law(seen.keys() <= known, "somebody who is forgotten has blocks")
     for publisher, source in sources.items():
         _prove_source(publisher, source)
         for size, holder in source.holders.items():
             _law(
-                holder.owner is source and holder.block_bytes == TOKEN_BYTES * size,
+                holder.publisher == source.publisher
+                and holder.counts is source.counts
+                and holder.block_bytes == TOKEN_BYTES * size,
                 "blocks belong to somebody else",
             )
             _law(not size or holder.tree is tree, "blocks are in another tree")
@@ -59,10 +61,9 @@ def _prove_run(root: Root, run: Run) -> None:
     _law(longest == run.size, "a run has blocks that nobody needs")
 
 
-def _prove_holding(holder: Holder, first: Holding, run: Run, seen: _Seen) -> None:
-    _law(
-        4 * len(run.tokens) == 4 * run.size * holder.block_bytes, "blocks of one size are in a run of another"
-    )
+def _prove_holding(holder: Owner, first: Holding, run: Run, seen: _Seen) -> None:
+    assert isinstance(holder, Holder)
+    _law(len(run.tokens) == run.size * holder.block_bytes, "blocks of one size are in a run of another")
     below = sum(holder in child.holders for child in run.children.values())
     _law(first.children == below, "the runs below are counted wrongly")
     if isinstance(run.parent, Run):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from events.formats.vllm import BlockStored
-from kvcache.prefixes.tree import Adapter
+from kvcache.prefixes.runs import Adapter
 
 _encode = msgspec.msgpack.encode
 

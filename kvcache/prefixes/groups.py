@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from events.subscribe.index import GPU, STORAGE
 from kvcache.prefixes.holder import Holder
-from kvcache.prefixes.holding import Plane
+from kvcache.prefixes.runs import Plane
 
 LEVELS = STORAGE + 1
 _FULL = ("full_attention", "mla_attention", "sink_full_attention")

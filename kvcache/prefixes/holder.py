@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, repeat
-from typing import TYPE_CHECKING
 
 from events.formats.vllm import Hash
 from kvcache.prefixes.contents import Contents
-from kvcache.prefixes.holding import Holding, Plane, chained
-from kvcache.prefixes.tree import RUN_BLOCKS_MAX, Node, PrefixTree, Run, common_blocks, next_extra
-
-if TYPE_CHECKING:
-    from kvcache.prefixes.source import Source
+from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.runs import Holding, Node, Plane, Run, chained
+from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree, common_blocks, next_extra
 
 
 class Holder:
     """One publisher's blocks of one size."""
 
-    __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "owner", "resident", "tree")
+    __slots__ = ("_suspects", "block_bytes", "counts", "loose", "names", "publisher", "resident", "tree")
 
-    def __init__(self, owner: Source, tree: PrefixTree, block_bytes: int) -> None:
-        self.owner = owner
-        self.counts = owner.counts
+    def __init__(self, publisher: Publisher, counts: Counts, tree: PrefixTree, block_bytes: int) -> None:
+        self.publisher = publisher
+        self.counts = counts
         self.tree = tree
         self.block_bytes = block_bytes
         """Of a block's tokens; 0: nobody has said what these blocks hold."""

@@ -29,11 +29,12 @@ from events.subscribe.continuity import Missed, Received, Report, Restarted, Res
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.prefixes import check, snapshot
 from kvcache.prefixes.contents import pack_extras
-from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.groups import servable
 from kvcache.prefixes.matching import Rows, leading_blocks, path, rows_of
-from kvcache.prefixes.source import Publisher, Source, Sources
-from kvcache.prefixes.tree import Adapter, PrefixTree
+from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.runs import Adapter
+from kvcache.prefixes.source import Source, Sources
+from kvcache.prefixes.tree import PrefixTree
 
 
 class Overlap(NamedTuple):
@@ -118,7 +119,7 @@ class PrefixIndex:
             runs = list(path(root, packed, extras))
             # Who has anything of a prompt has something of its first run, or something behind it.
             for holder in runs[0][0].holders if runs else ():
-                source = holder.owner
+                source = self._sources[holder.publisher]
                 plane = source.only_plane
                 if plane is None:
                     several.setdefault(source, {}).update(rows_of(holder, runs))

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from kvcache.prefixes.holding import Plane
-from kvcache.prefixes.tree import Node, Root, Run, common_blocks, next_extra
-
-if TYPE_CHECKING:
-    from kvcache.prefixes.holder import Holder
+from kvcache.prefixes.runs import Node, Owner, Plane, Root, Run
+from kvcache.prefixes.tree import common_blocks, next_extra
 
 Rows = dict[Plane, int]
 """Which blocks of a prompt are in each plane, bit by bit."""
@@ -34,7 +30,7 @@ def path(root: Root, tokens: bytes, extras: Sequence[bytes] | None) -> Iterator[
         node, at = run, at + take
 
 
-def rows_of(holder: Holder, runs: Sequence[Step]) -> Rows:
+def rows_of(holder: Owner, runs: Sequence[Step]) -> Rows:
     """Which blocks of a prompt a holder has, in each plane."""
     rows: Rows = {}
     for run, start, take in runs:
@@ -47,7 +43,7 @@ def rows_of(holder: Holder, runs: Sequence[Step]) -> Rows:
     return rows
 
 
-def leading_blocks(holder: Holder, runs: Sequence[Step], plane: Plane) -> int:
+def leading_blocks(holder: Owner, runs: Sequence[Step], plane: Plane) -> int:
     """How many blocks a holder has in a plane from the start of a prompt on."""
     found = 0
     for run, _, take in runs:

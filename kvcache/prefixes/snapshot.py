@@ -19,11 +19,11 @@ from events.formats.vllm import Hash
 from events.log.durable import sync_directory, sync_file, write_all
 from kvcache.errors import InvariantViolated, NotASnapshot, SnapshotDamaged, SnapshotTooNew, Unsupported
 from kvcache.prefixes import check
-from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.holder import Holder
-from kvcache.prefixes.holding import Holding, Plane
-from kvcache.prefixes.source import Publisher, Source, Sources
-from kvcache.prefixes.tree import Adapter, Node, PrefixTree, Run
+from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.runs import Adapter, Holding, Node, Owner, Plane, Run
+from kvcache.prefixes.source import Source, Sources
+from kvcache.prefixes.tree import PrefixTree
 
 _MAGIC = b"kvprefix"
 _VERSION = 1
@@ -142,7 +142,7 @@ def _plain(worker: Hashable) -> Any:
 
 def _runs(tree: PrefixTree, sources: Sources) -> list[_Run]:
     holders = [holder for source in sources.values() for holder in source.holders.values()]
-    numbers = {holder: number for number, holder in enumerate(holders)}
+    numbers: dict[Owner, int] = {holder: number for number, holder in enumerate(holders)}
     places: dict[Node, int] = {}
     rows = []
     for root, run in tree.runs():

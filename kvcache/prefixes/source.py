@@ -4,29 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
 from events.packed import TOKEN_BYTES
 from events.subscribe.index import level_of
 from kvcache.prefixes.contents import contents_of
-from kvcache.prefixes.counts import Counts
 from kvcache.prefixes.groups import LEVELS, Group
 from kvcache.prefixes.holder import Holder
-from kvcache.prefixes.holding import Plane
+from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.runs import Plane
 from kvcache.prefixes.tree import PrefixTree
 
 GROUPS_MAX = 64
 """Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
 _HERE = (None, "LOCAL")
-
-
-class Publisher(NamedTuple):
-    """Who tells events."""
-
-    worker: Hashable
-    rank: int
-    """Of data parallelism: each rank has a cache of its own."""
 
 
 class Source:
@@ -93,7 +84,9 @@ class Source:
         """The blocks of that many tokens."""
         holder = self.holders.get(block_size)
         if holder is None:
-            holder = self.holders[block_size] = Holder(self, self.tree, block_size * TOKEN_BYTES)
+            holder = self.holders[block_size] = Holder(
+                self.publisher, self.counts, self.tree, block_size * TOKEN_BYTES
+            )
         return holder
 
     def add_group(self, index: int, kind: str | None, window: int | None, block_size: int) -> Group:

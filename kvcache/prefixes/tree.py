@@ -1,67 +1,18 @@
-"""The contents of blocks as one tree for all workers, and beside each run which of them has its blocks.
+"""The contents of blocks as one tree for all publishers.
 
-As in `kvcache.fold.prefix_tree`, a *run* is consecutive blocks of one prefix. Here it says what the blocks hold and
-nothing else: runs are split where prefixes diverge and grow at the end, and whoever has any of a run's blocks is in
-`Run.holders`. Children are found by the content of their whole first block, so whatever matches has been compared.
-
-What a block's hash covers besides tokens (images, a salt) is its *extra*, empty for nearly all. Only the first block
-of a run can have one.
+Runs are split where prefixes diverge, and grow at the end. Children are found by the content of their whole first
+block, so whatever matches has been compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kvcache.errors import invariant
-from kvcache.prefixes.holding import Holding
-
-if TYPE_CHECKING:
-    from kvcache.prefixes.holder import Holder
+from kvcache.prefixes.runs import Adapter, Node, Root, Run
 
 RUN_BLOCKS_MAX = 512
 """Blocks of the longest run: what is done to a run at once is bounded."""
-
-Adapter = str | int | None
-"""A LoRA adapter by its name, or by its number where events give no name; None is the base model."""
-
-
-class Node:
-    """What runs hang below: a root, or a run."""
-
-    __slots__ = ("children", "size")
-
-    def __init__(self, size: int) -> None:
-        self.children: dict[bytes, Run] = {}
-        """By tokens and extra of their first block."""
-        self.size = size
-        """Blocks of its own; 0 for a root, and for a run that is not in the tree any more."""
-
-
-class Root(Node):
-    """The start of all prompts for one adapter, in blocks of one size."""
-
-    __slots__ = ("adapter", "block_bytes")
-
-    def __init__(self, adapter: Adapter, block_bytes: int) -> None:
-        super().__init__(0)
-        self.adapter = adapter
-        self.block_bytes = block_bytes
-
-
-class Run(Node):
-    """Consecutive blocks of one prefix, at least one of which somebody has, or has something behind it."""
-
-    __slots__ = ("extra", "holders", "key", "parent", "tokens")
-
-    def __init__(self, parent: Node, key: bytes, extra: bytes, tokens: bytearray, size: int) -> None:
-        super().__init__(size)
-        self.parent = parent
-        self.key = key
-        self.extra = extra
-        self.tokens = tokens
-        """int32 each."""
-        self.holders: dict[Holder, Holding] = {}
 
 
 class PrefixTree:

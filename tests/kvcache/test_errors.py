@@ -6,6 +6,7 @@ import ast
 import inspect
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
@@ -21,12 +22,15 @@ from kvcache.errors import (
     KVCacheError,
     ManagerBusy,
     ManagerClosed,
+    NotASnapshot,
     NotEnoughMemory,
     OutOfBlocks,
     OutOfNumbers,
     OutOfSymbols,
     Poisoned,
     PromptTooLong,
+    SnapshotDamaged,
+    SnapshotTooNew,
     TransfersPending,
     UnknownRequest,
     Unsupported,
@@ -51,6 +55,9 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     TransfersPending(): {},
     ComputationLost("r1", 32): {"request_id": "r1", "computed": 32, "stuck": False},
     ManagerClosed(): {},
+    NotASnapshot(Path("x")): {"path": Path("x")},
+    SnapshotTooNew(Path("x"), 2): {"path": Path("x"), "version": 2},
+    SnapshotDamaged(Path("x"), "it ends"): {"path": Path("x"), "reason": "it ends"},
     Unsupported("appending to a log without tokens", "start a new log"): {
         "what": "appending to a log without tokens",
         "instead": "start a new log",

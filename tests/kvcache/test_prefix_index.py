@@ -18,7 +18,7 @@ from events.types import EventBatch
 from kvcache import KVCacheManager, PrefixIndex
 from kvcache.errors import CapacityError
 from kvcache.prefixes.index import Overlap
-from kvcache.prefixes.source import Publisher
+from kvcache.prefixes.publisher import Publisher
 from tests.prefix_model import NaiveIndex
 from tests.prefix_streams import Honest, Liar
 from tests.strategies import NAMESPACES, config, name_of

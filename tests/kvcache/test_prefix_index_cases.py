@@ -24,7 +24,7 @@ from kvcache.errors import (
     Unsupported,
 )
 from kvcache.prefixes.index import Overlap
-from kvcache.prefixes.source import Publisher
+from kvcache.prefixes.publisher import Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.prefix_streams import Honest, Liar
 
@@ -168,7 +168,7 @@ class TestPublishersThatErr:
         for _ in range(500):
             told(liar.event(), worker="bad", index=index)
             assert overlap(index, worker="good") == Overlap(6, 6, 6)
-        assert index.match_hashes([1, 2, 3])["good", 0] == Overlap(3, 3, 3)
+        assert index.match_hashes([1, 2, 3])[Publisher("good", 0)] == Overlap(3, 3, 3)
 
     def test_a_parent_that_is_not_known_is_no_start_of_a_prompt(self) -> None:
         """Such blocks are known by their hashes, and by their tokens when they are stored again."""

@@ -1,8 +1,19 @@
-"""What a publisher has sent, and what of it was odd."""
+"""Who tells events, and what of it was odd."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import msgspec
+
+
+class Publisher(NamedTuple):
+    """Who tells events."""
+
+    worker: Hashable
+    rank: int
+    """Of data parallelism: each rank has a cache of its own."""
 
 
 class Counts(msgspec.Struct):

@@ -1,17 +1,73 @@
-"""What one publisher has of one run."""
+"""Runs of blocks, and who has which of their blocks.
+
+As in `kvcache.fold.prefix_tree`, a *run* is consecutive blocks of one prefix. Here it says what the blocks hold and
+nothing else, for all publishers; what each of these has of it is a *holding*.
+
+What a block's hash covers besides tokens (images, a salt) is its *extra*, empty for nearly all. Only the first block
+of a run can have one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from events.formats.vllm import Hash
+from kvcache.prefixes.publisher import Publisher
 
-if TYPE_CHECKING:
-    from kvcache.prefixes.tree import Run
+Adapter = str | int | None
+"""A LoRA adapter by its name, or by its number where events give no name; None is the base model."""
 
 Plane = int
 """A group's level: three times the group's index, plus the level."""
+
+
+class Owner(Protocol):
+    """Who has blocks."""
+
+    publisher: Publisher
+
+    def split(self, holding: Holding, at: int, upper: Run) -> None:
+        """The first `at` blocks of a run belong to `upper` now; `holding` is what this owner has of the run."""
+
+
+class Node:
+    """What runs hang below: a root, or a run."""
+
+    __slots__ = ("children", "size")
+
+    def __init__(self, size: int) -> None:
+        self.children: dict[bytes, Run] = {}
+        """By tokens and extra of their first block."""
+        self.size = size
+        """Blocks of its own; 0 for a root, and for a run that is not in the tree any more."""
+
+
+class Root(Node):
+    """The start of all prompts for one adapter, in blocks of one size."""
+
+    __slots__ = ("adapter", "block_bytes")
+
+    def __init__(self, adapter: Adapter, block_bytes: int) -> None:
+        super().__init__(0)
+        self.adapter = adapter
+        self.block_bytes = block_bytes
+
+
+class Run(Node):
+    """Consecutive blocks of one prefix, at least one of which somebody has, or has something behind it."""
+
+    __slots__ = ("extra", "holders", "key", "parent", "tokens")
+
+    def __init__(self, parent: Node, key: bytes, extra: bytes, tokens: bytearray, size: int) -> None:
+        super().__init__(size)
+        self.parent = parent
+        self.key = key
+        self.extra = extra
+        self.tokens = tokens
+        """int32 each."""
+        self.holders: dict[Owner, Holding] = {}
+        """Who has something of it, or of what is behind it, and what."""
 
 
 class Holding:
