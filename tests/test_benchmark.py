@@ -69,3 +69,33 @@ def test_benchmark_runs_and_reuses_what_the_trace_allows(tmp_path: Path) -> None
         (REQUESTS, 0, told["hit_tokens"])
     }
     assert [name for name, mode in modes.items() if mode["log_bytes"]] == ["log"]
+
+
+PEER = """
+import json, marshal, sys
+stores, prompts, removals = marshal.load(open(sys.argv[1], "rb"))
+assert len(prompts) and {len(hashes) for _, _, hashes, _ in stores} == {16}
+print(json.dumps({"store": 1e-9, "match_list": 1e9, "noise": 0}))
+"""
+
+
+def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path) -> None:
+    """A short run gives all figures, and ratios that are above 1 where ours is better, whichever way that is."""
+    (tmp_path / "peer.py").write_text(PEER)
+    command = [sys.executable, str(ROOT / "benchmarks" / "index.py"), "--blocks", "4000", "--repeat", "1"]
+    done = subprocess.run(
+        [*command, "--beside", f"{sys.executable} {tmp_path / 'peer.py'}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    assert list(lines) == [
+        "store", "wire", "remove", "match_packed", "match_packed_p99", "match_list", "memory",
+    ]  # fmt: skip
+    beside = {name: float(line.split()[-4]) for name, line in lines.items() if "beside" in line}
+    assert beside.keys() == {"store", "match_list"}
+    assert min(beside.values()) > 1000

@@ -22,7 +22,7 @@ from events.feed.changes import Cleared, Removed, Stored
 from events.feed.life import LIFE
 from events.formats.vllm import encode_batch
 from events.types import AllocateReason, AnyEvent, MoveReason, Namespace, RemoveReason
-from kvcache import errors
+from kvcache import PrefixIndex, errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
@@ -223,6 +223,23 @@ def test_readme_example_runs(run_python: RunPython) -> None:
         "request-1: 0 of 100 prompt tokens were reused",
         "request-2: 99 of 100 prompt tokens were reused",
     ]
+
+
+def test_example_of_the_prefix_index_runs(run_python: RunPython, tmp_path: Path) -> None:
+    """The example for routers runs as it stands, and what it saves can be loaded."""
+    done = run_python(
+        snippet(WIRE, "python", "PrefixIndex").replace('"index.kvprefix"', repr(str(tmp_path / "it")))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["worker-1 0 32 tokens", "worker-2 0 48 tokens"]
+    assert len(PrefixIndex.load(tmp_path / "it").publishers) == 2
+
+
+def test_every_call_of_the_prefix_index_is_documented() -> None:
+    """The table has exactly its public methods and properties."""
+    rows = table(WIRE, "## Who has a prompt's prefix")
+    calls = {name for row in rows for name in re.findall(r"(?:^|, |\.)(\w+)", re.sub(r"\(.*?\)", "", row))}
+    assert calls - {"PrefixIndex"} == {name for name in dir(PrefixIndex) if not name.startswith("_")}
 
 
 def test_every_call_is_in_the_api() -> None:

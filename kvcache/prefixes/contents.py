@@ -27,8 +27,9 @@ class Contents(msgspec.Struct, frozen=True, gc=False):
 
 def contents_of(event: BlockStored, blocks: int) -> Contents | None:
     """What is in the first blocks of a store; None if it does not say."""
+    count = blocks * event.block_size
     try:
-        tokens = _packer(blocks * event.block_size)(*event.token_ids[: blocks * event.block_size])
+        tokens = _packer(count)(*event.token_ids[:count])
     except error:
         return None  # pairs, or numbers that are no token ids
     name = event.lora_name

@@ -8,7 +8,7 @@ A name without a known content is *loose*: it is somewhere, and what it holds wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 
 from events.formats.vllm import Hash
 from kvcache.prefixes.contents import Contents
@@ -221,8 +221,9 @@ class Holder:
             # Leaves go first: mostly the next ones are the blocks before it.
             count = _backwards(holding.names, last, hashes, at)
             gone = holding.unmark(plane, last - count + 1, count)
-            self.counts.unknown_removals += count - gone
             self._count(plane, -gone)
+            if gone < count:
+                self.counts.unknown_removals += count - gone
             self._forget(holding, last - count + 1, last + 1)
             at += count
 
@@ -283,11 +284,13 @@ class Holder:
             if end == len(first.names):
                 return
             full = len(first.names) == run.size
-            for layer in first.layers():
-                for name in islice(layer.names, end, None):
+            layer: Holding | None = first
+            while layer is not None:
+                for name in layer.names[end:]:
                     if name is not None:
                         del self.names[name]
                 del layer.names[end:]
+                layer = layer.more
             if not end:
                 del run.holders[self]
             if full or not end:
@@ -376,6 +379,8 @@ def _planes(bits: int) -> Iterator[Plane]:
 def _backwards(names: list[Hash | None], last: int, hashes: Sequence[Hash], at: int) -> int:
     """How many of the hashes from `at` on are names up to the one at `last`, from behind."""
     count, most = 1, min(last + 1, len(hashes) - at)
+    if tuple(names[last - most + 1 : last + 1][::-1]) == hashes[at : at + most]:
+        return most
     while count < most and names[last - count] == hashes[at + count]:
         count += 1
     return count

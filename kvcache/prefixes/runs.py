@@ -114,6 +114,10 @@ class Holding:
 
     def end(self) -> int:
         """Blocks of the run up to the last one that is anywhere."""
+        if self.more is None and len(self.masks) < 2:
+            for mask in self.masks.values():
+                return mask.bit_length()
+            return 0
         return max((mask.bit_length() for layer in self.layers() for mask in layer.masks.values()), default=0)
 
     def mark(self, plane: Plane, at: int, count: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 
-from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, Unknown, VLLMEvent
+from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, VLLMEvent
 from events.packed import TOKEN_BYTES
 from events.subscribe.index import level_of
 from kvcache.prefixes.contents import contents_of
@@ -40,15 +40,14 @@ class Source:
         self.counts.batches += 1
         self.counts.events += len(events)
         for event in events:
-            match event:
-                case BlockStored():
-                    self._store(event)
-                case BlockRemoved():
-                    self._remove(event)
-                case AllBlocksCleared():
-                    self.clear()
-                case Unknown():
-                    self.counts.unknown_events += 1
+            if isinstance(event, BlockStored):
+                self._store(event)
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            elif isinstance(event, AllBlocksCleared):
+                self.clear()
+            else:
+                self.counts.unknown_events += 1
 
     def clear(self) -> None:
         """Nothing is resident any more."""
@@ -107,17 +106,18 @@ class Source:
         if group is None or not group.followed or event.locality not in _HERE:
             self.counts.ignored_events += 1
             return
-        hashes, size, tokens = event.block_hashes, event.block_size, event.token_ids
+        hashes, size = event.block_hashes, event.block_size
         plane = group.index * LEVELS + _level(event.medium)
-        blocks = _blocks_told(group, len(hashes), len(tokens), size)
-        if blocks and group.block_size != size:
-            blocks = self._learn_size(group, size) and blocks
+        blocks = _blocks_told(group, len(hashes), len(event.token_ids), size)
+        if blocks and group.block_size != size and not self._learn_size(group, size):
+            blocks = 0
         contents = contents_of(event, blocks) if blocks else None
         if contents is not None:
-            told = hashes if blocks == len(hashes) else hashes[:blocks]
-            group.holder.store(event.parent_block_hash, told, contents, plane)
+            group.holder.store(event.parent_block_hash, hashes[:blocks], contents, plane)
+        else:
+            blocks = 0
+        if blocks < len(hashes):
             hashes = hashes[blocks:]
-        if hashes:
             self.counts.untold += 1
             group.holder.store_by_name(hashes, plane)
 
@@ -158,9 +158,9 @@ def _blocks_told(group: Group, hashes: int, tokens: int, size: int) -> int:
     Where blocks are left out, as from sliding windows, nothing says which tokens are whose. With full attention none
     are, so tokens that are too few lack at the end.
     """
-    if size <= 0 or tokens > hashes * size:
-        return 0
-    return tokens // size if group.window is None or tokens == hashes * size else 0
+    if tokens == hashes * size:
+        return hashes if size > 0 else 0
+    return tokens // size if 0 < tokens < hashes * size and group.window is None else 0
 
 
 _level = lru_cache(maxsize=64)(level_of)

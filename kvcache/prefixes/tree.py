@@ -71,7 +71,7 @@ class PrefixTree:
         while isinstance(node, Run):
             if node.children:
                 return
-            kept = max((len(holding.names) for holding in node.holders.values()), default=0)
+            kept = max([len(holding.names) for holding in node.holders.values()], default=0)
             if kept == node.size:
                 return
             if kept:

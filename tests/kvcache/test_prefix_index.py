@@ -61,7 +61,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_whatever_is_told_the_model_says_the_same(seed: int, tmp_path: Path) -> None:
     """Honest publishers and liars at once, over groups, levels, adapters and extras; saved and loaded in between."""
     rng = random.Random(seed)
