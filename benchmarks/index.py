@@ -96,7 +96,7 @@ def payload_of(batch: VLLMBatch) -> bytes:
 def measure(work: Work) -> dict[str, float]:
     """All figures of one run."""
     stores, prompts, removals = work
-    batches = [(worker, batch_of(*fields)) for worker, *fields in stores]
+    batches = [(worker, batch_of(parent, hashes, tokens)) for worker, parent, hashes, tokens in stores]
     blocks = sum(len(hashes) for _, _, hashes, _ in stores)
     gone = [(worker, VLLMBatch(0.0, (BlockRemoved(hashes, "GPU", 0),), 0)) for worker, hashes in removals]
     removed = sum(len(hashes) for _, hashes in removals)
@@ -138,8 +138,8 @@ def _loaded(file: BinaryIO) -> tuple[int, VLLMBatch]:
 def _write_payloads(path: Path, work: Work) -> None:
     with path.open("wb") as file:
         marshal.dump(len(work[0]), file)
-        for worker, *fields in work[0]:
-            marshal.dump((worker, payload_of(batch_of(*fields))), file)
+        for worker, parent, hashes, tokens in work[0]:
+            marshal.dump((worker, payload_of(batch_of(parent, hashes, tokens))), file)
 
 
 def _apply(index: PrefixIndex, batches: list[tuple[int, VLLMBatch]]) -> None:
