@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 
 from events.subscribe.continuity import Received, Report, Restarted
 from events.subscribe.index import Index
-from kvcache.cli.holders import NOTHING, Held, Holders, Prompt, Walk
+from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
 from kvcache.cli.listening import Speaker
 
 RATE_SECONDS = 5.0
@@ -98,12 +98,11 @@ class Workers:
         self,
         prompt: Prompt | None = None,
         *,
-        holders: Callable[[Prompt], Holders] = Walk,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.prompt = prompt
-        self._holders = None if prompt is None else holders(prompt)
+        self._holders = None if prompt is None else Holders(prompt)
         self._held: dict[tuple[Hashable, int], Held] = {}
         self._clock, self._wall = clock, wall
         self._rows: dict[Speaker, dict[int | None, Row]] = {}

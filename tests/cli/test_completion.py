@@ -66,7 +66,9 @@ def test_zsh_accepts(kvcache: Kvcache) -> None:
 
 def test_zsh_lists_schemes(kvcache: Kvcache) -> None:
     """In what an option takes, a bare colon would begin something else."""
-    assert r"(file\: kafka\: nats\: prometheus\: redis\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
+    assert (
+        r"(file\: kafka\: nats\: prometheus\: redis\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
+    )
 
 
 def test_without_shtab(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:

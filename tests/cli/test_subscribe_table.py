@@ -24,8 +24,7 @@ from rich.console import Console
 from events.formats.vllm import decode_batch
 from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.gathering import Worker
-from events.subscribe.index import Index
-from kvcache.cli.holders import Prompt, Walk, held_prefix
+from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
 from kvcache.cli.listening import Place, Speaker
 from kvcache.cli.watching import drawn
 from kvcache.cli.worker_table import Report as TableReport
@@ -355,10 +354,10 @@ class TestWorkers:
         assert [row.speaker for row in workers.longest()] == others
 
 
-def folded(*happened: Any) -> Index:
-    index = Index()
-    index.fold(received(0, *happened))
-    return index
+def held_of(prompt: Prompt, *happened: Any) -> Held:
+    holders = Holders(prompt)
+    holders.fold("worker", received(0, *happened))
+    return holders.match().get(("worker", 0), NOTHING)
 
 
 class TestHolders:
@@ -372,13 +371,13 @@ class TestHolders:
             ([stored(1, 2, 3)], (6, 0, 0)),
             ([stored(1, 2, 3, 4)], (6, 0, 0)),
             ([stored(1, 2, 3), removed(2)], (2, 0, 0)),
-            ([stored(1, 2, 3), stored(2, parent=1, medium="CPU"), removed(2)], (4, 2, 0)),
+            ([stored(1, 2, 3), stored(2, parent=1, medium="CPU"), removed(2)], (2, 4, 0)),
             ([stored(1, 2, 3), stored(2, parent=1, medium="CPU")], (6, 0, 0)),
             ([stored(1), stored(2, parent=1, medium="DISK")], (2, 0, 2)),
             ([stored(2, 3)], (0, 0, 0)),
             ([stored(1, 3)], (2, 0, 0)),
             ([stored(1, 2, 3), CLEARED], (0, 0, 0)),
-            ([stored(1), stored(1, 2, group=1)], (4, 0, 0)),
+            ([stored(1), stored(1, 2, group=1)], (2, 0, 0)),
             ([stored(1, 2, lora_name="a")], (0, 0, 0)),
             ([stored(1, 2, cache_salt="s")], (0, 0, 0)),
             ([stored(1, 2, extra_keys=[["s"], None])], (0, 0, 0)),
@@ -387,8 +386,8 @@ class TestHolders:
         ],
     )
     def test_plain(self, happened: list[Any], held: tuple[int, int, int]) -> None:
-        """Each block counts where it is fastest, up to the first that is nowhere; others' adapters and salts do not."""
-        assert held_prefix(folded(*happened), self.PROMPT) == held
+        """The prefix on the GPU, and what is longer with the other levels; others' adapters and salts do not count."""
+        assert held_of(self.PROMPT, *happened) == held
 
     @pytest.mark.parametrize(
         ("more", "held"),
@@ -406,11 +405,11 @@ class TestHolders:
     def test_namespace(self, more: dict[str, Any], held: int) -> None:
         """A prompt of an adapter and with a salt finds blocks of both alone, the salt as it is or by its digest."""
         prompt = Prompt(self.PROMPT.tokens, "a", "s")
-        assert held_prefix(folded(stored(1, 2, **more)), prompt) == (held, 0, 0)
+        assert held_of(prompt, stored(1, 2, **more)) == (held, 0, 0)
 
     def test_it_follows(self) -> None:
-        """A walk follows what changes, and a restart takes everything."""
-        walk = Walk(self.PROMPT)
+        """What changes is followed, and a restart takes everything."""
+        walk = Holders(self.PROMPT)
         found = []
         reports: list[Report] = [
             received(0, stored(1)),
