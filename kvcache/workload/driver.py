@@ -36,7 +36,8 @@ from kvcache.workload.mooncake import TraceRequest
 from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
 from kvcache.workload.summary import RunResult, StepTimes, WindowBlocks
 from kvcache.workload.tokens import Uint64s
-from kvcache.workload.waiting import Limits, Waiting, WaitingLine
+from kvcache.workload.waiting import Limits, Line, Waiting, WaitingLine
+from kvcache.workload.watching import Step, Watch
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -112,18 +113,20 @@ class Engine:
 
     `pools` are those of the manager; without them no bytes are written or compared. `copies` is its copier, if that
     measures its time, which then does not count as the manager's. For equal logs the manager must have been given the
-    `wall_ns` of `clock`.
+    `wall_ns` of `clock`. `trace` may be a line, too, into which others put requests while it plays. `watch` is called
+    at the end of each step, before the clock goes on.
     """
 
     def __init__(
         self,
         manager: KVCacheManager,
-        trace: Iterable[TraceRequest],
+        trace: Iterable[TraceRequest] | Line,
         options: DriveOptions | None = None,
         *,
         pools: Pools | None = None,
         copies: TimedCopier | None = None,
         clock: StepClock | None = None,
+        watch: Watch | None = None,
     ) -> None:
         if manager.num_sequences:
             raise UsageError("the manager is serving requests: a trace needs one of its own")
@@ -134,13 +137,16 @@ class Engine:
         self._times = StepTimes(copies)
         windows = {group.window: WindowBlocks() for group in manager.layout.groups}
         self._result = RunResult(self._times, windows)
-        config = manager.config
-        limits = Limits.of(config, manager.layout)
-        self._line = WaitingLine(trace, limits, clock, options.seed, self._result.refuse)
+        self._watch = watch
+        self._line = trace if isinstance(trace, Line) else self._line_of(trace)
         self._running: dict[int, _Running] = {}
         """In the order of admission."""
         self._may_admit = True
         """False while the first request in line waits for a running one to end."""
+
+    def _line_of(self, trace: Iterable[TraceRequest]) -> WaitingLine:
+        limits = Limits.of(self._manager.config, self._manager.layout)
+        return WaitingLine(trace, limits, self._clock, self._options.seed, self._result.refuse)
 
     def run(self, stop: threading.Event | None = None, progress: Progress | None = None) -> RunResult:
         """Step until all requests are done, or `stop` is set; then no request of the trace is running any more.
@@ -159,16 +165,24 @@ class Engine:
         return result
 
     def _step(self) -> None:
-        self._check_reused(self._admit())
+        admitted = self._admit()
+        self._check_reused(admitted)
         self._note_held()
         chunks = self._plan()
+        step = Step({running.request_id: running.computed for running in admitted})
+        for chunk in chunks:
+            step.note(chunk.begin, chunk.end, decoding=bool(chunk.running.sampled))
         self._compute(chunks)
         self._store(chunks)
-        self._sample(chunks)
+        step.sampled = self._sample(chunks)
         self._note_held()
-        self._remove([running for running in self._running.values() if running.finished])
+        ended = [running for running in self._running.values() if running.finished]
+        step.ended = [running.request_id for running in ended]
+        self._remove(ended)
         self._flush()
         self._times.end_step()
+        if self._watch is not None:
+            self._watch(step)
 
     def _end(self) -> None:
         """Leave a manager without sequences and without copies on their way."""
@@ -334,9 +348,10 @@ class Engine:
                 if not chunk.running.sampled:
                     manager.store_context_blocks(chunk.running.request_id, chunk.end)
 
-    def _sample(self, chunks: list[_Chunk]) -> None:
-        """Append the next token to every request whose tokens are all computed, in one call."""
-        request_ids, tokens = [], []
+    def _sample(self, chunks: list[_Chunk]) -> list[int]:
+        """Append the next token to every request whose tokens are all computed, in one call; returns these."""
+        request_ids: list[int] = []
+        tokens: list[int] = []
         for chunk in chunks:
             running = chunk.running
             if chunk.end == running.num_tokens and running.outputs_left:
@@ -346,6 +361,7 @@ class Engine:
         if request_ids:
             with self._times.timed():
                 self._manager.add_tokens(request_ids, tokens)
+        return request_ids
 
     def _remove(self, ended: list[_Running]) -> None:
         """End requests; what they computed stays reusable."""

@@ -6,6 +6,7 @@ memory of a run does not grow with its trace.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -73,7 +74,32 @@ class Waiting:
         return Waiting(request, self.outputs[sampled:], self.blocks_to_completion, self.arrival_ms)
 
 
-class WaitingLine:
+class Line(ABC):
+    """What stands before an engine, which alone takes from it."""
+
+    @abstractmethod
+    def __bool__(self) -> bool:
+        """Whether requests are left, or may still come."""
+
+    @property
+    @abstractmethod
+    def next_arrival_ms(self) -> int:
+        """When the next request arrives; 0 if one is there, or none is left. Asked only by an engine without work."""
+
+    @abstractmethod
+    def first(self, count: int) -> list[Waiting]:
+        """Return up to `count` requests that have arrived, without taking them out of the line."""
+
+    @abstractmethod
+    def take(self, count: int) -> None:
+        """Take the first `count` requests out of the line: they are admitted."""
+
+    @abstractmethod
+    def put_back(self, waiting: list[Waiting]) -> None:
+        """Put requests that have to begin again in front of the line."""
+
+
+class WaitingLine(Line):
     """The requests of a trace in its order. Each one's place in the trace, from 0, is its request id."""
 
     def __init__(
