@@ -1,0 +1,41 @@
+"""The thread that hears from all workers what they have cached."""
+
+from __future__ import annotations
+
+import threading
+
+from events.subscribe.gathering import Gathering, Worker, replay_in_topic
+from examples.kv_aware_router.index import Overlaps
+
+_POLL_MS = 50
+
+
+class Feed:
+    """Bound at a port to which each worker's `zmq+pub:` sink connects. It first tells all it has, then what changes."""
+
+    def __init__(self, index: Overlaps, endpoint: str = "tcp://127.0.0.1:0") -> None:
+        self._index = index
+        self._gathering = Gathering(endpoint, replay=replay_in_topic, topic="kv@")
+        self.endpoint = self._gathering.endpoint
+        self._gone: list[str] = []
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="feed", daemon=True)
+        self._thread.start()
+
+    def drop(self, topic: str) -> None:
+        """Forget a worker that has gone."""
+        self._index.drop(topic)
+        self._gone.append(topic)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._end.set()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with self._gathering as gathering:
+            while not self._end.is_set():
+                for worker, report in gathering.poll(_POLL_MS):
+                    self._index.fold(worker.topic, report)
+                while self._gone:
+                    gathering.forget(Worker(self._gone.pop()))

@@ -1,0 +1,96 @@
+"""The worker processes: started together, killed as a machine kills, started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvcache.errors import UsageError
+
+_ROOT = Path(__file__).parent.parent.parent
+_PATIENCE = 60.0
+"""Seconds until a process must have said where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of each worker's cache."""
+
+    blocks: int
+    tokens_per_block: int
+    longest: int
+    """Tokens of the longest request."""
+
+
+class Place(NamedTuple):
+    """Where a worker is."""
+
+    url: str
+    topic: str
+    """Of its feed."""
+
+
+class Fleet:
+    """So many workers, which tell an endpoint what they have."""
+
+    def __init__(self, size: int, sizes: Sizes, feed: str) -> None:
+        self.names = [f"worker {number}" for number in range(1, size + 1)]
+        self._processes: dict[str, Process] = {}
+        self._command = [sys.executable, "-m", "examples.kv_aware_router.worker"]
+        self._command += ["--feed", feed.removeprefix("tcp://")]
+        self._command += ["--blocks", str(sizes.blocks), "--tokens-per-block", str(sizes.tokens_per_block)]
+        self._command += ["--longest", str(sizes.longest)]
+
+    async def start(self, name: str) -> Place:
+        """Start a worker, and wait until it serves."""
+        paths = [str(_ROOT), os.environ.get("PYTHONPATH", "")]
+        # In a session of its own: Ctrl-C is for the program that has started it, with whose end its stdin ends.
+        process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=PIPE,
+            stdout=PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            start_new_session=True,
+        )
+        self._processes[name] = process
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), _PATIENCE)
+        if not line:
+            raise UsageError(f"{name} ended before it served: its message is above")
+        return Place(**json.loads(line))
+
+    async def start_all(self) -> dict[str, Place]:
+        """Start all of them, by name."""
+        places = await asyncio.gather(*map(self.start, self.names))
+        return dict(zip(self.names, places, strict=True))
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL: it has no chance to say good-bye."""
+        self._processes[name].kill()
+        await self._processes[name].wait()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        await asyncio.gather(*map(_ended, self._processes.values()))
+
+
+async def _ended(process: Process) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), 10)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,69 @@
+"""The line before an engine that serves: requests are put in from any thread while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from examples.kv_aware_router.clock import WorkerClock
+from kvcache.workload.waiting import Line, Waiting
+
+
+class Inbox(Line):
+    """Requests in the order in which they came. Each is there from the time on at which it was sent."""
+
+    def __init__(self, clock: WorkerClock) -> None:
+        self._clock = clock
+        self._waiting: deque[Waiting] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def put(self, waiting: Waiting) -> None:
+        """Add a request."""
+        with self._changed:
+            self._waiting.append(waiting)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Nothing comes any more; what waits is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def __bool__(self) -> bool:
+        """Whether requests may still come."""
+        return not self._closed
+
+    @property
+    def next_arrival_ms(self) -> int:
+        """Sleep until a request is there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if self._waiting:
+                self._clock.begin(self._waiting[0].arrival_ms)
+            return self._clock.now_ms
+
+    def first(self, count: int) -> list[Waiting]:
+        """Those that have arrived by the worker's time, which may be behind the sender's."""
+        there: list[Waiting] = []
+        with self._changed:
+            for waiting in self._waiting:
+                if len(there) == count or waiting.arrival_ms > self._clock.now_ms:
+                    break
+                there.append(waiting)
+        return there
+
+    def take(self, count: int) -> None:
+        """They are admitted."""
+        with self._changed:
+            for _ in range(count):
+                self._waiting.popleft()
+
+    def put_back(self, waiting: list[Waiting]) -> None:
+        """They begin again."""
+        with self._changed:
+            self._waiting.extendleft(reversed(waiting))

@@ -1,0 +1,136 @@
+"""An engine without a model that serves requests as they come, on a thread of its own.
+
+It is the engine that plays traces (`kvcache.workload.driver`), with a line that grows while it runs and steps that
+take simulated time. The manager has no pools: blocks are kept, reused, evicted and told to routers; no bytes move.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from examples.kv_aware_router.clock import StepCosts, WorkerClock
+from examples.kv_aware_router.inbox import Inbox
+from kvcache import KVCacheConfig, KVCacheManager, Request
+from kvcache.fold.residency import resident_names
+from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.tokens import output_tokens
+from kvcache.workload.waiting import Limits, Waiting
+from kvcache.workload.watching import Step
+from sinks.router.transport import ZMQTransport
+
+OPTIONS = DriveOptions(concurrency=64, prefill_tokens=2048)
+
+
+class Told(NamedTuple):
+    """Where a request is."""
+
+    first_token: bool
+    """Its first token was sampled; else it has ended."""
+    at_ms: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Job:
+    tell: Callable[[Told], None]
+    cached_tokens: int = 0
+    begun: bool = False
+
+
+class Serving:
+    """One worker's engine. Any thread may call it."""
+
+    def __init__(self, config: KVCacheConfig, sink: str) -> None:
+        self._config, self._sink = config, sink
+        self._clock = WorkerClock()
+        self._costs = StepCosts()
+        self._inbox = Inbox(self._clock)
+        self._jobs: dict[int, _Job] = {}
+        self._ready = threading.Event()
+        self._numbers = 0
+        self._busy_ms = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+
+    def put(
+        self, tokens: list[int], max_tokens: int, sent_ms: int, tell: Callable[[Told], None]
+    ) -> str | None:
+        """Take a request, of which `tell` hears on the engine's thread; or say why it can never be served."""
+        total = len(tokens) + max_tokens
+        obstacle = self._limits.obstacle(total)
+        if obstacle is not None:
+            return obstacle
+        self._numbers = number = self._numbers + 1
+        self._jobs[number] = _Job(tell)
+        request = Request(number, np.asarray(tokens, np.int32))
+        outputs = output_tokens(number, max_tokens)
+        self._inbox.put(Waiting(request, outputs, self._limits.blocks_for(total), sent_ms))
+        return None
+
+    def follow(self, trace_ms: int) -> None:
+        """Wait until everything is computed that happens up to that time of the trace."""
+        self._clock.follow(trace_ms, lambda: self.idle)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges for people."""
+        stats = self._manager.stats()
+        return {
+            "running": len(self._jobs) - len(self._inbox),
+            "waiting": len(self._inbox),
+            "cached_blocks": stats.blocks_total[0] - stats.blocks_blank[0],
+            "total_blocks": stats.blocks_total[0],
+            "busy_ms": self._busy_ms,
+        }
+
+    def resident(self) -> list[int]:
+        """The names of all blocks that routers should know of. Only while nothing runs."""
+        return sorted(resident_names(self._manager.state, 0))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._jobs
+
+    @property
+    def topic(self) -> str:
+        """By which its feed is known."""
+        transport = self._manager.feeds[0].transport
+        assert isinstance(transport, ZMQTransport)
+        return transport.topic.decode()
+
+    def close(self) -> None:
+        """Let go of what runs, and end the feed."""
+        self._inbox.close()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with KVCacheManager(self._config, sinks=[self._sink]) as self._manager:
+            self._limits = Limits.of(self._config, self._manager.layout)
+            engine = Engine(self._manager, self._inbox, OPTIONS, clock=self._clock, watch=self._stepped)
+            self._ready.set()
+            engine.run()
+
+    def _stepped(self, step: Step) -> None:
+        """A step is over: let its time pass, and tell what it brought."""
+        cost = self._costs.of(step)
+        self._busy_ms += cost
+        self._clock.spend(cost)
+        for number, reused in step.admitted.items():
+            self._jobs[number].cached_tokens = reused
+        now = self._clock.now_ms
+        for number in step.sampled:
+            job = self._jobs[number]
+            if not job.begun:
+                job.begun = True
+                job.tell(Told(first_token=True, at_ms=now, cached_tokens=job.cached_tokens))
+        for number in step.ended:
+            job = self._jobs[number]
+            job.tell(Told(first_token=False, at_ms=now, cached_tokens=job.cached_tokens))
+            del self._jobs[number]
+        self._clock.look_again()
