@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from kvcache.errors import UsageError
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.mooncake import TraceRequest, read_trace
@@ -34,10 +36,10 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="play only the first N requests")
     add("--workers", type=int, default=4, metavar="N", help="(4)")
     add("--blocks", type=int, default=6250, metavar="N", help="of each worker (6250: 400,000 tokens)")
+    add("--secondary-blocks", type=int, default=15625, metavar="N", help="in host memory (15625: 1,000,000)")
     add("--tokens-per-block", type=int, default=64, metavar="N", help="(64)")
-    add(
-        "--speed", type=float, default=8, metavar="N", help="at most so many simulated seconds per second (8)"
-    )
+    add("--faster", type=float, metavar="X", help="requests arrive so many times as fast (1; the chats 8)")
+    add("--speed", type=float, metavar="X", help="at most so many simulated seconds in a second (8; chats 1)")
     add("--load-weight", type=float, default=1.0, metavar="X", help="of the load beside the overlap (1)")
     add("--port", type=int, default=0, metavar="N", help="of the balancer and its page (any free one)")
     add("--page", type=Path, metavar="FILE", help="write the page, with everything in it, when all is over")
@@ -89,16 +91,21 @@ def _setting(args: argparse.Namespace) -> Setting:
     from examples.kv_aware_router.fleet import Sizes
     from examples.kv_aware_router.rounds import Setting
 
-    if min(args.workers, args.blocks, args.tokens_per_block) < 1 or args.speed <= 0:
-        raise UsageError("--workers, --blocks, --tokens-per-block and --speed must be above 0")
-    trace = _trace(args.trace, args.limit)
+    faster = args.faster if args.faster is not None else 8.0 if args.trace is None else 1.0
+    speed = args.speed if args.speed is not None else 1.0 if args.trace is None else 8.0
+    if min(args.workers, args.blocks, args.tokens_per_block) < 1 or min(speed, faster) <= 0:
+        raise UsageError("--workers, --blocks, --tokens-per-block, --speed and --faster must be above 0")
+    trace = _trace(args.trace, args.limit, faster)
     longest = max(request.input_length + max(1, request.output_length) for request in trace)
-    return Setting(trace, args.workers, Sizes(args.blocks, args.tokens_per_block, longest), args.speed)
+    sizes = Sizes(args.blocks, args.secondary_blocks, args.tokens_per_block, longest)
+    return Setting(trace, args.workers, sizes, speed)
 
 
-def _trace(path: Path | None, limit: int | None) -> list[TraceRequest]:
+def _trace(path: Path | None, limit: int | None, faster: float) -> list[TraceRequest]:
     requests = generate_chats(_CHATS) if path is None else read_trace(path, limit)
-    trace = list(islice(requests, limit))
+    trace = [
+        structs.replace(each, timestamp=int(each.timestamp / faster)) for each in islice(requests, limit)
+    ]
     if not trace:
         raise UsageError(f"{path or 'the workload'} holds no requests")
     return trace
@@ -109,7 +116,7 @@ def _state(played: Sequence[Round], setting: Setting) -> dict[str, Any]:
         "requests": len(setting.trace),
         "end_ms": setting.trace[-1].timestamp,
         "workers": [f"worker {number}" for number in range(1, setting.workers + 1)],
-        "blocks": setting.sizes.blocks,
+        "blocks": setting.sizes.blocks + setting.sizes.secondary_blocks,
         "speed": setting.speed,
         "rounds": [each.state() for each in played if each.samples],
     }

@@ -29,14 +29,19 @@ class StepCosts:
     context_token_ms: float = 0.00004
     """128 KiB of K and V are read for each token before those that are computed."""
 
+    onboarded_token_ms: float = 0.0026
+    """128 KiB of K and V come from host memory, at 50 GB/s."""
+
     def of(self, step: Step) -> int:
         """Whole milliseconds; 0 for a step that computes nothing."""
         if not (step.prefill_tokens or step.decoding):
             return 0
+        onboarded = sum(each.reused_secondary for each in step.admitted.values())
         return math.ceil(
             self.weights_ms
             + self.prompt_token_ms * step.prefill_tokens
             + self.context_token_ms * step.context_tokens
+            + self.onboarded_token_ms * onboarded
         )
 
 

@@ -24,6 +24,8 @@ class Sizes:
     """Of each worker's cache."""
 
     blocks: int
+    secondary_blocks: int
+    """In host memory."""
     tokens_per_block: int
     longest: int
     """Tokens of the longest request."""
@@ -46,6 +48,7 @@ class Fleet:
         self._command = [sys.executable, "-m", "examples.kv_aware_router.worker"]
         self._command += ["--feed", feed.removeprefix("tcp://")]
         self._command += ["--blocks", str(sizes.blocks), "--tokens-per-block", str(sizes.tokens_per_block)]
+        self._command += ["--secondary-blocks", str(sizes.secondary_blocks)]
         self._command += ["--longest", str(sizes.longest)]
 
     async def start(self, name: str) -> Place:

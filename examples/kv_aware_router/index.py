@@ -11,7 +11,7 @@ import numpy as np
 
 from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
 from events.subscribe.continuity import Report
-from events.subscribe.index import GPU, Index
+from events.subscribe.index import GPU, HOST, Index
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from events.types import Namespace
 
@@ -62,23 +62,22 @@ class NameIndex:
         """Leading tokens of a prompt that each worker has in whole blocks."""
         names = self._names(tokens)
         with self._lock:
-            held = {worker: index.blocks.get((0, GPU), {}) for worker, index in self._workers.items()}
             return {
-                worker: sum(1 for _ in takewhile(blocks.__contains__, names)) * self._tokens_per_block
-                for worker, blocks in held.items()
+                worker: _leading(names, index) * self._tokens_per_block
+                for worker, index in self._workers.items()
             }
 
     def blocks(self, worker: str) -> int:
         """How many blocks a worker has, as far as is known."""
         with self._lock:
             index = self._workers.get(worker)
-            return 0 if index is None else index.count(GPU)
+            return 0 if index is None else index.count(GPU) + index.count(HOST)
 
-    def resident(self, worker: str) -> set[int]:
-        """Their names."""
+    def resident(self, worker: str) -> list[set[int]]:
+        """Their names, per level."""
         with self._lock:
-            index = self._workers.get(worker)
-            return set() if index is None else {int(name) for name in index.resident()}
+            index = self._workers.get(worker, Index())
+            return [{int(name) for name in index.resident(level=level)} for level in (GPU, HOST)]
 
     def faults(self) -> int:
         """What the feeds said that cannot be, and what was lost."""
@@ -95,3 +94,9 @@ class NameIndex:
         algorithm, namespace = ALGORITHMS[DEFAULT_ALGORITHM], Namespace()
         keys = algorithm.chain(namespace, algorithm.root_key(namespace), packed, self._block_bytes)
         return [] if not packed else unpack_names(names_of_keys(keys, algorithm.key_bytes)).tolist()
+
+
+def _leading(names: list[int], index: Index) -> int:
+    """How many blocks of a prompt are there, on the GPU or in host memory, from where they come soon."""
+    gpu, host = (index.blocks.get((0, level), {}) for level in (GPU, HOST))
+    return sum(1 for _ in takewhile(lambda name: name in gpu or name in host, names))

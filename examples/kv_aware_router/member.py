@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from examples.kv_aware_router.fleet import Place
 
+REQUEST_TOKENS = 64
+"""What a running request weighs beside its prompt: it takes a part of each step, and of the cache."""
+
 
 @dataclass(slots=True)
 class Member:
@@ -23,5 +26,5 @@ class Member:
 
     @property
     def load(self) -> int:
-        """Prompt tokens that are computed there before those of the next request."""
-        return sum(self.to_compute.values())
+        """Prompt tokens that are computed there before those of the next request, or as much work."""
+        return sum(self.to_compute.values()) + REQUEST_TOKENS * self.running

@@ -89,8 +89,12 @@
     line(each.name, seconds(each), each.samples.map(value), own(ROUNDS, index)));
   const perWorker = (key) => {
     const round = state.rounds[state.rounds.length - 1];
-    return state.workers.map((name, index) =>
-      line(name, seconds(round), round.samples.map((each) => each[key][index]), own(WORKERS, index)));
+    return state.workers.map((name, index) => {
+      const values = round.samples.map((each) => each[key][index]);
+      const trace = line(name, seconds(round), values, own(WORKERS, index));
+      trace.line = { ...trace.line, shape: "hv", width: 1.5 };
+      return trace;
+    });
   };
   const distribution = () => state.rounds.map((each, index) => line(
     each.name,
@@ -118,7 +122,7 @@
       const axis = { gridcolor: grid, zerolinecolor: grid, linecolor: grid, automargin: true };
       Plotly.react(document.querySelectorAll(".chart")[index], traces(), {
         margin: { l: 8, r: 8, t: 8, b: 8 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-        font: { color: ink, size: 12 }, legend: { orientation: "h", y: -0.25 }, showlegend: true,
+        font: { color: ink, size: 12 }, showlegend: false, hovermode: "x unified",
         xaxis: { ...axis, title: { text: x }, type: kind || "linear" },
         yaxis: { ...axis, title: { text: y }, rangemode: "tozero" },
       }, { displayModeBar: false, responsive: true });

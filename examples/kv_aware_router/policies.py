@@ -43,10 +43,10 @@ class KVAware:
         self._load_weight = load_weight
 
     def choose(self, members: Sequence[Member], overlap: Mapping[str, int]) -> Member:
-        """The highest score; among equals the one with the fewest requests."""
+        """The highest score; among equals the one of which the least is known to be cached."""
 
-        def score(member: Member) -> tuple[float, int]:
+        def score(member: Member) -> tuple[float, float]:
             own = overlap.get(member.place.topic, 0)
-            return own - self._load_weight * member.load, -member.running
+            return own - self._load_weight * member.load, -member.stats.get("cached_blocks", 0)
 
         return max(members, key=score)

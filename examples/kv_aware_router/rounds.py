@@ -58,6 +58,7 @@ class Round:
 
     async def play(self, service: Service, setting: Setting) -> None:
         """Play it to its end."""
+        self.tally.workers = setting.workers
         index = NameIndex(setting.sizes.tokens_per_block)
         feed = Feed(index)
         try:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from events.types import PRIMARY, SECONDARY
 from examples.kv_aware_router.clock import StepCosts, WorkerClock
 from examples.kv_aware_router.inbox import Inbox
 from kvcache import KVCacheConfig, KVCacheManager, Request
@@ -83,14 +84,14 @@ class Serving:
         return {
             "running": len(self._jobs) - len(self._inbox),
             "waiting": len(self._inbox),
-            "cached_blocks": stats.blocks_total[0] - stats.blocks_blank[0],
-            "total_blocks": stats.blocks_total[0],
+            "cached_blocks": sum(stats.blocks_total) - sum(stats.blocks_blank),
+            "total_blocks": sum(stats.blocks_total),
             "busy_ms": self._busy_ms,
         }
 
-    def resident(self) -> list[int]:
-        """The names of all blocks that routers should know of. Only while nothing runs."""
-        return sorted(resident_names(self._manager.state, 0))
+    def resident(self) -> list[list[int]]:
+        """The names of all blocks that routers should know of, per level. Only while nothing runs."""
+        return [sorted(resident_names(self._manager.state, level)) for level in (PRIMARY, SECONDARY)]
 
     @property
     def idle(self) -> bool:
@@ -121,8 +122,8 @@ class Serving:
         cost = self._costs.of(step)
         self._busy_ms += cost
         self._clock.spend(cost)
-        for number, reused in step.admitted.items():
-            self._jobs[number].cached_tokens = reused
+        for number, admission in step.admitted.items():
+            self._jobs[number].cached_tokens = admission.reused_tokens
         now = self._clock.now_ms
         for number in step.sampled:
             job = self._jobs[number]

@@ -15,6 +15,7 @@ from examples.kv_aware_router.balancer import Served
 class Tally:
     """Counts of a round. Times are simulated."""
 
+    workers: int = 1
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -55,8 +56,8 @@ class Tally:
     @property
     def imbalance(self) -> float:
         """What the busiest worker computed, as a multiple of the mean."""
-        tokens = list(self.computed_by.values())
-        return max(tokens) * len(tokens) / sum(tokens) if sum(tokens) else 1.0
+        tokens = self.computed_by.values()
+        return max(tokens) * self.workers / sum(tokens) if sum(tokens) else 1.0
 
     def summary(self) -> dict[str, Any]:
         """For the page."""

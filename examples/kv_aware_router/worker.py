@@ -92,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="worker", description=__doc__)
     parser.add_argument("--feed", required=True, help="HOST:PORT of the balancer's end of the feed")
     parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--secondary-blocks", type=int, required=True)
     parser.add_argument("--tokens-per-block", type=int, required=True)
     parser.add_argument("--longest", type=int, required=True, help="tokens of the longest request")
     args = parser.parse_args()
@@ -99,6 +100,7 @@ def main() -> None:
         max_sequence_length=args.longest,
         tokens_per_block=args.tokens_per_block,
         primary_blocks=args.blocks,
+        secondary_blocks=args.secondary_blocks,
     )
     # It connects to the balancer, which is told everything whenever it comes. What gets lost is asked for at `replay`.
     sink = f"zmq+pub://{args.feed}?connect=1&replay=0&coalesce=5ms&heartbeat=200ms&model=example"

@@ -68,7 +68,7 @@ class _Running:
 
     waiting: Waiting
     """What it was in line."""
-    num_prompt_tokens: int
+    admission: Admission
     outputs: list[int]
     computed: int
     """Leading tokens whose K and V exist."""
@@ -79,6 +79,10 @@ class _Running:
     @property
     def request_id(self) -> int:
         return int(self.waiting.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.admission.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +173,7 @@ class Engine:
         self._check_reused(admitted)
         self._note_held()
         chunks = self._plan()
-        step = Step({running.request_id: running.computed for running in admitted})
+        step = Step({running.request_id: running.admission for running in admitted})
         for chunk in chunks:
             step.note(chunk.begin, chunk.end, decoding=bool(chunk.running.sampled))
         self._compute(chunks)
@@ -256,7 +260,7 @@ class Engine:
             )
 
     def _start(self, waiting: Waiting, admission: Admission) -> _Running:
-        running = _Running(waiting, admission.num_tokens, waiting.outputs.tolist(), admission.reused_tokens)
+        running = _Running(waiting, admission, waiting.outputs.tolist(), admission.reused_tokens)
         if self._pattern is not None:
             request = waiting.request
             namespace = (request.lora_id, request.lora_name, request.cache_salt)

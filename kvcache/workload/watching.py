@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvcache.results import Admission
+
 
 @dataclass(slots=True)
 class Step:
     """One step; requests by their ids."""
 
-    admitted: dict[int, int]
-    """Leading prompt tokens that each admitted request need not compute."""
+    admitted: dict[int, Admission]
+    """What each admitted request found in the cache."""
     prefill_tokens: int = 0
     """Prompt tokens that were computed."""
     decoding: int = 0

@@ -1,0 +1,440 @@
+"""The example of a load balancer: its parts by themselves, and all of it with real processes and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.kv_aware_router.balancer import Balancer, Refused, Served
+from examples.kv_aware_router.clock import StepCosts, TraceTime, WorkerClock
+from examples.kv_aware_router.feed import Feed
+from examples.kv_aware_router.fleet import Fleet, Place, Sizes
+from examples.kv_aware_router.inbox import Inbox
+from examples.kv_aware_router.index import NameIndex
+from examples.kv_aware_router.member import REQUEST_TOKENS, Member
+from examples.kv_aware_router.page import page
+from examples.kv_aware_router.policies import KVAware, RoundRobin
+from examples.kv_aware_router.rounds import Round, Setting
+from examples.kv_aware_router.service import Service
+from examples.kv_aware_router.serving import Serving, Told
+from examples.kv_aware_router.table import gain, table
+from examples.kv_aware_router.tally import Tally
+from kvcache import KVCacheConfig, KVCacheManager, Request
+from kvcache.workload.chats import generate_chats
+from kvcache.workload.waiting import Waiting
+from kvcache.workload.watching import Step
+from tests.chaos import wait_until
+from tests.cli.browser import Browser
+from tests.conftest import ROOT
+from tests.servers import program
+
+BLOCK = 16
+
+
+def member(name: str, *, load: int = 0, running: int = 0, cached: int = 0) -> Member:
+    made = Member(name, Place(f"http://{name}", name), running=running, stats={"cached_blocks": cached})
+    made.to_compute[0] = load
+    return made
+
+
+class TestPolicies:
+    """Which worker a request goes to."""
+
+    def test_overlap_minus_load(self) -> None:
+        """A prefix is worth so much waiting as computing it would take, and no more; the weight says how much."""
+        near, far = member("near", load=900), member("far")
+        assert KVAware().choose([near, far], {"near": 1000}) is near
+        near.to_compute[1] = 200
+        assert KVAware().choose([near, far], {"near": 1000}) is far
+        assert KVAware(load_weight=0.5).choose([near, far], {"near": 1000}) is near
+
+    def test_running_requests_weigh_a_little(self) -> None:
+        """Of workers that know nothing of a prompt, the one with fewer requests is taken, then the emptier one."""
+        busy, idle = member("busy", running=2), member("idle", cached=9)
+        assert KVAware().choose([busy, idle], {}) is idle
+        assert KVAware().choose([busy, idle], {"busy": 2 * REQUEST_TOKENS + 1}) is busy
+        assert KVAware().choose([member("full", cached=9), member("empty")], {}).name == "empty"
+
+    def test_round_robin(self) -> None:
+        """Each one in turn, whatever it has."""
+        members, policy = [member("a"), member("b"), member("c")], RoundRobin()
+        chosen = [policy.choose(members, {"a": 10_000}).name for _ in range(4)]
+        assert chosen == ["a", "b", "c", "a"]
+
+
+class TestTime:
+    """Simulated time."""
+
+    def test_a_step_takes_what_is_computed_and_read(self) -> None:
+        """The weights, 25,000 prompt tokens a second, and the K and V of the context; an idle step takes nothing."""
+        costs = StepCosts()
+        assert costs.of(Step({})) == 0
+        assert costs.of(Step({}, prefill_tokens=2000)) == 85
+        assert costs.of(Step({}, decoding=10, context_tokens=100_000)) == 9
+
+    def test_a_step_ends_no_sooner_than_the_trace_is_there(self) -> None:
+        """A worker waits in a step that ends later, which is as good as idle for who waits for the worker."""
+        clock, ended = WorkerClock(), threading.Event()
+        engine = threading.Thread(target=lambda: (clock.spend(50), ended.set()))
+        engine.start()
+        clock.follow(49, lambda: False)
+        assert not ended.wait(0.05)
+        clock.follow(50, ended.is_set)
+        assert ended.wait(10)
+        engine.join()
+
+    def test_requests_wait_for_their_time(self) -> None:
+        """A request that was sent at a time which the worker has not reached is not there yet, unless it is idle."""
+        clock = WorkerClock()
+        inbox = Inbox(clock)
+        for number, sent in enumerate((10, 20)):
+            inbox.put(Waiting(Request(number, [1]), [], 1, sent))  # type: ignore[arg-type]
+        assert inbox.first(5) == []
+        assert inbox.next_arrival_ms == 10
+        assert [each.arrival_ms for each in inbox.first(5)] == [10]
+        inbox.take(1)
+        assert len(inbox) == 1
+        clock.begin(20)
+        assert len(inbox.first(5)) == 1
+        inbox.close()
+        assert not inbox
+
+
+@pytest.fixture
+def feed() -> Iterator[tuple[NameIndex, Feed]]:
+    index = NameIndex(BLOCK)
+    feed = Feed(index)
+    yield index, feed
+    feed.close()
+
+
+def sink(feed: Feed) -> str:
+    return f"zmq+pub://{feed.endpoint.removeprefix('tcp://')}?connect=1&replay=0&coalesce=0s&model=m"
+
+
+def test_overlap_is_what_the_cache_would_reuse(feed: tuple[NameIndex, Feed]) -> None:
+    """For prompts that begin alike, the index says of each what the manager itself would reuse in whole blocks."""
+    index, ear = feed
+    config = KVCacheConfig(
+        max_sequence_length=400, tokens_per_block=BLOCK, primary_blocks=25, secondary_blocks=10
+    )
+    with KVCacheManager(config, sinks=[sink(ear)]) as manager:
+        topic = manager.feeds[0].transport.topic.decode()  # type: ignore[attr-defined]
+        for number in range(3):
+            prompt = [number, *range(1, 200)]
+            manager.add_sequence(number, prompt)
+            manager.start_transfers()
+            manager.store_context_blocks(number, 200)
+            manager.remove_sequence(number)
+            manager.flush()
+        expected = {
+            (first, length): manager.count_reusable([first, *range(1, length)]) * BLOCK
+            for first in range(4)
+            for length in (1, 2, 16, 17, 100, 160, 161, 200, 208, 209)
+        }
+        assert 0 < sum(map(bool, expected.values())) < len(expected)
+
+        def agrees() -> bool:
+            return all(
+                index.overlap([first, *range(1, length)]).get(topic, 0) == tokens
+                for (first, length), tokens in expected.items()
+            )
+
+        wait_until(agrees, "the index does not agree")
+        assert index.blocks(topic) > 25
+        ear.drop(topic)
+        assert (index.blocks(topic), index.overlap([0, *range(1, 100)])) == (0, {})
+
+
+class TestServing:
+    """One worker's engine, without HTTP."""
+
+    @pytest.fixture
+    def serving(self, feed: tuple[NameIndex, Feed]) -> Iterator[Serving]:
+        config = KVCacheConfig(max_sequence_length=3000, tokens_per_block=BLOCK, primary_blocks=200)
+        serving = Serving(config, sink(feed[1]))
+        yield serving
+        serving.follow(10**9)
+        serving.close()
+
+    def test_time_to_first_token(self, serving: Serving) -> None:
+        """A prompt takes its tokens' time; the same again only that of what cannot be reused."""
+        told: list[Told] = []
+        assert serving.put(list(range(2000)), 2, 100, told.append) is None
+        serving.follow(10_000)
+        assert serving.put(list(range(2000)), 1, 10_000, told.append) is None
+        serving.follow(20_000)
+        # 5 ms of weights, 80 ms of prompt; then 6 ms for an output with 2,000 tokens before it.
+        assert told[:2] == [Told(True, 185, 0), Told(False, 191, 0)]
+        # The last token is computed in any case.
+        assert told[2:] == [Told(True, 10_006, 1999), Told(False, 10_006, 1999)]
+
+    def test_requests_queue(self, serving: Serving) -> None:
+        """What comes while a step runs begins behind it, whenever it was sent."""
+        told: list[Told] = []
+        serving.put(list(range(1000)), 1, 0, told.append)
+        serving.follow(10)
+        assert (told, serving.idle) == ([], False)
+        serving.put([7] * 1000, 1, 10, told.append)
+        serving.follow(1000)
+        # The first one ends at 45 ms; only then the second one begins.
+        assert [each.at_ms for each in told] == [45, 45, 90, 90]
+
+    def test_what_can_never_be_served_is_refused(self, serving: Serving) -> None:
+        """It is said why, and nothing waits for it."""
+        assert serving.put([1] * 3000, 1, 0, print) == "3001 tokens exceed max_sequence_length 3000"
+        assert serving.idle
+
+
+SIZES = Sizes(blocks=120, secondary_blocks=60, tokens_per_block=64, longest=4000)
+TRACE = generate_chats(20)[:90]
+SETTING = Setting(TRACE, 3, SIZES, speed=8)
+
+
+@dataclass(slots=True)
+class Compared(Round):
+    """A round, at whose end the index is compared with what each worker says that it has."""
+
+    agreed: dict[str, bool] = field(default_factory=dict)
+    agreed_late: dict[str, bool] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
+    faults: int = -1
+
+    async def at_end(self, balancer: Balancer, index: NameIndex) -> None:
+        """The feeds need a moment; and a reader that comes late is told the same."""
+        places = {name: each.place for name, each in balancer.members.items()}
+        resident = {name: await _resident(place) for name, place in places.items()}
+        self.blocks = {name: sum(map(len, each)) for name, each in resident.items()}
+        self.agreed = await _agreement(index, places, resident)
+        self.faults = index.faults()
+        balancer._feed.close()
+        late = NameIndex(SIZES.tokens_per_block)
+        feed = Feed(late, balancer._feed.endpoint)
+        self.agreed_late = await _agreement(late, places, resident)
+        feed.close()
+
+
+async def _resident(place: Place) -> list[set[int]]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return [set(level) for level in (await client.get(f"{place.url}/blocks")).json()]
+
+
+async def _agreement(
+    index: NameIndex, places: dict[str, Place], resident: dict[str, list[set[int]]]
+) -> dict[str, bool]:
+    deadline = time.monotonic() + 10
+    while True:
+        agreed = {name: index.resident(place.topic) == resident[name] for name, place in places.items()}
+        if all(agreed.values()) or time.monotonic() > deadline:
+            return agreed
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def played() -> list[Compared]:
+    """Three rounds with real workers."""
+    rounds = [Compared(RoundRobin()), Compared(KVAware()), Compared(KVAware(), kills=True)]
+
+    async def play() -> None:
+        async with Service("", dict) as service:
+            for each in rounds:
+                await each.play(service, SETTING)
+
+    asyncio.run(play())
+    return rounds
+
+
+@pytest.mark.timeout(180)
+class TestRounds:
+    """The whole example: worker processes, HTTP, feeds."""
+
+    def test_knowing_who_has_what_pays(self, played: list[Compared]) -> None:
+        """With the same requests, routing by the feed computes fewer prompt tokens, and first tokens come sooner."""
+        blind, aware, _ = (each.tally for each in played)
+        assert blind.prompt_tokens == aware.prompt_tokens == sum(each.input_length for each in TRACE)
+        assert aware.hit_rate > blind.hit_rate + 0.05
+        assert aware.percentile_ms(50) < blind.percentile_ms(50)
+
+    def test_no_request_is_lost(self, played: list[Compared]) -> None:
+        """Each one is answered, also when a worker is killed in the middle."""
+        assert [each.tally.requests for each in played] == [len(TRACE)] * 3
+        assert [each.tally.lost + each.tally.refused for each in played] == [0] * 3
+
+    def test_the_index_is_what_the_workers_hold(self, played: list[Compared]) -> None:
+        """Block by block, in both levels, for each worker, without a fault on the way; and for who comes late."""
+        for each in played:
+            assert each.blocks.keys() == {"worker 1", "worker 2", "worker 3"}
+            assert each.agreed == each.agreed_late == dict.fromkeys(each.blocks, True)
+            assert each.faults == 0
+            assert sum(each.blocks.values()) > 100
+
+    def test_a_killed_worker_is_noticed_and_comes_back(self, played: list[Compared]) -> None:
+        """What it had is out of the index at once; it comes back with nothing, and is sent requests again."""
+        killed = played[2]
+        [(_, first), (_, second), (_, third)] = killed.notes
+        assert first.startswith("worker 1 is killed; the index has ")
+        assert second.startswith("worker 1 is gone")
+        assert third == "worker 1 is back, with nothing cached"
+        known = [(each["up"][0], each["blocks"][0]) for each in killed.samples]
+        gone = [blocks for up, blocks in known if not up]
+        assert gone
+        assert set(gone) == {0}
+        assert known[0][0]
+        assert known[-1][0]
+        assert killed.blocks["worker 1"] > 0
+
+    def test_what_people_see(self, played: list[Compared], tmp_path: Path) -> None:
+        """The table has a line per round; the page has rows, cards and charts, needs no network, and has no error."""
+        lines = table(played).splitlines()
+        assert [line.split("  ")[0] for line in lines[1:]] == [
+            "round robin",
+            "KV-aware",
+            "KV-aware, one killed",
+        ]
+        assert f"{played[1].tally.hit_rate:.1%}" in lines[2]
+        assert gain(*played[:2]).startswith("KV-aware beside round robin: ")
+        names = list(played[0].blocks)
+        state = {
+            "requests": len(TRACE),
+            "blocks": 180,
+            "workers": names,
+            "rounds": [each.state() for each in played],
+        }
+        file = tmp_path / "page.html"
+        file.write_text(page(state), encoding="utf-8")
+        with Browser(program("chromium"), tmp_path / "profile") as browser:
+            browser.size(1200, 900, dark=True)
+            browser.open(file)
+            wait_until(
+                lambda: browser.eval("document.querySelectorAll('.chart .scatterlayer .trace').length") == 18,
+                "",
+            )
+            rows = browser.eval("[...document.querySelectorAll('#rounds tr')].map((row) => row.textContent)")
+            assert len(rows) == 4
+            assert browser.eval("document.querySelectorAll('#workers li').length") == 3
+            assert browser.eval("document.querySelectorAll('#notes li').length") == 3
+            assert browser.eval("document.documentElement.dataset.theme") == "dark"
+            assert browser.errors == []
+            assert browser.requests == [file.as_uri()]
+
+
+def with_fleet(size: int, body: Callable[[Balancer, Fleet, TraceTime], Awaitable[Any]]) -> Any:
+    """Run something with so many workers behind a balancer that takes them in turn."""
+
+    async def run() -> Any:
+        index = NameIndex(SIZES.tokens_per_block)
+        feed = Feed(index)
+        try:
+            async with Fleet(size, SIZES, feed.endpoint) as fleet:
+                clock = TraceTime(1000)
+                balancer = Balancer(RoundRobin(), index, feed, clock)
+                for name, place in (await fleet.start_all()).items():
+                    balancer.add(name, place)
+                result = await body(balancer, fleet, clock)
+                await balancer.close()
+                return result
+        finally:
+            feed.close()
+
+    return asyncio.run(run())
+
+
+async def finish(
+    balancer: Balancer, clock: TraceTime, tasks: list[asyncio.Task[Served]]
+) -> list[Served | BaseException]:
+    while not all(task.done() for task in tasks):
+        clock.now_ms += 250
+        await balancer.advance(clock.now_ms)
+        await asyncio.sleep(0.01)
+    return await asyncio.gather(*tasks)
+
+
+def test_requests_of_a_killed_worker_are_served_by_another() -> None:
+    """While time stands still six requests lie at two workers; one is killed, and the other serves all of them."""
+
+    async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
+        in_line = [asyncio.Event() for _ in range(6)]
+        tasks = [
+            asyncio.create_task(balancer.complete([number] * 300, 5, 0, each))
+            for number, each in enumerate(in_line)
+        ]
+        await asyncio.gather(*(each.wait() for each in in_line))
+        assert [each.running for each in balancer.members.values()] == [3, 3]
+        clock.now_ms = 1000
+        await fleet.kill("worker 1")
+        return await finish(balancer, clock, tasks), [each.up for each in balancer.members.values()]
+
+    served, up = with_fleet(2, body)
+    assert up == [False, True]
+    assert [each.worker for each in served] == ["worker 2"] * 6
+    assert sorted(each.attempts for each in served) == [1, 1, 1, 2, 2, 2]
+    # What has to begin again begins when the loss is noticed, at 1,000 ms.
+    assert {each.attempts for each in served if each.first_token_ms > 1000} == {2}
+
+
+def test_without_workers_requests_are_refused() -> None:
+    """One that no worker can ever serve is refused with the reason; all are when the last worker is gone."""
+
+    async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
+        refusals = []
+        for tokens in (5000, 10):
+            with pytest.raises(Refused) as refused:
+                await balancer.complete([1] * tokens, 1, 0, asyncio.Event())
+            refusals.append((refused.value.status, refused.value.reason))
+            await fleet.kill("worker 1")
+        return refusals
+
+    assert with_fleet(1, body) == [
+        (400, "5001 tokens exceed max_sequence_length 4000"),
+        (503, "there is no worker"),
+    ]
+
+
+def test_tally() -> None:
+    """Hit rate, percentiles and imbalance of two answers of one of two workers."""
+    tally = Tally(workers=2)
+    tally.served(Served("worker 1", 100, 75, 130, 200, 1), 100)
+    tally.served(Served("worker 1", 300, 25, 250, 300, 2), 200)
+    assert (tally.hit_rate, tally.computed_tokens, tally.retried) == (0.25, 300, 1)
+    assert tally.percentile_ms(50) == 40
+    assert tally.imbalance == 2
+
+
+@pytest.mark.timeout(180)
+def test_the_command(tmp_path: Path) -> None:
+    """One command plays the rounds, prints the table and writes the page; a wrong option is told in a line."""
+    command = [sys.executable, "-m", "examples.kv_aware_router"]
+    options = [
+        "--limit",
+        "12",
+        "--workers",
+        "2",
+        "--no-kill",
+        "--speed",
+        "50",
+        "--page",
+        str(tmp_path / "p.html"),
+    ]
+    done = subprocess.run(
+        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("12 requests for 2 workers; live at http://127.0.0.1:")
+    assert "fewer prompt tokens computed" in done.stdout
+    assert "<title>KV-aware routing beside round robin</title>" in (tmp_path / "p.html").read_text()
+    wrong = subprocess.run(
+        [*command, "--workers", "0"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("kv_aware_router: --workers, ")
+    assert wrong.stderr.count("\n") == 1
