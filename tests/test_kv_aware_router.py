@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from examples.kv_aware_router.balancer import Balancer, Refused, Served
 from examples.kv_aware_router.clock import StepCosts, TraceTime, WorkerClock
@@ -85,7 +86,13 @@ class TestTime:
     def test_a_step_ends_no_sooner_than_the_trace_is_there(self) -> None:
         """A worker waits in a step that ends later, which is as good as idle for who waits for the worker."""
         clock, ended = WorkerClock(), threading.Event()
-        engine = threading.Thread(target=lambda: (clock.spend(50), ended.set()))
+
+        def step() -> None:
+            clock.spend(50)
+            ended.set()
+            clock.look_again()
+
+        engine = threading.Thread(target=step)
         engine.start()
         clock.follow(49, lambda: False)
         assert not ended.wait(0.05)
@@ -197,8 +204,9 @@ class TestServing:
 
 
 SIZES = Sizes(blocks=120, secondary_blocks=60, tokens_per_block=64, longest=4000)
-TRACE = generate_chats(20)[:90]
-SETTING = Setting(TRACE, 3, SIZES, speed=8)
+TRACE = [structs.replace(each, timestamp=each.timestamp // 8) for each in generate_chats(30)[:120]]
+"""Eight times as fast, so that workers are busy enough for load to matter."""
+SETTING = Setting(TRACE, 3, SIZES, speed=2)
 
 
 @dataclass(slots=True)
@@ -386,13 +394,12 @@ def test_without_workers_requests_are_refused() -> None:
     """One that no worker can ever serve is refused with the reason; all are when the last worker is gone."""
 
     async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
-        refusals = []
-        for tokens in (5000, 10):
-            with pytest.raises(Refused) as refused:
-                await balancer.complete([1] * tokens, 1, 0, asyncio.Event())
-            refusals.append((refused.value.status, refused.value.reason))
-            await fleet.kill("worker 1")
-        return refusals
+        with pytest.raises(Refused) as too_long:
+            await balancer.complete([1] * 5000, 1, 0, asyncio.Event())
+        await fleet.kill("worker 1")
+        with pytest.raises(Refused) as alone:
+            await balancer.complete([1] * 10, 1, 0, asyncio.Event())
+        return [(each.value.status, each.value.reason) for each in (too_long, alone)]
 
     assert with_fleet(1, body) == [
         (400, "5001 tokens exceed max_sequence_length 4000"),

@@ -166,6 +166,4 @@ class Balancer:
             if member.up:
                 member.up = False
                 self._feed.drop(member.place.topic)
-                self._notice(
-                    f"{member.name} is gone, with {member.running} requests and all that it had cached"
-                )
+                self._notice(f"{member.name} is gone; what it had cached is forgotten")
