@@ -71,7 +71,7 @@
       meter.setAttribute("aria-label", "blocks known of " + name);
       card.append(
         make("strong", name + (now.up[index] ? "" : ": gone")),
-        make("small", number(now.running[index]) + " requests, " + number(now.load[index]) + " tokens to compute"),
+        make("small", number(now.running[index]) + " requests, " + "load " + number(now.load[index]) + " tokens"),
         make("small", number(now.blocks[index]) + " of " + number(state.blocks) + " blocks, by its feed"),
         meter,
       );
@@ -106,7 +106,7 @@
     ["Hit rate so far", () => perRound((each) => 100 * each.hit_rate), "% of prompt tokens", "s"],
     ["Prompt tokens computed", () => perRound((each) => each.computed), "tokens", "s"],
     ["Time to first token", distribution, "% of requests", "within s", "log"],
-    ["Tokens to compute, last round", () => perWorker("load"), "tokens", "s"],
+    ["Load, last round", () => perWorker("load"), "tokens", "s"],
     ["Blocks known by the feed, last round", () => perWorker("blocks"), "blocks", "s"],
     ["Requests at each worker, last round", () => perWorker("running"), "requests", "s"],
   ];
