@@ -105,15 +105,16 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
         guard = self._guard
         if get_ident() != guard.owner or guard.busy or guard.failure is not None or guard.closed:
             guard.refuse()
-        started = guard.clock() if guard.clock is not None else 0
+        clock = guard.clock
+        started = clock() if clock is not None else 0
         # From here to the call, and behind it, nothing is called: Python runs signal handlers only where something is.
         try:
             guard.busy = True
             return method(self, *args, **kwargs)
         finally:
             guard.busy = False
-            if guard.clock is not None:
-                guard.spent_ns += guard.clock() - started
+            if clock is not None:
+                guard.spent_ns += clock() - started
             if guard.deferred is not None:
                 guard.catch_up()
 

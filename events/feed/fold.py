@@ -184,12 +184,19 @@ class Feed:
         blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
         for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
             sequence = self._sequences[handle]
-            if named:
-                sequence.name(block, keys[key_at : key_at + NAME_BYTES])
+            names, name_at = sequence.names, block * NAME_BYTES
+            if not named:
+                name = bytes(names[name_at : name_at + NAME_BYTES])
+            else:
+                name = keys[key_at : key_at + NAME_BYTES]
+                if len(names) == name_at:
+                    names += name
+                else:
+                    sequence.name(block, name)
             stored = Stored(
                 group,
                 PRIMARY,
-                bytes(sequence.names[block * NAME_BYTES : (block + 1) * NAME_BYTES]),
+                name,
                 parents[parent_at : parent_at + NAME_BYTES],
                 sequence.packed(block * size, (block + 1) * size),
                 size,
