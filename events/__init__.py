@@ -16,6 +16,7 @@ from events.errors import LogDamaged as LogDamaged
 from events.errors import LogError as LogError
 from events.errors import LogExists as LogExists
 from events.errors import LogLocked as LogLocked
+from events.errors import LogOfOtherKind as LogOfOtherKind
 from events.errors import LogTooNew as LogTooNew
 from events.errors import LogUnavailable as LogUnavailable
 from events.errors import LogWriteFailed as LogWriteFailed
@@ -42,6 +43,14 @@ from events.types import ContextComputed as ContextComputed
 from events.types import EpochStarted as EpochStarted
 from events.types import Event as Event
 from events.types import EventBatch as EventBatch
+from events.types import FeedCleared as FeedCleared
+from events.types import FeedGap as FeedGap
+from events.types import FeedReceived as FeedReceived
+from events.types import FeedRemoved as FeedRemoved
+from events.types import FeedRestarted as FeedRestarted
+from events.types import FeedStarted as FeedStarted
+from events.types import FeedStored as FeedStored
+from events.types import FeedUnknown as FeedUnknown
 from events.types import Gap as Gap
 from events.types import GroupCreated as GroupCreated
 from events.types import GroupExported as GroupExported
@@ -61,6 +70,7 @@ from events.types import TokensAppended as TokensAppended
 from events.types import TransferExported as TransferExported
 from events.types import TransferFailed as TransferFailed
 from events.types import TransferLanded as TransferLanded
+from events.types import WorkerSeen as WorkerSeen
 
 if TYPE_CHECKING:
     from events.subscribe.asynchronous import AsyncSubscriber as AsyncSubscriber

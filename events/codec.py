@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -23,7 +24,15 @@ import numpy as np
 from events.errors import EventDecodeError
 from events.packed import HANDLE_BYTES, NAME_BYTES, Packed, broken_column, names_of_keys
 from events.structs import LEVEL_NAMES, Spelled
-from events.types import AnyEvent, EventBatch, SequenceAdded, StateExported, SymbolsInterned, TokensAppended
+from events.types import (
+    AnyEvent,
+    EventBatch,
+    FeedStored,
+    SequenceAdded,
+    StateExported,
+    SymbolsInterned,
+    TokensAppended,
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(EventBatch)
@@ -80,11 +89,26 @@ def _strip_exported(event: StateExported) -> StateExported:
     )
 
 
+def _strip_told(event: FeedStored) -> FeedStored:
+    """Of further fields, too, those that hold tokens; what is not known here may be anything, and goes."""
+    if not (event.tokens or event.more):
+        return event
+    more = msgspec.msgpack.decode(event.more) if event.more else {}
+    kept = {name: value for name, value in more.items() if name in _TOLD_KEPT}
+    if not event.tokens and kept == more:
+        return event
+    return msgspec.structs.replace(event, tokens=b"", more=_ENCODER.encode(kept) if kept else b"")
+
+
+_TOLD_KEPT = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+
+
 _STRIPPERS: dict[type, Callable[[Any], Any]] = {
     SequenceAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
     TokensAppended: _strip_appended,
     StateExported: _strip_exported,
     SymbolsInterned: lambda event: SymbolsInterned(()) if event.pages else event,
+    FeedStored: _strip_told,
 }
 
 
@@ -96,9 +120,10 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
 
     Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex
     strings, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
-    begin with. Other bytes become one hex string. Levels are "primary" and "secondary", and what is one for each
-    level an object with these two. What is left out is None: tokens, counts of one each, names where blocks have
-    none. An event has its name under "type". With `tokens` False, token ids are taken out as in `without_tokens`.
+    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
+    "primary" and "secondary", and what is one for each level an object with these two. What is left out is None:
+    tokens, counts of one each, names where blocks have none. An event has its name under "type". With `tokens` False,
+    token ids are taken out as in `without_tokens`.
     Raises EventDecodeError if a column is no whole number of entries.
     """
     if isinstance(item, EventBatch):
@@ -130,6 +155,8 @@ def _struct(struct_type: type[msgspec.Struct]) -> _Speller:
     spellers = [(name, name, _speller(hints[name])) for name in struct_type.__struct_fields__]
     if "keys" in hints:
         spellers.append(("names", "keys", lambda keys, size: _spell_names(names_of_keys(keys, size), size)))
+    if "block_hashes" in hints:
+        spellers.append(("names", "block_hashes", lambda hashes, _: list(map(_spell_short, hashes))))
     return lambda value, size: {name: spell(getattr(value, source), size) for name, source, spell in spellers}
 
 
@@ -161,7 +188,7 @@ def _marked(hint: Any, mark: Packed | Spelled) -> _Speller:
         if mark.form == "tokens":
             row = _speller(hint)
             return lambda values, key_bytes: row(values, key_bytes) or None
-        return _spell_level if mark.form == "level" else _spell_json
+        return _FORMS[mark.form]
     if mark.item in _NUMBERS:
         return _number_column(_NUMBERS[mark.item], empty_is_null=mark.item in _EMPTY_IS_NULL)
     if mark.item == "parent":
@@ -181,6 +208,39 @@ def _spell_json(text: str, _: int) -> Any:
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
+
+
+def _spell_hash(name: int | bytes, _: int) -> str:
+    """16 digits, with a sign below 0; a whole digest behind 0x."""
+    if isinstance(name, bytes):
+        return f"0x{name.hex()}"
+    return f"{'-' * (name < 0)}{abs(name):016x}"
+
+
+def _spell_short(name: int | bytes) -> str:
+    """What is shown of a hash: 16 digits, of a whole digest those of its last 8 bytes, which would be its number."""
+    return name[-NAME_BYTES:].hex() if isinstance(name, bytes) else f"{name & (1 << 64) - 1:016x}"
+
+
+def _spell_fields(packed: bytes, _: int) -> Any:
+    """The fields; the bytes in hex if they say more than JSON can."""
+    if not packed:
+        return None
+    with suppress(
+        msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError, OverflowError, TypeError
+    ):
+        value = msgspec.json.decode(msgspec.json.encode(msgspec.msgpack.decode(packed)))
+        if isinstance(value, dict) and _ENCODER.encode(value) == packed:
+            return value
+    return f"0x{packed.hex()}"
+
+
+_FORMS: dict[str, _Speller] = {
+    "level": _spell_level,
+    "json": _spell_json,
+    "hash": _spell_hash,
+    "fields": _spell_fields,
+}
 
 
 def _number_column(dtype: str, *, empty_is_null: bool) -> _Speller:

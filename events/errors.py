@@ -8,6 +8,7 @@
         ├── LogExists         there is a log already, and nobody said to continue it
         ├── LogLocked         another writer has it open
         ├── NotALog           a directory with something else in it, or nothing at all
+        ├── LogOfOtherKind    it records something else than is asked for
         ├── LogTooNew         written by a newer version of this software
         ├── LogDamaged        bytes that were once whole are not what was written
         ├── LogUnavailable    the system does not let us have a log there
@@ -86,6 +87,21 @@ class NotALog(LogError):
         if self.to_write:
             problem = "holds other things than a log: give an empty directory, or a name that is new"
         return f"{self.path} {problem}"
+
+
+@dataclass(eq=False, repr=False)
+class LogOfOtherKind(LogError):
+    """A log of a cache where one of what engines tell is meant, or the other way round; `kind` is what it is."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        if self.kind == "feed":
+            return (
+                f"{self.path} is a log of kind feed: it records what engines told (`kvcache tap`), not what a cache "
+                "did, so this is not known of it; replay, match, audit, events and publish understand it"
+            )
+        return f"{self.path} is the log of a cache, not of what engines told: give `kvcache tap` another directory"
 
 
 @dataclass(eq=False, repr=False)

@@ -17,6 +17,8 @@ from events import types as ev
 
 OBJECT_BYTES = 200
 """Stands for the Python objects of a batch, an event, or a struct in one, besides its columns."""
+_HASH_BYTES = 40
+"""Of a number of 64 bits, and of a place in a tuple."""
 
 
 def batch_bytes(batch: ev.EventBatch) -> int:
@@ -51,5 +53,7 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     ev.ContextComputed: lambda _: 0,
     ev.BlocksDetached: lambda e: len(e.handles) + len(e.counts) + len(e.slots) + len(e.freed),
     ev.SequenceAdded: lambda e: len(e.tokens),
+    ev.FeedStored: lambda e: len(e.tokens) + len(e.more) + _HASH_BYTES * len(e.block_hashes),
+    ev.FeedRemoved: lambda e: len(e.more) + _HASH_BYTES * len(e.block_hashes),
     ev.SequenceRemoved: lambda e: sum(map(len, e.freed)),
 }

@@ -1,4 +1,4 @@
-"""The structs inside events: namespaces, what a cache is made of, and what it holds."""
+"""What all events are, and the structs inside them: namespaces, what a cache is made of, and what it holds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ LEVEL_NAMES = ("primary", "secondary")
 class Spelled:
     """Marks a field that JSON spells otherwise than its type says."""
 
-    form: Literal["level", "json", "tokens"]
+    form: Literal["level", "json", "tokens", "hash", "fields"]
 
 
 Level = Annotated[LevelIndex, Spelled("level")]
 """A level; in JSON by its name."""
 JsonText = Annotated[str, Spelled("json")]
 """A JSON object as text; in JSON the object."""
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
+    """Base of all events."""
 
 
 class Part(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -7,6 +7,8 @@ Inside a log a cached block is addressed by (group, level, slot); events about c
 8-byte names as well, so that a line can be read alone. A sequence is addressed by its `handle`, which
 `SequenceAdded` ties to the request's id; a handle is never used twice in a log.
 
+A log of kind `feed` has events of its own (`events.feed_events`) behind its `EpochStarted`, and `Gap`.
+
 Levels: 0 is the primary (GPU) pool, 1 the secondary (host) pool.
 """
 
@@ -14,11 +16,21 @@ from __future__ import annotations
 
 import msgspec
 
+from events.feed_events import FeedCleared as FeedCleared
+from events.feed_events import FeedGap as FeedGap
+from events.feed_events import FeedReceived as FeedReceived
+from events.feed_events import FeedRemoved as FeedRemoved
+from events.feed_events import FeedRestarted as FeedRestarted
+from events.feed_events import FeedStarted as FeedStarted
+from events.feed_events import FeedStored as FeedStored
+from events.feed_events import FeedUnknown as FeedUnknown
+from events.feed_events import WorkerSeen as WorkerSeen
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
 from events.reasons import AllocateReason as AllocateReason
 from events.reasons import MoveReason as MoveReason
 from events.reasons import RemoveReason as RemoveReason
+from events.structs import Event as Event
 from events.structs import GroupCreated as GroupCreated
 from events.structs import GroupExported as GroupExported
 from events.structs import JsonText, Level
@@ -36,10 +48,6 @@ FULL, SLIDING = "full", "sliding"
 """Kinds of windows (`GroupCreated.kind`)."""
 FORMAT_VERSION = 1
 """Raised when the meaning of an event changes. A reader refuses a newer one."""
-
-
-class Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
-    """Base of all events."""
 
 
 class CacheCreated(Event, frozen=True):
@@ -359,6 +367,15 @@ AnyEvent = (
     | SymbolsInterned
     | SymbolsForgotten
     | AdmissionRefused
+    | FeedStarted
+    | WorkerSeen
+    | FeedReceived
+    | FeedStored
+    | FeedRemoved
+    | FeedCleared
+    | FeedGap
+    | FeedRestarted
+    | FeedUnknown
 )
 
 

@@ -97,8 +97,10 @@ class Sink(Protocol):
     # last one that it has indeed, if it can tell; `folds`: True if it makes something of all batches since an epoch
     # began, so that `kvcache publish` gives it those, and before `open`; and `needs_tokens`: True if token ids, which
     # are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
-    # One that does not say, or says None, gets them unless `log.record_tokens` is false. And `watch(probe)`, by which a
-    # process that knows more of the cache than its events say lets itself be asked (`Probe`).
+    # One that does not say, or says None, gets them unless `log.record_tokens` is false. `can_open`:
+    # False while one that `folds` has not heard yet as whom it is to open; `needs_cache`: True if other
+    # kinds of logs mean nothing to it. And `watch(probe)`, by which a process that knows more of the cache than its
+    # events say lets itself be asked (`Probe`).
 
 
 class Probe(Protocol):
@@ -130,6 +132,8 @@ class SinkContext:
     """Where a sink may keep what must survive a restart; None: nowhere."""
     salts: PlainSalts = field(default_factory=PlainSalts, compare=False)
     """To be asked, while the sink is made, by one that needs salts as requests gave them."""
+    kind: Literal["cache", "feed"] | None = "cache"
+    """What the events tell of: a cache, or what engines told of theirs (`kvcache tap`). None: not known yet."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,16 @@ and with the whole state, so whoever begins in the middle of a stream, or has lo
 
 from __future__ import annotations
 
-from events.types import AnyEvent, CacheCreated, RequestId, SequenceAdded, SequenceRemoved, StateExported
+from events.told.state import name_of
+from events.types import (
+    AnyEvent,
+    CacheCreated,
+    RequestId,
+    SequenceAdded,
+    SequenceRemoved,
+    StateExported,
+    WorkerSeen,
+)
 
 MAX_REQUESTS = 1 << 16
 """Of more, the oldest are forgotten: where batches are lost, not every end is heard of."""
@@ -20,10 +29,15 @@ class Known:
         """Of the cache (`CacheCreated.key_bytes`)."""
         self._requests: dict[int, RequestId] = {}
         self._ended: int | None = None
+        self._workers: dict[int, str] = {}
 
     def request(self, handle: int) -> RequestId | None:
         """The id of the request that runs, or has just ended, under a handle; None if it is not known."""
         return self._requests.get(handle)
+
+    def worker(self, number: int) -> str | None:
+        """The name of a worker in a log of what engines tell; None if it is not known."""
+        return self._workers.get(number)
 
     def see(self, event: AnyEvent) -> None:
         """Learn from one event."""
@@ -39,6 +53,8 @@ class Known:
             self._requests = {each.handle: each.request_id for each in event.sequences}
         elif isinstance(event, CacheCreated):
             self.key_bytes = event.key_bytes
+        elif isinstance(event, WorkerSeen):
+            self._workers[event.worker] = name_of(event)
 
     def _add(self, handle: int, request_id: RequestId) -> None:
         self._requests[handle] = request_id

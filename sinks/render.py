@@ -28,6 +28,7 @@ from events.packed import (
     HANDLE_BYTES,
     NAME_BYTES,
     SLOT_BYTES,
+    TOKEN_BYTES,
     names_of_keys,
     unpack_i64,
     unpack_u32,
@@ -223,6 +224,36 @@ def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:
     return f"pages={len(e.pages)} items={len(items)}{named}"
 
 
+def _worker(number: int, known: Known) -> str:
+    name = known.worker(number)
+    return f"worker={number if name is None else text(name)}"
+
+
+def _told_blocks(e: ev.FeedStored | ev.FeedRemoved, known: Known) -> str:
+    """Who, where, how many, and the first and the last hash."""
+    ends = dict.fromkeys(map(_hash, (e.block_hashes[:1] + e.block_hashes[-1:])))
+    where = f"{text(e.medium or 'GPU')} group={e.group_idx or 0} blocks={len(e.block_hashes)}"
+    return f"{_worker(e.worker, known)} {where}{' ' * bool(ends)}{'..'.join(ends)}"
+
+
+def _hash(name: int | bytes) -> str:
+    digits = name[-NAME_BYTES:].hex() if isinstance(name, bytes) else f"{name & (1 << 64) - 1:016x}"
+    return digits[:NAME_DIGITS]
+
+
+def _feed_stored(e: ev.FeedStored, known: Known) -> str:
+    parent = "" if e.parent_block_hash is None else f" after {_hash(e.parent_block_hash)}"
+    adapter = e.lora_id if e.lora_name is None else e.lora_name
+    lora = "" if adapter is None else f" lora={text(adapter)}"
+    return f"{_told_blocks(e, known)}{parent} tokens={len(e.tokens) // TOKEN_BYTES}{lora}"
+
+
+def _worker_seen(e: ev.WorkerSeen, known: Known) -> str:
+    rank = "" if e.rank is None else f" rank={e.rank}"
+    topic = f" topic={text(e.topic)}" if e.topic else ""
+    return f"{_worker(e.worker, known)}{topic}{rank} complete={_yes(e.complete)}"
+
+
 def _level(level: int) -> str:
     return LEVEL_NAMES[level] if PRIMARY <= level < len(LEVEL_NAMES) else f"level{level}"
 
@@ -266,4 +297,17 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.AdmissionRefused: lambda e, known: (
         f"request={text(e.request_id)} needed={_per_group(e.needed)} available={_per_group(e.available)}"
     ),
+    ev.FeedStarted: lambda e, known: f"endpoints={','.join(map(text, e.endpoints))}",
+    ev.WorkerSeen: _worker_seen,
+    ev.FeedReceived: lambda e, known: (
+        f"{_worker(e.worker, known)} number={e.number}{' (replayed)' * e.replayed}"
+    ),
+    ev.FeedStored: _feed_stored,
+    ev.FeedRemoved: _told_blocks,
+    ev.FeedCleared: lambda e, known: _worker(e.worker, known),
+    ev.FeedGap: lambda e, known: (
+        f"{_worker(e.worker, known)} lost={e.first}..{e.last} reason={text(e.reason)}"
+    ),
+    ev.FeedRestarted: lambda e, known: f"{_worker(e.worker, known)} number={e.first} after={e.last}",
+    ev.FeedUnknown: lambda e, known: f"{_worker(e.worker, known)} type={text(e.name)}",
 }

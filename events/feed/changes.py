@@ -39,4 +39,12 @@ class Cleared(msgspec.Struct, frozen=True, gc=False):
     """Nothing is resident any more."""
 
 
+class Told(msgspec.Struct, frozen=True, gc=False):
+    """Something that an engine told, to be passed on as it was."""
+
+    encoded: bytes
+    """The event on the wire, in msgpack."""
+
+
 Change = Stored | Removed | Cleared
+AnyChange = Change | Told

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from events.feed.changes import Change, Removed, Stored
+from events.feed.changes import AnyChange, Removed, Stored, Told
+from events.formats.vllm_decode import positions
 from events.formats.vllm_encode import MEDIA, adapter_name
 from events.packed import unpack_i32, unpack_names
 from events.types import SLIDING, GroupCreated, Namespace
@@ -29,11 +30,12 @@ SGLANG_MEDIA = ("GPU", "CPU_PINNED")
 """By level."""
 _SHORTEST = 7
 """Fields of a stored block up to its medium, its name among them: what every reader of arrays expects."""
+_ALWAYS = ("parent_block_hash", "lora_id")
 _pack = msgspec.msgpack.encode
 
 
 def encode_arrays(
-    changes: Sequence[Change],
+    changes: Sequence[AnyChange],
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
@@ -48,6 +50,8 @@ def encode_arrays(
         elif isinstance(change, Removed):
             group = [change.group] if change.group else []
             events.append(["BlockRemoved", unpack_names(change.names).tolist(), MEDIA[change.level], *group])
+        elif isinstance(change, Told):
+            events.append(_array_of(change))
         else:
             events.append(["AllBlocksCleared"])
     return _pack([ts, events, rank])
@@ -69,6 +73,17 @@ def _stored_arrays(
         block = tokens[at * size : (at + 1) * size]
         yield ["BlockStored", [name], parent, block, size, space.lora_id, medium, adapter, extra, *more]
         parent = name
+
+
+def _array_of(told: Told) -> list[Any]:
+    """What an engine told, as an array: fields that arrays have no place for are left out."""
+    event = msgspec.msgpack.decode(told.encoded)
+    fields = positions(event["type"])
+    array = [event["type"], *(event.get(name) for name in fields)]
+    least = _SHORTEST if event["type"] == "BlockStored" else len(("BlockRemoved", "hashes", "medium"))
+    while len(array) > least and array[-1] is None:
+        array.pop()
+    return array
 
 
 def _trimmed(event: list[Any]) -> list[Any]:
@@ -100,7 +115,7 @@ def _unsigned(tokens: bytes) -> list[int]:
 
 
 def encode_sglang(
-    changes: Sequence[Change],
+    changes: Sequence[AnyChange],
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
@@ -120,6 +135,9 @@ def encode_sglang(
                     "medium": SGLANG_MEDIA[change.level],
                 }
             )
+        elif isinstance(change, Told):
+            told = msgspec.msgpack.decode(change.encoded)
+            events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
         else:
             events.append({"type": "AllBlocksCleared"})
     return _pack([ts, events, rank])

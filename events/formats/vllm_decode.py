@@ -43,6 +43,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     """Per block, the tokens after it that its hash covers too."""
     cache_salt: str | None = None
     """The salt of the prompt; vLLM has it in `extra_keys` instead."""
+    more: dict[str, Any] | None = None
+    """Fields that are not known here, as they came."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
@@ -53,6 +55,8 @@ class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
+    more: dict[str, Any] | None = None
+    """Fields that are not known here, as they came."""
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
@@ -90,6 +94,13 @@ _TYPES: dict[str, type[BlockStored | BlockRemoved | AllBlocksCleared]] = {
     "BlockRemoved": BlockRemoved,
     "AllBlocksCleared": AllBlocksCleared,
 }
+_FIELDS = {kind: tuple(name for name in kind.__struct_fields__ if name != "more") for kind in _TYPES.values()}
+_KNOWN = {kind: frozenset((*fields, "type")) for kind, fields in _FIELDS.items()}
+
+
+def positions(kind: str) -> tuple[str, ...]:
+    """The fields of a type of event, in the order of its array."""
+    return tuple(name for name in _FIELDS[_TYPES[kind]] if name != "cache_salt")
 
 
 def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
@@ -113,8 +124,12 @@ def _event(item: Any) -> VLLMEvent:
     if kind is None:
         return Unknown(name)
     if isinstance(item, list):
-        item = dict(zip(kind.__struct_fields__, item[1:], strict=False))
+        item = dict(zip(_FIELDS[kind], item[1:], strict=False))
+    more: dict[str, Any] = {}
+    if not item.keys() <= _KNOWN[kind]:
+        more = {key: item.pop(key) for key in [*item] if isinstance(key, str) and key not in _KNOWN[kind]}
     try:
-        return msgspec.convert(item, kind)
+        event = msgspec.convert(item, kind)
+        return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event
     except (msgspec.MsgspecError, RecursionError):
         raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None

@@ -21,7 +21,7 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 
-from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import SLIDING, GroupCreated, Namespace
 
@@ -63,7 +63,7 @@ class SaltedNamespace(Namespace, frozen=True, cache_hash=True):
 
 
 def encode_batch(
-    changes: Sequence[Change],
+    changes: Sequence[AnyChange],
     ts: float,
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
@@ -83,6 +83,8 @@ def encode_batch(
             _add_stored(parts, change, groups)
         elif isinstance(change, Removed):
             _add_removed(parts, change)
+        elif isinstance(change, Told):
+            parts.append(change.encoded)
         else:
             assert isinstance(change, Cleared)
             parts.append(_CLEARED)
@@ -90,7 +92,7 @@ def encode_batch(
     return b"".join(parts)
 
 
-def _salted(change: Change, salts: Callable[[bytes], str | None]) -> Change:
+def _salted(change: AnyChange, salts: Callable[[bytes], str | None]) -> AnyChange:
     """The change with the salt in its namespace, if it has one that is known."""
     if not isinstance(change, Stored) or (digest := change.namespace.salt_digest) is None:
         return change

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from events.feed.changes import Change
+from events.feed.changes import AnyChange
 from events.formats.plain import encode_arrays, encode_sglang
 from events.formats.vllm_encode import encode_batch
 from events.types import GroupCreated
@@ -18,7 +18,7 @@ class Encode(Protocol):
 
     def __call__(
         self,
-        changes: Sequence[Change],
+        changes: Sequence[AnyChange],
         ts: float,
         rank: int = 0,
         groups: Sequence[GroupCreated] = (),

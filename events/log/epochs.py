@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from events.errors import LogDamaged, LogOfOtherKind, LogTooNew
+from events.feed_events import FEED_EVENTS
 from events.log.frames import SegmentHeader
-from events.log.reader import LogReader
+from events.log.reader import Kind, LogReader
 from events.log.segments import Segment, segment_paths
 from events.types import EpochStarted, EventBatch
 
@@ -43,9 +45,26 @@ def has_segments(directory: Path) -> bool:
 
 def first_batch(directory: Path, seq: int) -> EventBatch | None:
     """Batch `seq`, if it is there and begins an epoch."""
-    batch = next(iter(LogReader(directory, start=seq)), None)
+    batch = next(iter(LogReader(directory, start=seq, kind=None)), None)
     begins = batch is not None and batch.seq == seq and isinstance(batch.events[0], EpochStarted)
     return batch if begins else None
+
+
+def kind_of(directory: Path) -> Kind | None:
+    """What a log is of, by the first of its batches that are there; None: there is none. Raises as `LogReader` does."""
+    batch = next(iter(LogReader(directory, kind=None)), None)
+    if batch is None:
+        return None
+    told = any(isinstance(event, FEED_EVENTS) for event in batch.events)
+    return "feed" if told else "cache"
+
+
+def refuse_other_kind(directory: Path, kind: Kind) -> None:
+    """Raise LogOfOtherKind if there is a log of another kind; one whose beginning cannot be read is let pass."""
+    with suppress(LogDamaged, LogTooNew):
+        found = kind_of(directory)
+        if found not in (None, kind):
+            raise LogOfOtherKind(directory, found)
 
 
 def _headers(directory: Path) -> Iterator[SegmentHeader]:

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 from events.codec import decode_batch
-from events.errors import EventDecodeError, LogDamaged, LogTooNew, NotALog
+from events.errors import EventDecodeError, LogDamaged, LogOfOtherKind, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
 from events.log.segments import Broken, Frame, Segment, first_seq, is_log, segment_paths
 from events.packed import NAME_BYTES, are_keys, broken_column
-from events.types import FORMAT_VERSION, CacheCreated, EventBatch
+from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
 
 _POLL_SECONDS = 0.05
+Kind = Literal["cache", "feed"]
+"""What a log is of: a cache, by its own manager; or what engines tell, by `kvcache tap`."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class LogEnd:
 class LogReader:
     """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
 
-    Iterating raises NotALog, LogDamaged or LogTooNew; batches before the bad place have been yielded by
+    Iterating raises NotALog, LogDamaged, LogTooNew or LogOfOtherKind; batches before the bad place have been yielded by
     then. With `follow` it waits for more at the end, until `stop()` returns True, which is asked every `poll_seconds`.
     `start` is the number of the first batch wanted: segments before it are not read, and may be missing; where its own
-    is missing, too, the first batch that is there comes first. Every iteration begins anew.
+    is missing, too, the first batch that is there comes first. Every iteration begins anew. `kind` is that of
+    logs which the caller understands (None: any); the beginning of an epoch of another one raises LogOfOtherKind.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class LogReader:
         stop: Callable[[], bool] = lambda: False,
         start: int | None = None,
         poll_seconds: float = _POLL_SECONDS,
+        kind: Kind | None = "cache",
     ) -> None:
         self.directory = Path(directory)
         self._follow = follow
         self._stop = stop
         self._start = start
         self._poll_seconds = poll_seconds
+        self._kind = kind
         self.closed = False
         """Whether what was read last is the mark of an orderly end: nothing comes but a new epoch."""
         self._epoch = -1
@@ -206,7 +211,11 @@ class LogReader:
     def _what_is_broken(self, segment: Segment, batch: EventBatch) -> str | None:
         """What no reader of the events could make sense of; None if there is nothing."""
         for event in batch.events:
+            if type(event) is FeedStarted and self._kind == "cache":
+                raise LogOfOtherKind(self.directory, "feed")
             if type(event) is CacheCreated:
+                if self._kind == "feed":
+                    raise LogOfOtherKind(self.directory, "cache")
                 if event.format_version > FORMAT_VERSION:
                     raise LogTooNew(segment.path, event.format_version)
                 if not are_keys(event.key_bytes):

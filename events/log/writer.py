@@ -30,7 +30,9 @@ from typing import Literal, Self
 import msgspec
 
 from events.errors import LogUnavailable, LogWriteFailed
+from events.log.epochs import refuse_other_kind
 from events.log.output import LogOutput
+from events.log.reader import Kind
 from events.log.recorder import Recorder
 from events.log.recovery import claim, recover
 from events.size import batch_bytes
@@ -72,6 +74,7 @@ class LogWriter:
     - `segment_bytes`: where a new file begins. A larger batch has a file of its own.
     - `fsync`: "group" makes each group of batches durable; "never" leaves that to the system.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
+    - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class LogWriter:
         fsync: Literal["group", "never"] = "group",
         software: str = "kvcache",
         log_id: bytes | None = None,
+        kind: Kind = "cache",
     ) -> None:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1:
             raise ValueError("the limits of a log must be at least 1")
@@ -99,6 +103,7 @@ class LogWriter:
         try:
             self._lock = claim(self.directory, resume)
             try:
+                refuse_other_kind(self.directory, kind)
                 self._open(record_tokens, segment_bytes, fsync == "group", software, log_id)
             except BaseException:
                 self._lock.give_back()

@@ -62,6 +62,7 @@ class Gathering:
         max_workers: messages of further ones are counted (`ignored`) and not followed.
         curve: our keys and the directory with those of the workers; required beyond loopback, unless `insecure`.
         insecure: lets anybody who reaches the endpoint be a worker.
+        first: the first batch wanted of a worker that can be asked, when it is heard first.
 
     Raises EndpointError, InsecureEndpoint and, if the allow-list cannot be read, KeyFileError.
     """
@@ -79,11 +80,12 @@ class Gathering:
         max_workers: int = MAX_WORKERS,
         curve: Curve | None = None,
         insecure: bool = False,
+        first: Callable[[Worker], int] = lambda _: 0,
     ) -> None:
         self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve)
         if not insecure:
             refuse_insecure(endpoint, self._options)
-        self._replay, self._topic = replay, topic.encode()
+        self._replay, self._topic, self._first = replay, topic.encode(), first
         self._replay_timeout, self._max_workers = replay_timeout, max_workers
         self._followers: dict[Worker, Follower] = {}
         self.ignored = 0
@@ -191,7 +193,7 @@ class Gathering:
             found = self._followers[worker] = Follower(
                 None if endpoint is None else lambda: self._line_to(worker, endpoint),
                 topic=self._topic,
-                start=None if endpoint is None else 0,
+                start=None if endpoint is None else self._first(worker),
                 replay_timeout=self._replay_timeout,
             )
         return found

@@ -16,7 +16,7 @@ from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.telling import namespace_in_words
 from kvcache.audit.totals import MOST_USES, Audit, audit_batches
 from kvcache.audit.verdict import verdict_on
-from kvcache.cli import moments, times
+from kvcache.cli import moments, times, told, told_audit
 from kvcache.cli.audit_json import to_json
 from kvcache.cli.fleet import logs_in
 from kvcache.cli.fleet import run as run_fleet
@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Read the log once, and tell."""
+    if told.is_told(args.log):
+        return told_audit.run(args, out)
     directory = logs_in(args.log)
     if directory.logs or directory.left_out:
         return run_fleet(args, directory, out)

@@ -40,8 +40,8 @@ def to_json(audit: Audit) -> dict[str, Any]:
         "evictions": _evictions_json(audit),
         "levels": {
             name: {
-                "hit_ages": _ages_json(lives.hit_ages),
-                "eviction_ages": _ages_json(lives.eviction_ages),
+                "hit_ages": ages_json(lives.hit_ages),
+                "eviction_ages": ages_json(lives.eviction_ages),
                 "evicted": lives.evicted,
                 "recomputed_tokens": lives.recomputed,
                 **_verdict_json(verdict_on(audit, level)),
@@ -52,7 +52,7 @@ def to_json(audit: Audit) -> dict[str, Any]:
             "stored": audit.stored,
             "never_reused": audit.never_reused,
             "uses_when_gone": audit.uses.tolist(),
-            "lifetimes": _ages_json(audit.lifetimes),
+            "lifetimes": ages_json(audit.lifetimes),
             "offloaded": audit.offloaded,
             "onboarded": audit.onboarded,
             "taken_over": audit.taken_over,
@@ -66,7 +66,7 @@ def _evictions_json(audit: Audit) -> dict[str, Any]:
     return {
         "recomputed_tokens": sum(audit.lost_by_priority.values()),
         "by_priority": {str(priority): tokens for priority, tokens in sorted(audit.lost_by_priority.items())},
-        "ages": _ages_json(audit.lost_ages),
+        "ages": ages_json(audit.lost_ages),
         "worst": [
             {
                 "seq": each.batch,
@@ -114,7 +114,8 @@ def _time_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _ages_json(ages: Ages) -> dict[str, Any]:
+def ages_json(ages: Ages) -> dict[str, Any]:
+    """Quantiles, and the histogram."""
     return {
         "count": ages.total,
         "p10_seconds": ages.quantile(0.1),

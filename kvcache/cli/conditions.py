@@ -139,6 +139,9 @@ class NamingBlock:
             return self._within(event.keys, self._known.key_bytes) or self._within(event.parents, NAME_BYTES)
         if isinstance(event, ev.StateExported):
             return any(self._within(group.keys, self._known.key_bytes) for group in event.groups)
+        if isinstance(event, ev.FeedStored | ev.FeedRemoved):
+            hashes = (*event.block_hashes, getattr(event, "parent_block_hash", None))
+            return any(self._within(_packed(each), NAME_BYTES) for each in hashes if each is not None)
         return self._within(getattr(event, "names", b""), NAME_BYTES)
 
     def part(self, event: ev.AnyEvent) -> ev.AnyEvent:
@@ -161,3 +164,10 @@ class NamingBlock:
                 return True
             place = text.find(digits, place + 1)
         return False
+
+
+def _packed(name: int | bytes) -> bytes:
+    """A hash that an engine gave, as names are shown."""
+    return (
+        name[-NAME_BYTES:] if isinstance(name, bytes) else (name & (1 << 64) - 1).to_bytes(NAME_BYTES, "big")
+    )

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Stream the log through the conditions."""
     known = Known()
     asked = conditions_of(args, known)
-    reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader)
+    reader = LogReader(args.log, follow=args.follow, stop=_end_with_the_reader, kind=None)
     batches = UpTo(reader, args.until if args.at is None else args.at)
     printer = _Printer(args, known, [each for each in asked if isinstance(each, OfSequences | NamingBlock)])
     for batch, within in _chosen(args, batches):

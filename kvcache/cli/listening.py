@@ -95,10 +95,7 @@ class Listening:
         # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
         import zmq
 
-        places = [Place.read(text) for text in args.endpoint]
-        if args.replay is not None:
-            places = _with_replay(places, args.replay)
-        _refuse_idle(args, places)
+        places = places_of(args)
         self._sources: dict[str, Subscriber | Gathering] = {}
         self._replays: dict[str, str | None] = {}
         self._open = ExitStack()
@@ -180,6 +177,21 @@ class Listening:
         return [(Speaker(endpoint), report) for report in source.poll(0)]
 
 
+def places_of(args: argparse.Namespace) -> list[Place]:
+    """The endpoints that were given, each with its replay. Raises UsageError."""
+    places = [Place.read(text) for text in args.endpoint]
+    if args.replay is not None:
+        places = _with_replay(places, args.replay)
+    _refuse_idle(args, places)
+    return places
+
+
+def refuse_named_replay(replay: str | None) -> None:
+    """Raise `UsageError` for a replay of an endpoint where many connect."""
+    if replay not in (None, IN_TOPIC):
+        raise UsageError("many publishers have many replays: write --replay topic for those in their topics")
+
+
 def _with_replay(places: list[Place], replay: str) -> list[Place]:
     if len(places) > 1 and replay != IN_TOPIC:
         raise UsageError(
@@ -197,18 +209,15 @@ def _source(
     from events.subscribe.subscriber import Subscriber
 
     endpoint, replay, _ = place
-    binds = _binds(place, args)
-    curve = _curve(args, place, binds=binds)
+    binds = is_bound(place, args)
+    curve = curve_of(args, place, binds=binds)
     if binds:
-        if replay not in (None, IN_TOPIC):
-            raise UsageError(
-                "many publishers have many replays: write --replay topic for those in their topics"
-            )
+        refuse_named_replay(replay)
         find = None if replay is None else replay_in_topic
         return Gathering(endpoint, replay=find, topic=args.topic, curve=curve, insecure=args.insecure)
     for each in (endpoint, replay):
         if each is not None:
-            _refuse_unknown_host(each)
+            refuse_unknown_host(each)
     start = None if replay is None else 0
     return Subscriber(endpoint, replay=replay, topic=args.topic, start=start, curve=curve, context=context)
 
@@ -220,7 +229,7 @@ def _bound_at(source: Subscriber | Gathering) -> str | None:
 
 def _refuse_idle(args: argparse.Namespace, places: Sequence[Place]) -> None:
     """Raise `UsageError` for options that are about none of the endpoints."""
-    binding = [_binds(place, args) for place in places]
+    binding = [is_bound(place, args) for place in places]
     if args.curve_server is not None and all(binding):
         raise UsageError("--curve-server is for connecting: give --curve-clients")
     if args.curve_clients is not None and not any(binding):
@@ -229,11 +238,13 @@ def _refuse_idle(args: argparse.Namespace, places: Sequence[Place]) -> None:
         raise UsageError("--insecure is about who may connect, but this connects itself: leave it out")
 
 
-def _binds(place: Place, args: argparse.Namespace) -> bool:
+def is_bound(place: Place, args: argparse.Namespace) -> bool:
+    """Whether publishers connect to it."""
     return args.bind or is_to_be_bound(place.endpoint)
 
 
-def _curve(args: argparse.Namespace, place: Place, *, binds: bool) -> Curve | None:
+def curve_of(args: argparse.Namespace, place: Place, *, binds: bool) -> Curve | None:
+    """The keys that were given, for one end or the other. Raises UsageError, and KeyFileError."""
     from events.sockets.curve import Curve
 
     server = None if binds else place.curve_server or args.curve_server
@@ -245,7 +256,7 @@ def _curve(args: argparse.Namespace, place: Place, *, binds: bool) -> Curve | No
     return Curve.read(args.curve_key, server=server, clients=clients)
 
 
-def _refuse_unknown_host(endpoint: str) -> None:
+def refuse_unknown_host(endpoint: str) -> None:
     """Raise `UsageError` for a name that stands for no address: a person would wait for nothing."""
     host = host_of(endpoint)
     if host is None:

@@ -13,7 +13,7 @@ from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import EventBatch, Gap, Namespace, SequenceAdded
-from kvcache.cli import moments, times
+from kvcache.cli import moments, times, told
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count, share
@@ -72,6 +72,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
         raise UsageError("--lora-id, --lora-name and --cache-salt go with --tokens: a request brings its own")
     # Read first: a wrong file should be known before a long log is read.
     given = _read_prompt(args) if args.tokens is not None else None
+    if told.is_told(args.log):
+        if given is None:
+            raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
+        return told.match(args, out, given)
     batches = UpTo(LogReader(args.log), args.at)
     search = _Search(batches, args.request)
     with progress("replaying", None, shown=not out.quiet) as update:

@@ -12,7 +12,7 @@ from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.audit.phrases import describe_end as describe_end
-from kvcache.cli import moments, times
+from kvcache.cli import moments, times, told
 from kvcache.cli.log_end import end_json
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, and say what came out."""
+    if told.is_told(args.log):
+        return told.replay(args, out, describe_end)
     reader = LogReader(args.log)
     batches = UpTo(reader, args.at)
     with progress("replaying", None, shown=not out.quiet) as update:

@@ -181,6 +181,7 @@ def _nanoseconds(seconds: float) -> int | None:
 
 def _fields(event: VLLMEvent) -> dict[str, Any]:
     fields = msgspec.structs.asdict(event)
+    fields.pop("more", None)
     if "block_hashes" in fields:
         fields["block_hashes"] = [_hex(name) for name in fields["block_hashes"]]
     if fields.get("parent_block_hash") is not None:

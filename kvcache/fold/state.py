@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from events import types as ev
+from events.feed_events import FEED_EVENTS
 from events.ids import MAX_NUMBER
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
@@ -55,6 +56,7 @@ class CacheState(BlockFold):
             ev.SymbolsInterned: self.symbols.intern,
             ev.SymbolsForgotten: self.symbols.forget,
             ev.AdmissionRefused: self._note_refusal,
+            **dict.fromkeys(FEED_EVENTS, _refuse),
         }
 
     def apply(self, event: ev.Event) -> None:
@@ -169,3 +171,7 @@ class CacheState(BlockFold):
 
 def _ignore(event: ev.Event) -> None:
     """Notes that change nothing."""
+
+
+def _refuse(event: ev.Event) -> None:
+    raise InvariantViolated("an event of a cache's log tells what another engine said")

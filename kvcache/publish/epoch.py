@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from events.log.epochs import Beginning, beginnings, first_batch, has_segments
-from events.types import CacheCreated, EpochStarted, EventBatch
+from events.log.reader import Kind
+from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
 from kvcache.publish.position import Position
 from sinks import SinkContext
@@ -31,6 +32,7 @@ class Epoch:
     key_bytes: int
     tokens_per_block: int
     model: str
+    kind: Kind = "cache"
 
     @classmethod
     def of(cls, batch: EventBatch) -> Epoch | None:
@@ -38,6 +40,8 @@ class Epoch:
         started = batch.events[0] if batch.events else None
         if not isinstance(started, EpochStarted):
             return None
+        if any(isinstance(event, FeedStarted) for event in batch.events):
+            return cls(started.log_id, started.epoch, started.tokens_recorded, 0, 1, "", "feed")
         created = next(event for event in batch.events if isinstance(event, CacheCreated))
         settings = _Model()
         with suppress(msgspec.DecodeError):
@@ -53,14 +57,15 @@ class Epoch:
 
     def context(self, state_dir: Path) -> SinkContext:
         """For the sinks that get this epoch's batches."""
-        return SinkContext(self.key_bytes, self.tokens_per_block, self.model, state_dir)
+        return SinkContext(self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind)
 
     def suits(self, other: Epoch) -> bool:
         """Whether sinks that were made for the other epoch understand this one."""
-        return (self.key_bytes, self.tokens_per_block, self.model) == (
+        return (self.key_bytes, self.tokens_per_block, self.model, self.kind) == (
             other.key_bytes,
             other.tokens_per_block,
             other.model,
+            other.kind,
         )
 
 

@@ -70,7 +70,7 @@ class SinkFollower:
         """Why it has ended, if not because it was told to, or came to the end."""
         self._log, self._url, self._state_dir = log, url, state_dir
         self._until, self._poll_seconds = until, poll_seconds
-        self._sink: Sink = self._made(SinkContext(0, 1, state_dir=state_dir))
+        self._sink: Sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
         self._stopping = threading.Event()
         self._delivery = Delivery(self.name, self._stopping)
         self._folds = bool(getattr(self._sink, "folds", False))
@@ -163,6 +163,7 @@ class SinkFollower:
             stop=lambda: self._idle(reader),
             start=first,
             poll_seconds=self._poll_seconds,
+            kind=None,
         )
         try:
             for batch in reader:
@@ -198,6 +199,11 @@ class SinkFollower:
         sink = open_sink(self._url, context)
         if context.salts.wanted:
             reason = "salts=plain needs the salts themselves, of which a log has digests only: leave it out"
+            raise NotPublishable(self.name, reason)
+        if context.kind == "feed" and getattr(sink, "needs_cache", False):
+            reason = (
+                "it counts what a cache does, of which a log of what engines told knows nothing: leave it out"
+            )
             raise NotPublishable(self.name, reason)
         return sink
 
@@ -259,10 +265,11 @@ class SinkFollower:
         """Asked by the reader at the end of what there is: whether to stop."""
         if self._stopping.is_set():
             return True
-        if not self._is_live:
+        if not self._is_live and getattr(self._sink, "can_open", True):
             self._is_live = self._delivery.open()
-        self._state = "running"
-        self._delivery.tick()
+        if self._is_live:
+            self._state = "running"
+            self._delivery.tick()
         if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
             self._save()
         self._is_finished = self._until == "end" or (self._until == "closed" and reader.closed)

@@ -15,6 +15,7 @@ from sinks.brokers.transport import BrokerSettings, BrokerTransport, Stream
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import INT32
+from sinks.router.whose import feed_for
 
 _BYTES = ("max_batch", "max_bytes")
 LEAST_RETAIN = 3
@@ -26,6 +27,7 @@ class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
 
     format: Literal["vllm"] = "vllm"
     worker: str | None = None
+    engine: str | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
     salts: Literal["digest", "plain"] = "digest"
     coalesce: str = "50ms"
@@ -100,8 +102,9 @@ def feed_of(
         restate_seconds=quantity(url, options, "restate"),
         salts=context.salts.ask() if options.salts == "plain" else None,
     )
+    transport = BrokerTransport(stream, settings)
     return RouterFeed(
-        BrokerTransport(stream, settings),
+        transport,
         FeedNumbers(
             _state_path(url, options, worker, context),
             first=clock_number() if options.first is None else options.first,
@@ -109,6 +112,8 @@ def feed_of(
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"]),
         heartbeat_seconds=pace["heartbeat"],
+        feed=feed_for(url, options.engine, context),
+        opens_as=transport.speak_as,
     )
 
 

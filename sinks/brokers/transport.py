@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from events.brokers.address import BrokerError, BrokerUnavailable
 from events.brokers.records import Record
-from events.feed.changes import Change, Cleared
+from events.feed.changes import AnyChange, Cleared
 from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkError
@@ -86,6 +86,7 @@ class BrokerTransport:
 
     def __init__(self, stream: Stream, settings: BrokerSettings) -> None:
         self._stream, self._settings = stream, settings
+        self._rank = settings.rank
         self._state: Iterator[Record] | None = None
         """The rest of the state that is being told."""
         self._tellings = 0
@@ -104,6 +105,10 @@ class BrokerTransport:
         """Where the state begins that is being told."""
         self._state_bytes = self._bytes_since = 0
         self._told_at = time.monotonic()
+
+    def speak_as(self, topic: str, rank: int) -> None:
+        """Take the rank of an engine, where the settings have none; before `open`. Streams have no topics."""
+        self._rank = self._settings.rank or rank
 
     def open(self, next_seq: int) -> None:
         """Connect. Raises SinkError if that cannot be done, or the numbers do not fit to what is there."""
@@ -211,5 +216,5 @@ class BrokerTransport:
         assert kept is not None
         self._until_done(lambda: self._stream.trim(kept))
 
-    def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return vllm.encode_batch(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
+    def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+        return vllm.encode_batch(changes, ts, self._rank, groups, salts=self._settings.salts)

@@ -36,6 +36,7 @@ class PrometheusSink:
     """Counts what batches say, and serves that to whoever asks."""
 
     folds = True
+    needs_cache = True
     """Its counters are those since the engine began, also where it is not in the engine's process."""
     needs_tokens = False
 

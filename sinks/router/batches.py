@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from events.feed.changes import Change, Removed, Stored
+from events.feed.changes import AnyChange, Removed, Stored, Told
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace
 
@@ -24,7 +24,7 @@ WIRE_TOKEN_BYTES = 5
 _PLAIN = Namespace()
 
 
-def change_bytes(change: Change) -> int:
+def change_bytes(change: AnyChange) -> int:
     """A bound for the size of the encoded change."""
     if isinstance(change, Stored):
         # Without calls: this is asked for every block that decoding fills.
@@ -35,12 +35,12 @@ def change_bytes(change: Change) -> int:
         return size if change.namespace == _PLAIN else size + (blocks + 1) * _lora_bytes(change)
     if isinstance(change, Removed):
         return CHANGE_BYTES + len(change.names) // NAME_BYTES * BLOCK_BYTES
-    return CHANGE_BYTES
+    return len(change.encoded) if isinstance(change, Told) else CHANGE_BYTES
 
 
-def in_batches(changes: Iterable[Change], max_bytes: int) -> Iterator[list[Change]]:
+def in_batches(changes: Iterable[AnyChange], max_bytes: int) -> Iterator[list[AnyChange]]:
     """The changes, in order, in lists that encode to at most `max_bytes` where single blocks allow it."""
-    batch: list[Change] = []
+    batch: list[AnyChange] = []
     total = BATCH_BYTES
     for change in changes:
         size = change_bytes(change)
@@ -57,7 +57,7 @@ def in_batches(changes: Iterable[Change], max_bytes: int) -> Iterator[list[Chang
         yield batch
 
 
-def _cut(change: Change, max_bytes: int) -> Iterator[Change]:
+def _cut(change: AnyChange, max_bytes: int) -> Iterator[AnyChange]:
     if isinstance(change, Stored):
         lora = _lora_bytes(change)
         items = max(map(len, change.extras), default=0)

@@ -21,8 +21,9 @@ from typing import Protocol
 
 import msgspec
 
-from events.feed.changes import Change, Cleared
+from events.feed.changes import AnyChange, Cleared
 from events.feed.fold import Feed
+from events.told.feed import WorkerFeed
 from events.types import EventBatch, Gap, GroupCreated
 from sinks.queue import Overflow
 from sinks.router.batches import BATCH_BYTES, change_bytes, in_batches
@@ -39,7 +40,7 @@ class FeedBatch(msgspec.Struct, frozen=True):
     seq: int
     ts: float
     """Seconds of wall clock at which it went out."""
-    changes: Sequence[Change]
+    changes: Sequence[AnyChange]
     groups: tuple[GroupCreated, ...]
 
 
@@ -49,7 +50,7 @@ class FeedState(msgspec.Struct, frozen=True):
     seq: int
     ts: float
     """When that batch went out."""
-    changes: Iterable[Change]
+    changes: Iterable[AnyChange]
     """Stores, parents first, and at the end removals of what is on its way; to be gone through once, at any time."""
     groups: tuple[GroupCreated, ...]
 
@@ -80,6 +81,8 @@ class RouterFeed:
     - `coalesce_seconds`: at most one batch in this time, unless more than `max_batch_bytes` is waiting. 0: one
       batch for each `EventBatch` that changes something for routers.
     - `max_batch_bytes`: bound of an encoded batch (a single block that is larger still goes out).
+    - `feed`: what folds; by default what routers may see of a cache. Of an engine that told of its own, `opens_as` is
+      told its topic and its rank before the transport is opened.
     - `heartbeat_seconds`: after so much silence an empty batch with a number of its own goes out, so that a
       router can tell "nothing new" from "missed something". 0: never.
     """
@@ -99,6 +102,8 @@ class RouterFeed:
         coalesce_seconds: float = 0.05,
         max_batch_bytes: int = 1 << 20,
         heartbeat_seconds: float = 1.0,
+        feed: Feed | WorkerFeed | None = None,
+        opens_as: Callable[[str, int], None] = lambda topic, rank: None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -108,8 +113,9 @@ class RouterFeed:
         self._max_bytes = max_batch_bytes
         self._heartbeat = heartbeat_seconds
         self._monotonic, self._wall = monotonic, wall
-        self._feed = Feed()
-        self._pending: list[Change] = []
+        self._feed = Feed() if feed is None else feed
+        self._opens_as = opens_as
+        self._pending: list[AnyChange] = []
         self._pending_bytes = 0
         self._restate = True
         """What routers hold may be wrong: the whole state goes out next, which makes `_pending` superfluous."""
@@ -144,8 +150,16 @@ class RouterFeed:
 
     # --- the sink ---------------------------------------------------------------------------------------
 
+    @property
+    def can_open(self) -> bool:
+        """Whether it is known whose feed this is."""
+        return isinstance(self._feed, Feed) or self._feed.worker is not None
+
     def open(self) -> None:
         """Reserve numbers and open the transport."""
+        if isinstance(self._feed, WorkerFeed) and self._feed.worker is not None:
+            seen = self._feed.worker.seen
+            self._opens_as(seen.topic, seen.rank or 0)
         self._numbers.open()
         try:
             self.transport.open(self._numbers.next)
@@ -209,7 +223,7 @@ class RouterFeed:
         if changes:
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
-    def _send(self, batches: Iterable[Sequence[Change]]) -> None:
+    def _send(self, batches: Iterable[Sequence[AnyChange]]) -> None:
         # Until all of it is out, what readers hold is not to be trusted.
         self._restate = True
         for changes in batches:
@@ -226,7 +240,7 @@ class RouterFeed:
                 self._subscribers = subscribers
                 self._subscribers_changed.notify_all()
 
-    def _visible(self) -> Iterable[Change]:
+    def _visible(self) -> Iterable[AnyChange]:
         """The fold's whole state; nothing while batches are missing, since any of it may be gone."""
         return () if self._feed.lost else self._feed.snapshot()
 

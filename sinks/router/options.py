@@ -23,6 +23,7 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     replay: str | None = None
     topic: str | None = None
     pod: str | None = None
+    engine: str | None = None
     model: str | None = None
     rank: Annotated[int, msgspec.Meta(le=INT32)] = 0
     rank_ports: bool = False

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from events.feed.changes import Change, Cleared
+from events.feed.changes import AnyChange, Cleared
 from events.types import GroupCreated
 from sinks.router.batches import in_batches
 from sinks.router.feed import FeedState
@@ -19,7 +19,7 @@ from sinks.router.feed import FeedState
 MIN_TAIL_BYTES = 1 << 20
 """However small the state is, so much may be sent before it is encoded anew."""
 
-Encode = Callable[[Sequence[Change], float, Sequence[GroupCreated]], bytes]
+Encode = Callable[[Sequence[AnyChange], float, Sequence[GroupCreated]], bytes]
 """Changes, a time and the groups to a payload."""
 Join = Callable[[Sequence[bytes]], bytes]
 """Payloads to one with all their events, and the time of the last one."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import zmq
 
 from events.diagnostics import get_logger
-from events.feed.changes import Change
+from events.feed.changes import AnyChange
 from events.formats import vllm
 from events.formats.wires import Encode
 from events.sockets.curve import Curve
@@ -107,6 +107,11 @@ class ZMQTransport:
         self.replay_endpoint: str | None = None
         self.replay: ReplayServer | None = None
         self._gate: Gate | None = None
+        self._told_topic, self._rank = "", settings.rank
+
+    def speak_as(self, topic: str, rank: int) -> None:
+        """Take the topic and the rank of an engine, where the settings have none; before `open`."""
+        self._told_topic, self._rank = topic, self._settings.rank or rank
 
     @property
     def subscribers(self) -> int:
@@ -272,11 +277,13 @@ class ZMQTransport:
         settings = self._settings
         if settings.topic is not None:
             return settings.topic
+        if self._told_topic and settings.pod is None:
+            return self._told_topic
         pod = settings.pod or pod_at((self.replay_endpoint or "") if settings.connects else self.endpoint)
         return f"kv@{pod}@{settings.model}"
 
-    def _encode(self, changes: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self._settings.encode(changes, ts, self._settings.rank, groups, salts=self._settings.salts)
+    def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+        return self._settings.encode(changes, ts, self._rank, groups, salts=self._settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
-        return vllm.join_batches(payloads, self._settings.rank)
+        return vllm.join_batches(payloads, self._rank)

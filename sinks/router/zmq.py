@@ -15,6 +15,8 @@ Options:
 - ``topic``: by default ``kv@POD@MODEL``, the form in which llm-d finds pod and model.
 - ``pod``: for the topic; by default the HOST:PORT at which the feed is bound or, if it connects, its replay. Bound to
   all interfaces, HOST is this machine's address in its network.
+- ``engine``: of a log of what engines told (`kvcache tap`), whose feed this is, if there are several. Topic and rank
+  are those that the engine gives, unless the URL does.
 - ``model``: for the topic; by default that of the cache, else ``unknown``.
 - ``rank``: data-parallel rank, in each payload.
 - ``rank_ports``: ``true`` adds the rank to each port but 0, as vLLM does.
@@ -55,6 +57,7 @@ from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import ZMQOptions
 from sinks.router.places import Place
 from sinks.router.transport import ZMQSettings, ZMQTransport
+from sinks.router.whose import feed_for
 
 MAX_CHUNK_BYTES = 8 << 20
 
@@ -66,12 +69,15 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
     max_batch = pace["max_batch"] / (ARRAY_OVERHEAD if options.style == "array" else 1)
+    transport = ZMQTransport(settings)
     return RouterFeed(
-        ZMQTransport(settings),
+        transport,
         FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(max_batch),
         heartbeat_seconds=pace["heartbeat"],
+        feed=feed_for(url, options.engine, context),
+        opens_as=transport.speak_as,
     )
 
 

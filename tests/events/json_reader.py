@@ -48,6 +48,12 @@ def _marked(hint: Any, mark: Any, said: Any) -> Any:
     if isinstance(mark, Spelled):
         if mark.form == "tokens":
             return _value(hint, said or [])
+        if mark.form == "hash":
+            return bytes.fromhex(said[2:]) if said.startswith("0x") else int(said, 16)
+        if mark.form == "fields" and not isinstance(said, dict):
+            return bytes.fromhex((said or "0x")[2:])
+        if mark.form == "fields":
+            return msgspec.msgpack.encode(said)
         if mark.form == "level":
             return LEVEL_NAMES.index(said) if said in LEVEL_NAMES else said
         return json.dumps(said, ensure_ascii=False, separators=(",", ":")) if isinstance(said, dict) else said

@@ -15,6 +15,7 @@ from events.errors import (
     LogError,
     LogExists,
     LogLocked,
+    LogOfOtherKind,
     LogTooNew,
     LogUnavailable,
     LogWriteFailed,
@@ -37,6 +38,8 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
         {"path": PATH, "reason": "Read-only file system"},
         "may write to",
     ),
+    (LogOfOtherKind(PATH, "feed"), {"path": PATH, "kind": "feed"}, "records what engines told"),
+    (LogOfOtherKind(PATH, "cache"), {"path": PATH, "kind": "cache"}, "the log of a cache"),
     (LogTooNew(PATH, 9), {"path": PATH, "version": 9}, "upgrade"),
     (
         LogDamaged(PATH, 64, 3, "torn apart"),

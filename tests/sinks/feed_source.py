@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.changes import AnyChange, Cleared, Removed, Stored
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.types import (
     AnyEvent,
@@ -140,13 +140,14 @@ class Reader:
         self.state: State = {}
         self.cleared = 0
 
-    def take(self, changes: Iterable[Change]) -> None:
+    def take(self, changes: Iterable[AnyChange]) -> None:
         for change in changes:
             if isinstance(change, Cleared):
                 self.clear()
             elif isinstance(change, Removed):
                 self.remove(change.level, split(change.names, 8))
             else:
+                assert isinstance(change, Stored)
                 size = change.tokens_per_block * 4
                 self.store(change.level, split(change.names, 8), change.parent, split(change.tokens, size))
 
@@ -228,11 +229,11 @@ class RecordingTransport:
     def close(self) -> None:
         self.calls.append("close")
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[AnyChange]:
         return [change for batch in self.sent for change in batch.changes]
 
 
-def state_of(batches: Sequence[Sequence[Change]]) -> State:
+def state_of(batches: Sequence[Sequence[AnyChange]]) -> State:
     reader = Reader()
     for changes in batches:
         reader.take(changes)

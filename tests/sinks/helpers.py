@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Iterable
 
+import msgspec
+
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.types import (
     AdmissionRefused,
@@ -26,6 +28,14 @@ from events.types import (
     ContextComputed,
     EpochStarted,
     EventBatch,
+    FeedCleared,
+    FeedGap,
+    FeedReceived,
+    FeedRemoved,
+    FeedRestarted,
+    FeedStarted,
+    FeedStored,
+    FeedUnknown,
     Gap,
     GroupCreated,
     GroupExported,
@@ -44,6 +54,7 @@ from events.types import (
     TransferExported,
     TransferFailed,
     TransferLanded,
+    WorkerSeen,
 )
 from tests.columns import pack_i32, pack_i64, pack_u32
 
@@ -58,6 +69,8 @@ NAMES = NAME + bytes.fromhex("9a8b7c6d00000002")
 TWO = pack_i32([4, 5])
 TOKENS = pack_i32([PLANTED] * 3)
 SPACE = Namespace(3, "adapter", b"\xab" * 32)
+
+EXTRA = msgspec.msgpack.encode({"extra_keys": [["salt"], None]})
 
 SAMPLES: tuple[AnyEvent, ...] = (
     CacheCreated(
@@ -115,6 +128,17 @@ SAMPLES: tuple[AnyEvent, ...] = (
     SymbolsInterned((SymbolPage(5, PLANTED, 0, b"\xcd" * 32, 256), SymbolPage(6, PLANTED, 9))),
     SymbolsForgotten(pack_u32([5, 6])),
     AdmissionRefused("chat-2", (3, 10), (7, 9)),
+    FeedStarted(("tcp://engine:5557", "tcp://*:5560")),
+    WorkerSeen(3, "tcp://engine:5557", "kv@10.0.0.5:8000@m", 1, False),
+    FeedReceived(3, 41, 1_000, True),
+    FeedStored(
+        3, (0x1F2E3D4C00000001, -1), 0x0011223344556677, TOKENS, 2, "CPU", 1, 4, "adapter", more=EXTRA
+    ),
+    FeedRemoved(3, (bytes(24) + NAME,), "GPU", 0),
+    FeedCleared(3),
+    FeedGap(3, 42, 44, "not received"),
+    FeedRestarted(3, 44, 0),
+    FeedUnknown(3, "BlockMoved"),
 )
 """One event of each type."""
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from events.feed.changes import Change, Cleared, Removed, Stored
+from events.feed.changes import AnyChange, Cleared, Removed, Stored
 from events.formats.vllm import encode_batch
 from events.types import Namespace
 from sinks.router.batches import change_bytes, in_batches
@@ -29,7 +29,7 @@ def stored(handle: int, blocks: int, space: Namespace = SPACES[0]) -> Stored:
 @pytest.mark.parametrize("blocks", [1, 15, 16, 1000, 70_000])
 def test_the_bound_holds(space: Namespace, blocks: int) -> None:
     """No encoded batch is larger than the sizes that its changes were taken for."""
-    changes: list[Change] = [Cleared(), stored(1, blocks, space), Removed(0, 0, names(1, blocks))]
+    changes: list[AnyChange] = [Cleared(), stored(1, blocks, space), Removed(0, 0, names(1, blocks))]
     for change in changes:
         assert len(encode_batch([change], 1.5, 2**31)) <= change_bytes(change) + 64
     assert len(encode_batch(changes, 1.5, 0)) <= sum(map(change_bytes, changes)) + 64
@@ -74,7 +74,7 @@ def test_items_stay_with_their_blocks(max_bytes: int) -> None:
 )
 def test_cut_changes_mean_the_same(sizes: list[int], max_bytes: int, removes: list[bool]) -> None:
     """Whatever the bound, a reader of the batches ends where a reader of the changes ends."""
-    changes: list[Change] = []
+    changes: list[AnyChange] = []
     for handle, size in enumerate(sizes):
         changes.append(stored(handle, size))
         if removes[handle]:
@@ -90,7 +90,7 @@ def test_cut_changes_mean_the_same(sizes: list[int], max_bytes: int, removes: li
 @pytest.mark.parametrize("max_bytes", [1000, 2000, 10_000, 1 << 20])
 def test_batches_keep_to_the_bound(max_bytes: int) -> None:
     """Encoded batches are within the bound, and not much smaller, so that few are needed."""
-    changes: list[Change] = [stored(handle, blocks) for handle, blocks in enumerate([1, 400, 3, 90, 2000])]
+    changes: list[AnyChange] = [stored(handle, blocks) for handle, blocks in enumerate([1, 400, 3, 90, 2000])]
     batches = list(in_batches(changes, max_bytes))
     sizes = [len(encode_batch(batch, 1.5, 0)) for batch in batches]
     assert max(sizes) <= max_bytes

@@ -60,6 +60,15 @@ LINES = [
     "SymbolsInterned   pages=2 items=1 cdcdcdcd",
     "SymbolsForgotten  pages=2",
     "AdmissionRefused  request=chat-2 needed=3/10 available=7/9",
+    "FeedStarted       endpoints=tcp://engine:5557,'tcp://*:5560'",
+    "WorkerSeen        worker=3 topic=kv@10.0.0.5:8000@m rank=1 complete=no",
+    "FeedReceived      worker=3 number=41 (replayed)",
+    "FeedStored        worker=3 CPU group=1 blocks=2 1f2e3d4c..ffffffff after 00112233 tokens=3 lora=adapter",
+    "FeedRemoved       worker=3 GPU group=0 blocks=1 1f2e3d4c",
+    "FeedCleared       worker=3",
+    "FeedGap           worker=3 lost=42..44 reason='not received'",
+    "FeedRestarted     worker=3 number=0 after=44",
+    "FeedUnknown       worker=3 type=BlockMoved",
 ]
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from events.feed.changes import Change, Cleared, Stored
+from events.feed.changes import AnyChange, Stored
 from events.types import GroupCreated, Namespace
 from sinks.router.feed import FeedState
 from sinks.router.snapshot import MIN_TAIL_BYTES, Snapshot
 from tests.sinks.feed_source import BLOCK, names, tokens
 
 
-def changes(count: int) -> Iterator[Change]:
+def changes(count: int) -> Iterator[AnyChange]:
     for handle in range(count):
         yield Stored(0, 0, names(handle, 4), b"", tokens(handle, 4), BLOCK, Namespace())
 
 
-def encode(told: Sequence[Change], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-    return b"".join(b"C" if isinstance(change, Cleared) else change.names for change in told)
+def encode(told: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
+    return b"".join(change.names if isinstance(change, Stored) else b"C" for change in told)
 
 
 def snapshot(count: int, piece_bytes: int = 4000) -> Snapshot:

@@ -1,0 +1,123 @@
+"""What routers are told of one worker of a log of kind `feed`: what it told itself, without copies.
+
+A block is told when its first copy becomes resident and when the last one goes, in the worker's own words. So routers
+that count copies and those that do not come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from events import types as ev
+from events.errors import EventsError
+from events.feed.changes import AnyChange, Cleared, Told
+from events.formats.told import to_wire
+from events.told.blocks import stores_of
+from events.told.state import Worker, name_of
+from events.types import GroupCreated
+
+
+class SeveralWorkers(EventsError):
+    """A feed is that of one worker."""
+
+
+class WorkerFeed:
+    """Folds batches into the changes of the worker with this name; None: of the only one that there is."""
+
+    groups: tuple[GroupCreated, ...] = ()
+
+    def __init__(self, name: str | None = None) -> None:
+        self.lost = False
+        """Batches of the log are missing: nothing is said until it says again all that is known."""
+        self.last_seq: int | None = None
+        self.worker: Worker | None = None
+        self._name = name
+        self._number: int | None = None
+        self._names: dict[int, str] = {}
+        self._changes: list[AnyChange] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Gap: self._meet_gap,
+            ev.FeedStarted: self._start,
+            ev.WorkerSeen: self._see,
+        }
+        self._of_worker: dict[type, Callable[[Worker, Any], None]] = {
+            ev.FeedStored: self._store,
+            ev.FeedRemoved: self._remove,
+            ev.FeedCleared: self._clear,
+            ev.FeedGap: self._lose,
+            ev.FeedRestarted: self._clear,
+        }
+
+    def fold(self, batch: ev.EventBatch) -> list[AnyChange]:
+        """What the batch changes for routers, in order. Raises SeveralWorkers."""
+        if self.last_seq is not None and batch.seq != self.last_seq + 1:
+            self.lost = True
+        for event in batch.events:
+            kind = type(event)
+            if (handler := self._handlers.get(kind)) is not None:
+                handler(event)
+            elif self._is_told(event):
+                assert self.worker is not None
+                self._of_worker[kind](self.worker, event)
+        self.last_seq = batch.seq
+        changes, self._changes = self._changes, []
+        return changes
+
+    def snapshot(self) -> Iterator[AnyChange]:
+        """Everything that is known to be resident, as stores, parents first; what is folded later changes nothing."""
+        if self.worker is None:
+            return iter(())
+        return map(_told, self.worker.resident())
+
+    def _is_told(self, event: ev.AnyEvent) -> bool:
+        """Whether routers must hear of it."""
+        is_ours = getattr(event, "worker", None) == self._number and self.worker is not None
+        return is_ours and not self.lost and type(event) in self._of_worker
+
+    def _meet_gap(self, gap: ev.Gap) -> None:
+        if self.last_seq is None or gap.last_seq > self.last_seq:
+            self.lost = True
+
+    def _start(self, event: ev.FeedStarted) -> None:
+        self.lost, self.worker, self._number = False, None, None
+        self._names.clear()
+        self._changes.append(Cleared())
+
+    def _see(self, event: ev.WorkerSeen) -> None:
+        self._names[event.worker] = name_of(event)
+        if self._name is None and len(self._names) > 1:
+            names = ", ".join(sorted(self._names.values()))
+            raise SeveralWorkers(
+                f"the log is of several workers, and a feed is of one: name it with engine=; there are {names}"
+            )
+        if self._name in (None, self._names[event.worker]):
+            if self.worker is None:
+                self.worker, self._number = Worker(event), event.worker
+            self.worker.seen = event
+
+    def _store(self, worker: Worker, event: ev.FeedStored) -> None:
+        new = worker.store(event)
+        if len(new) == len(event.block_hashes):
+            self._changes += [_told(event)] if new else []
+        else:
+            self._changes += map(_told, stores_of(new))
+
+    def _remove(self, worker: Worker, event: ev.FeedRemoved) -> None:
+        gone = worker.remove(event)
+        if gone:
+            self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
+
+    def _clear(self, worker: Worker, event: ev.FeedCleared | ev.FeedRestarted) -> None:
+        worker.forget()
+        self._changes.append(Cleared())
+
+    def _lose(self, worker: Worker, event: ev.FeedGap) -> None:
+        worker.forget()
+        self._changes.append(Cleared())
+
+
+def _told(event: ev.FeedStored | ev.FeedRemoved) -> Told:
+    return Told(to_wire(event))

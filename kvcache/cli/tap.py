@@ -1,0 +1,170 @@
+"""``kvcache tap``: record what running engines tell of their caches into a log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from events.told.state import FeedState
+from kvcache.cli.listening import (
+    IN_TOPIC,
+    add_connection_options,
+    curve_of,
+    is_bound,
+    places_of,
+    refuse_named_replay,
+    refuse_unknown_host,
+)
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count
+from kvcache.cli.parser import seconds
+from kvcache.cli.process import StopSignals
+from kvcache.cli.told import worker_json
+from kvcache.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvcache.tap.sources import Endpoint
+    from kvcache.tap.tap import Tap
+
+_WORK_SECONDS = 0.2
+_EPILOG = """\
+Each ENDPOINT is that of an engine (vLLM, SGLang, TensorRT-LLM, or a zmq+pub: sink), or a place of this machine to which
+many connect (tcp://*:PORT, --bind). Without a replay nothing is known of what an engine has said before, nor what it
+says in a moment that is missed.
+
+The log is of kind feed: `kvcache events`, `replay`, `match` and `audit` read it, and `kvcache publish` feeds routers
+from it, who may then come late and miss nothing. Ctrl-C and SIGTERM end it in good order.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Record live streams of KV events of vLLM, SGLang or TensorRT-LLM into a log."
+    parser.epilog = _EPILOG
+    add = parser.add_argument
+    add(
+        "endpoint",
+        nargs="+",
+        metavar="ENDPOINT",
+        help="where an engine publishes, as tcp://127.0.0.1:5557, or with its replay tcp://127.0.0.1:5557?replay=5558",
+    )
+    add("--log", type=Path, required=True, metavar="DIR", help="a new directory, or one to go on with")
+    add("--resume", action="store_true", help="go on with the log that is in DIR")
+    add(
+        "--replay",
+        metavar="ENDPOINT",
+        help=f"the replay socket of the only one; where many connect, {IN_TOPIC}: the sockets that their topics name",
+    )
+    add("--topic", default="", metavar="TOPIC", help="only topics that begin with this")
+    add(
+        "--no-tokens",
+        action="store_true",
+        help="record no token ids; routers cannot be fed from the log then",
+    )
+    add_connection_options(parser)
+    add(
+        "--every",
+        type=seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="between two lines that tell what was heard (10)",
+    )
+    add("--json", action="store_true", help="these lines as JSON on stdout, one object each")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Record until a signal comes."""
+    # Not at the top: no other command needs ZeroMQ, and loading it takes a while.
+    from kvcache.tap.tap import Tap
+
+    endpoints = list(_endpoints(args))
+    with (
+        StopSignals() as stop,
+        Tap(endpoints, args.log, resume=args.resume, record_tokens=not args.no_tokens) as tap,
+    ):
+        out.note(f"recording {', '.join(map(printable, tap.endpoints))} into {printable(str(args.log))}")
+        teller = _Teller(args, out)
+        while not stop.is_set():
+            tap.work(_WORK_SECONDS)
+            teller.tell(tap)
+        teller.tell(tap, last=True)
+    return stop.exit_code
+
+
+def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
+    from kvcache.tap.sources import Endpoint
+
+    places = places_of(args)
+    if len({place.endpoint for place in places}) < len(places):
+        raise UsageError("an ENDPOINT is given twice: leave one of them out")
+    for place in places:
+        binds = is_bound(place, args)
+        curve = curve_of(args, place, binds=binds)
+        if binds:
+            refuse_named_replay(place.replay)
+            yield Endpoint(place.endpoint, place.replay == IN_TOPIC, True, args.topic, curve, args.insecure)
+            continue
+        for each in filter(None, (place.endpoint, place.replay)):
+            refuse_unknown_host(each)
+        yield Endpoint(place.endpoint, place.replay, False, args.topic, curve)
+
+
+class _Teller:
+    """Says now and then what was heard."""
+
+    def __init__(self, args: argparse.Namespace, out: Output) -> None:
+        self._out, self._as_json, self._every = out, args.json, args.every
+        self._due = time.monotonic() + self._every
+        self._said = ""
+
+    def tell(self, tap: Tap, *, last: bool = False) -> None:
+        """To be called often."""
+        if time.monotonic() < self._due and not last:
+            return
+        self._due = time.monotonic() + self._every
+        text = json.dumps(to_json(tap)) if self._as_json else _line(tap)
+        if text == self._said:
+            return
+        self._said = text
+        if self._as_json:
+            print(text, flush=True)
+        else:
+            self._out.note(text)
+
+
+def _line(tap: Tap) -> str:
+    """For people."""
+    heard, log, state = tap.recorder, tap.log_stats(), tap.state
+    parts = [f"{count(heard.batches, 'batch', 'batches')}, {count(heard.events, 'event')}", _workers(state)]
+    if heard.recovered:
+        parts.append(f"{heard.recovered:,} missed and got by replay")
+    if lost := sum(worker.lost for worker in state.workers.values()):
+        parts.append(f"{count(lost, 'batch', 'batches')} lost")
+    if log.state == "suspended":
+        parts.append(f"the disk refuses the log: {log.last_error}")
+    return "; ".join(parts)
+
+
+def _workers(state: FeedState) -> str:
+    blocks = sum(worker.num_blocks for worker in state.workers.values())
+    text = f"{count(blocks, 'block')} in {count(len(state.workers), 'worker')}"
+    unsure = sum(not worker.complete for worker in state.workers.values())
+    return f"{text}, of {unsure:,} not all is known" if unsure else text
+
+
+def to_json(tap: Tap) -> dict[str, object]:
+    """For programs."""
+    log = tap.log_stats()
+    return {
+        "batches": tap.recorder.batches,
+        "events": tap.recorder.events,
+        "recovered_batches": tap.recorder.recovered,
+        "log_state": log.state,
+        "log_error": log.last_error,
+        "dropped_batches": log.dropped_batches,
+        "workers": [worker_json(worker) for worker in tap.state.workers.values()],
+    }

@@ -1,0 +1,140 @@
+"""`kvcache tap`, and the commands that read what it records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.log import LogReader
+from kvcache.tap.history import History
+from kvcache.tap.sources import Endpoint
+from kvcache.tap.tap import Tap
+from tests.cli.conftest import Kvcache
+from tests.events.publisher import Publisher, batch, removed, stored
+from tests.kvcache.test_tap import work_until
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Two workers: one has a prompt of four tokens, the other its first half; one has lost something before."""
+    log = tmp_path / "taps"
+    with (
+        Publisher() as first,
+        Publisher() as second,
+        Tap([Endpoint(first.endpoint), Endpoint(second.endpoint)], log) as tap,
+    ):
+        first.wait_subscribed()
+        second.wait_subscribed()
+        first.send(0, batch(stored(10, 20)), b"kv@a@m")
+        first.send(1, batch(stored(30, medium="CPU"), removed(30, medium="CPU"), stored(30)), b"kv@a@m")
+        work_until(tap, lambda: tap.recorder.batches == 2)
+        second.send(5, batch(stored(10)), b"kv@b@m")
+        work_until(tap, lambda: tap.recorder.batches == 3)
+    return log
+
+
+def facts(kvcache: Kvcache, *words: Any) -> Any:
+    done = kvcache(*map(str, words), "--json")
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+def test_replay(kvcache: Kvcache, log: Path) -> None:
+    """The table has the workers with their blocks, and what was lost; before, there was less."""
+    said = facts(kvcache, "replay", log)
+    assert said["kind"] == "feed"
+    assert [(w["complete"], w["lost_batches"], w["places"]) for w in said["workers"]] == [
+        (True, 0, [{"medium": "GPU", "group": 0, "blocks": 3}]),
+        (False, 5, [{"medium": "GPU", "group": 0, "blocks": 1}]),
+    ]
+    [worker] = facts(kvcache, "replay", log, "--at", "1")["workers"]
+    assert worker["places"][0]["blocks"] == 2
+    assert "since its last loss" in kvcache("replay", str(log)).out
+
+
+def test_match(kvcache: Kvcache, log: Path, tmp_path: Path) -> None:
+    """Each worker has the prompt as far as its blocks go; requests there are none."""
+    prompt = tmp_path / "prompt"
+    prompt.write_text("10 11 20 21 5")
+    said = facts(kvcache, "match", log, "--tokens", prompt)
+    assert [(w["resident_tokens"], w["media"]) for w in said["workers"]] == [(4, {"GPU": 2}), (2, {"GPU": 1})]
+    assert "GPU 2" in kvcache("match", str(log), "--tokens", str(prompt)).out
+    assert "give the prompt with --tokens" in kvcache("match", str(log), "--request", "1").err
+
+
+def test_audit(kvcache: Kvcache, log: Path) -> None:
+    """Blocks are counted when they come, come back, and are somewhere else already."""
+    blocks = facts(kvcache, "audit", log)["blocks"]
+    assert {
+        key: blocks[key] for key in ("stored", "removed", "stored_again", "stored_elsewhere", "forgotten")
+    } == {
+        "stored": 5,
+        "removed": 1,
+        "stored_again": 1,
+        "stored_elsewhere": 1,
+        "forgotten": 0,
+    }
+    assert blocks["held_by"] == {"1": 2, "2": 1}
+    assert "engines tell nothing of requests" in kvcache("audit", str(log)).out
+
+
+def test_events(kvcache: Kvcache, log: Path) -> None:
+    """Lines name the worker, and a block is found by its hash."""
+    done = kvcache("events", str(log), "--block", f"{30:016x}")
+    assert [line.split()[2] for line in done.out.splitlines()] == ["FeedStored", "FeedRemoved", "FeedStored"]
+    assert "worker=tcp://127.0.0.1:" in done.out
+
+
+@pytest.mark.parametrize("command", ["diff", "explain", "curve", "whatif", "export", "report"])
+def test_others_refuse(kvcache: Kvcache, log: Path, tmp_path: Path, command: str) -> None:
+    """A command about a cache says what this log is instead."""
+    more: dict[str, list[Any]] = {
+        "diff": [log],
+        "explain": ["--request", "1"],
+        "export": ["--to", "csv", "-o", tmp_path / "x"],
+        "report": ["-o", tmp_path / "y.html"],
+    }
+    done = kvcache(command, str(log), *map(str, more.get(command, [])))
+    assert done.code == 2
+    assert "is a log of kind feed" in done.err
+
+
+def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
+    """Two workers cannot share a feed, and nobody counts a cache that is not there."""
+    done = kvcache("publish", str(log), "--once", "--sink", "zmq+pub://127.0.0.1:0")
+    assert done.code == 2
+    assert "name it with engine=" in done.err
+    lines = log.parent / "events.jsonl"
+    done = kvcache("publish", str(log), "--once", "--sink", f"file:{lines}?tokens=1")
+    assert done.code == 0
+    assert lines.read_text().count('"FeedStored"') == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "--replay", "tcp://127.0.0.1:3"], "replay of its own"),
+        (["tcp://127.0.0.1:1", "tcp://127.0.0.1:1"], "given twice"),
+        (["tcp://*:0", "--replay", "tcp://127.0.0.1:3"], "--replay topic"),
+        (["tcp://no-such-host.invalid:1"], "cannot be found"),
+        (["tcp://127.0.0.1"], "it has no port"),
+    ],
+)
+def test_wrong_arguments(kvcache: Kvcache, tmp_path: Path, words: list[str], reason: str) -> None:
+    """Each is refused before a log is made, with what to do."""
+    done = kvcache("tap", *words, "--log", str(tmp_path / "log"))
+    assert done.code == 2
+    assert reason in done.err
+
+
+def test_history_over_epochs(log: Path) -> None:
+    """What an audit counts is what happened, and its residency that of the fold."""
+    history = History()
+    for each in LogReader(log, kind="feed"):
+        history.fold(each)
+    there = sum(worker.num_blocks for worker in history.workers.values())
+    assert history.stored - history.removed - history.forgotten == there
+    assert history.lifetimes.total == history.removed
