@@ -118,9 +118,11 @@ def plain(value: Any) -> Any:
 
 
 def said(event: Any) -> dict[str, Any]:
-    """The type and the fields of an event that are not None."""
+    """The type and the fields of an event that are not None, but for those that are not known here."""
     fields = {
-        name: plain(value) for name, value in msgspec.structs.asdict(event).items() if value is not None
+        name: plain(value)
+        for name, value in msgspec.structs.asdict(event).items()
+        if value is not None and name != "more"
     }
     return {"type": type(event).__name__, **fields}
 
