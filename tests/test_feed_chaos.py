@@ -17,7 +17,7 @@ import pytest
 
 from events.feed.changes import Change, Cleared, Stored
 from events.feed.fold import Feed
-from events.subscribe import follower, subscriber
+from events.subscribe import follower, publication
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
@@ -211,7 +211,7 @@ def endure(seed: int, directory: Path, start: Start, seconds: float, rate: float
 @pytest.fixture(autouse=True)
 def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subscribers read little at a time, so that they are interrupted in the middle of answers."""
-    for module in (subscriber, follower):
+    for module in (publication, follower):
         monkeypatch.setattr(module, "READ_AT_ONCE", 4)
 
 
