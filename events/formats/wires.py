@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from events.feed.changes import AnyChange
-from events.formats.plain import encode_arrays, encode_sglang
+from events.formats.sglang import encode_sglang
+from events.formats.vllm_arrays import encode_arrays
 from events.formats.vllm_encode import encode_batch
 from events.types import GroupCreated
 

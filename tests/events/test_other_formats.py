@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from events.feed.changes import Change, Cleared, Removed, Stored
-from events.formats.plain import encode_arrays, encode_sglang
+from events.formats.sglang import encode_sglang
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
+from events.formats.vllm_arrays import encode_arrays
 from events.types import FULL, SLIDING, GroupCreated, Namespace
 from tests.columns import pack_i32
 

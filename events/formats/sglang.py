@@ -1,0 +1,72 @@
+"""KV events as SGLang writes them.
+
+A batch is ``[ts, [event, ...], rank]``, events are maps. Hashes are signed, host memory is ``CPU_PINNED``, salts have a
+key of their own, and what is None is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from events.feed.changes import AnyChange, Removed, Stored, Told
+from events.formats.vllm_arrays import Salts, token_ids, told_salt
+from events.formats.vllm_encode import adapter_name
+from events.packed import unpack_names
+from events.types import GroupCreated
+
+_ALWAYS = ("parent_block_hash", "lora_id")
+SGLANG_MEDIA = ("GPU", "CPU_PINNED")
+"""By level."""
+_pack = msgspec.msgpack.encode
+
+
+def encode_sglang(
+    changes: Sequence[AnyChange],
+    ts: float,
+    rank: int = 0,
+    groups: Sequence[GroupCreated] = (),
+    *,
+    salts: Salts | None = None,
+) -> bytes:
+    """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
+    events: list[dict[str, Any]] = []
+    for change in changes:
+        if isinstance(change, Stored):
+            events.append(_stored_map(change, salts))
+        elif isinstance(change, Removed):
+            events.append(
+                {
+                    "type": "BlockRemoved",
+                    "block_hashes": _signed(change.names),
+                    "medium": SGLANG_MEDIA[change.level],
+                }
+            )
+        elif isinstance(change, Told):
+            told = msgspec.msgpack.decode(change.encoded)
+            events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
+        else:
+            events.append({"type": "AllBlocksCleared"})
+    return _pack([ts, events, rank])
+
+
+def _stored_map(stored: Stored, salts: Salts | None) -> dict[str, Any]:
+    event = {
+        "type": "BlockStored",
+        "block_hashes": _signed(stored.names),
+        "parent_block_hash": _signed(stored.parent)[0] if stored.parent else None,
+        "token_ids": token_ids(stored.tokens),
+        "block_size": stored.tokens_per_block,
+        "lora_id": None,
+        "medium": SGLANG_MEDIA[stored.level],
+    }
+    adapter, salt = adapter_name(stored.namespace), told_salt(stored.namespace, salts)
+    more = {"lora_name": adapter, "cache_salt": salt}
+    return event | {key: value for key, value in more.items() if value is not None}
+
+
+def _signed(names: bytes) -> list[int]:
+    numbers: list[int] = unpack_names(names).view(">i8").tolist()
+    return numbers
