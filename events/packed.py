@@ -79,9 +79,17 @@ def names_of_keys(keys: bytes, key_bytes: int) -> bytes:
     """Cut the 8-byte names out of a column of keys of `key_bytes` each (0: blocks have no names)."""
     if key_bytes <= NAME_BYTES:
         return keys
-    if len(keys) == key_bytes:
-        return bytes(keys[:NAME_BYTES])
-    return np.frombuffer(keys, np.uint64)[:: key_bytes // NAME_BYTES].tobytes()
+    return names_between(keys, key_bytes, 0, len(keys) // key_bytes)
+
+
+def names_between(keys: bytes | bytearray, key_bytes: int, first: int, last: int) -> bytes:
+    """The names of some entries, at least one, of a column of keys; reads no more of the column than these."""
+    begin = first * key_bytes
+    if last == first + 1:
+        return bytes(keys[begin : begin + NAME_BYTES])
+    parts = key_bytes // NAME_BYTES
+    # Without a copy of the keys, which would cost more than all else.
+    return np.frombuffer(keys, np.uint64, (last - first) * parts, begin)[::parts].tobytes()
 
 
 def are_keys(key_bytes: int) -> bool:

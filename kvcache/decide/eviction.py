@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from events.ids import Handle
-from events.packed import NAME_BYTES, names_of_keys
+from events.packed import NAME_BYTES, names_between
 from events.types import PRIMARY, SECONDARY, BlocksMoved, BlocksRemoved, Event, MoveReason, RemoveReason
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.group_state import GroupState
@@ -171,5 +171,6 @@ class Evictor:
         if count <= _FEW:
             ends = range(len(keys), len(keys) - count * size, -size)
             return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
-        names = names_of_keys(bytes(keys[len(keys) - count * size :]), size)
+        blocks = len(keys) // size
+        names = names_between(keys, size, blocks - count, blocks)
         return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()

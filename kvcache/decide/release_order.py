@@ -37,6 +37,7 @@ class _Queue:
 
     def __init__(self) -> None:
         self.places, self.stamps, self.depths = array("i"), array("q"), array("i")
+        """Depths only of what is in secondary."""
         self.head = 0
         """Entries before it are stale."""
 
@@ -48,8 +49,26 @@ class _Queue:
                 del column[:head]
             self.head = 0
 
-    def may_append(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int32]) -> bool:
-        """Whether entries with these stamps and depths are in order, and none is before the last one here."""
+    def append(
+        self,
+        places: npt.NDArray[np.intp],
+        stamps: npt.NDArray[np.int64],
+        depths: npt.NDArray[np.int32] | None,
+    ) -> bool:
+        """Append entries; False: they are not in order, or should have come earlier.
+
+        In primary, where blocks come as they are released, only the stamps can be out of order.
+        """
+        last = self.stamps[-1] if self.stamps else 0
+        if stamps[0] < last or (depths is not None and not self._in_order(stamps, depths)):
+            return False
+        self.places.frombytes(places.astype(np.int32).tobytes())
+        self.stamps.frombytes(stamps.tobytes())
+        if depths is not None:
+            self.depths.frombytes(depths.tobytes())
+        return True
+
+    def _in_order(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int32]) -> bool:
         if self.stamps and (stamps[0], depths[0]) < (self.stamps[-1], self.depths[-1]):
             return False
         later, deeper = stamps[1:] > stamps[:-1], depths[1:] > depths[:-1]
@@ -91,7 +110,8 @@ class ReleaseOrder(Watcher):
     def released(self, level: int, places: array[int]) -> None:
         """Make these blocks candidates."""
         if level != PRIMARY:
-            self._queue(level, indexes(places))
+            at = indexes(places)
+            self._queue(level, at, self._group.views["released_at"][at])
             return
         released_at = self._group.released_at
         self._noted += places
@@ -109,34 +129,31 @@ class ReleaseOrder(Watcher):
 
     def _queue_noted(self) -> None:
         if self._noted:
-            at = self._still_noted()
+            at, stamps = self._still_noted()
             self._noted, self._noted_stamps = array("i"), array("q")
-            self._queue(PRIMARY, at)
+            self._queue(PRIMARY, at, stamps)
 
-    def _still_noted(self) -> npt.NDArray[np.intp]:
-        at = indexes(self._noted)
-        still: npt.NDArray[np.intp] = at[self._group.views["released_at"][at] == _view(self._noted_stamps)]
-        return still
+    def _still_noted(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
+        at, stamps = indexes(self._noted), _view(self._noted_stamps)
+        still = self._group.views["released_at"][at] == stamps
+        return (at, stamps) if still.all() else (at[still], stamps[still])
 
-    def _queue(self, level: int, at: npt.NDArray[np.intp]) -> None:
+    def _queue(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> None:
         self._queued[level] += len(at)
-        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH or not self._append(level, at):
+        many = self._queued[level] > 4 * self._group.levels[level].size + _MUCH
+        if many or not self._append(level, at, stamps):
             self._rebuild(level)
 
-    def _append(self, level: int, at: npt.NDArray[np.intp]) -> bool:
+    def _append(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> bool:
         """Append blocks to their queues; False: one should have come earlier."""
         columns = self._group.views
-        priorities = columns["priorities"][at]
+        priorities, depths = columns["priorities"][at], columns["depths"][at] if level == SECONDARY else None
         alike = len(at) == 0 or (priorities == priorities[0]).all()
         for priority in priorities[:1].tolist() if alike else np.unique(priorities).tolist():
             queue = self._queues[level].setdefault(priority, _Queue())
-            places = at if alike else at[priorities == priority]
-            stamps, depths = columns["released_at"][places], columns["depths"][places]
-            if not queue.may_append(stamps, depths):
+            part = slice(None) if alike else priorities == priority
+            if not queue.append(at[part], stamps[part], None if depths is None else depths[part]):
                 return False
-            queue.places.frombytes(places.astype(np.int32).tobytes())
-            queue.stamps.frombytes(stamps.tobytes())
-            queue.depths.frombytes(depths.tobytes())
         return True
 
     def _rebuild(self, level: int) -> None:
@@ -148,7 +165,8 @@ class ReleaseOrder(Watcher):
             self._noted, self._noted_stamps = array("i"), array("q")
         order = np.lexsort([columns[name][idle] for name in ("depths", "released_at", "priorities")])
         self._queues[level], self._queued[level] = {}, len(idle)
-        in_order = self._append(level, idle[order])
+        idle = idle[order]
+        in_order = self._append(level, idle, columns["released_at"][idle])
         invariant(in_order, "what was sorted is not in order")
 
     # -- what goes next
@@ -233,18 +251,21 @@ class ReleaseOrder(Watcher):
             idle = sorted(place for place in places if group.run_ids[place] >= 0 and not group.refs[place])
             queued = array("i")
             for priority, queue in queues.items():
-                entries = list(zip(queue.stamps, queue.depths, strict=True))
-                invariant(
-                    entries == sorted(entries), "another block would be evicted than the lowest in order"
-                )
+                depths = queue.depths if level.index == SECONDARY else [0] * len(queue.places)
+                entries = list(zip(queue.stamps, depths, strict=True))
                 _, missed = self._still(level.index, queue, 0, queue.head)
                 invariant(not missed, "a block cannot be evicted: passed over")
                 left = self._still(level.index, queue, queue.head, len(entries))[1]
+                keys = [self.key(place) for place in left]
+                invariant(
+                    entries == sorted(entries) and keys == sorted(keys),
+                    "another block would be evicted than the lowest in order",
+                )
                 alike = all(group.priorities[place] == priority for place in left)
                 invariant(alike, "a block is queued with another priority than it has")
                 queued += left
             if level.index == PRIMARY:
-                queued += array("i", self._still_noted().astype(np.int32).tobytes())
+                queued += array("i", self._still_noted()[0].astype(np.int32).tobytes())
             invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
 
 

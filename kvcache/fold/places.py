@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.ids import LevelIndex
-from events.packed import NAME_BYTES, names_of_keys
+from events.packed import NAME_BYTES, names_between
 from events.types import PRIMARY, SECONDARY
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import CachedPart, Group
@@ -26,6 +26,8 @@ NOBODY = -1
 """In `run_ids`."""
 FEW = 8
 """Up to so many blocks a loop is faster than numpy."""
+Segment = tuple[Run, int, int]
+"""Consecutive blocks of a run: from its block, up to its block."""
 _COLUMNS = ("run_ids", "depths", "refs", "priorities", "expiries", "released_at", "transfers")
 
 
@@ -36,7 +38,7 @@ class Places(Group):
     must be.
     """
 
-    __slots__ = (*_COLUMNS, "views")
+    __slots__ = (*_COLUMNS, "_found", "views")
 
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
@@ -54,6 +56,8 @@ class Places(Group):
         """By place: the copy that brings it here, 0 when it has landed."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
+        self._found: tuple[array[int], list[Segment]] = array("i"), []
+        """What `names_of` was asked for last, which is usually what is removed next, and where it was."""
 
     def places(self, level: int, slots: array[int]) -> array[int]:
         """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
@@ -81,8 +85,8 @@ class Places(Group):
             raise InvariantViolated("a slot that an event names is not cached")
         return run, self.depths[place] - run.start
 
-    def segments(self, places: array[int]) -> list[tuple[Run, int, int]]:
-        """Cached blocks as consecutive ones of runs: (run, from its block, up to its block)."""
+    def segments(self, places: array[int]) -> list[Segment]:
+        """Cached blocks as consecutive ones of runs."""
         if len(places) == 1:
             run, index = self.find(places[0])
             return [(run, index, index + 1)]
@@ -90,7 +94,7 @@ class Places(Group):
         ids, depths = self.views["run_ids"][at], self.views["depths"][at]
         cuts = np.flatnonzero((ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)) + 1
         runs, run_ids, depth_of = self.tree.runs, self.run_ids, self.depths
-        segments: list[tuple[Run, int, int]] = []
+        segments: list[Segment] = []
         begin = 0
         for end in [*cuts.tolist(), len(places)]:
             # As `find` does it, which takes twice as long.
@@ -103,9 +107,12 @@ class Places(Group):
             begin = end
         return segments
 
-    def replace(self, places: array[int], to: array[int]) -> list[tuple[Run, int, int]]:
+    def replace(self, places: array[int], to: array[int]) -> list[Segment]:
         """Let runs have cached blocks in other places, or no more; returns the segments."""
-        segments, done = self.segments(places), 0
+        found, segments = self._found
+        if found != places or not self._still_there(places, segments):
+            segments = self.segments(places)
+        done = 0
         for run, begin, end in segments:
             count = end - begin
             if count == 1:  # what decoding leaves behind, mostly
@@ -120,18 +127,30 @@ class Places(Group):
             done += count
         return segments
 
+    def _still_there(self, places: array[int], segments: list[Segment]) -> bool:
+        """Whether these segments of runs have these places, as they had when they were asked for."""
+        runs, done = self.tree.runs, 0
+        for run, begin, end in segments:
+            last = done + end - begin
+            if runs.get(run.id) is not run or run.slots[begin:end] != places[done:last]:
+                return False
+            done = last
+        return True
+
     def names_of(self, places: array[int]) -> bytes:
         """The names of cached blocks."""
         size = self.tree.key_bytes
         if not size or not places:
             return b""
+        segments = self.segments(places)
+        self._found = places, segments
         # Most segments have a single block: what decoding left behind.
         return b"".join(
             [
                 run.keys[begin * size : begin * size + NAME_BYTES]
                 if end == begin + 1
-                else names_of_keys(bytes(run.keys[begin * size : end * size]), size)
-                for run, begin, end in self.segments(places)
+                else names_between(run.keys, size, begin, end)
+                for run, begin, end in segments
             ]
         )
 
