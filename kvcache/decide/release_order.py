@@ -36,7 +36,7 @@ class _Queue:
     __slots__ = ("depths", "head", "places", "stamps")
 
     def __init__(self) -> None:
-        self.places, self.stamps, self.depths = array("i"), array("q"), array("i")
+        self.places, self.stamps, self.depths = array("i"), array("q"), array("q")
         """Depths only of what is in secondary."""
         self.head = 0
         """Entries before it are stale."""
@@ -53,7 +53,7 @@ class _Queue:
         self,
         places: npt.NDArray[np.intp],
         stamps: npt.NDArray[np.int64],
-        depths: npt.NDArray[np.int32] | None,
+        depths: npt.NDArray[np.int64] | None,
     ) -> bool:
         """Append entries; False: they are not in order, or should have come earlier.
 
@@ -68,7 +68,7 @@ class _Queue:
             self.depths.frombytes(depths.tobytes())
         return True
 
-    def _in_order(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int32]) -> bool:
+    def _in_order(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> bool:
         if self.stamps and (stamps[0], depths[0]) < (self.stamps[-1], self.depths[-1]):
             return False
         later, deeper = stamps[1:] > stamps[:-1], depths[1:] > depths[:-1]
@@ -97,7 +97,7 @@ class ReleaseOrder(Watcher):
     def key(self, place: int) -> Key:
         """Lower goes first."""
         group = self._group
-        return group.priorities[place], group.released_at[place], group.depths[place]
+        return group.priorities[place], group.released_at[place], group.depth(place)
 
     @property
     def queued(self) -> int:
@@ -147,7 +147,10 @@ class ReleaseOrder(Watcher):
     def _append(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> bool:
         """Append blocks to their queues; False: one should have come earlier."""
         columns = self._group.views
-        priorities, depths = columns["priorities"][at], columns["depths"][at] if level == SECONDARY else None
+        priorities, depths = (
+            columns["priorities"][at],
+            self._group.depths_at(at) if level == SECONDARY else None,
+        )
         alike = len(at) == 0 or (priorities == priorities[0]).all()
         for priority in priorities[:1].tolist() if alike else np.unique(priorities).tolist():
             queue = self._queues[level].setdefault(priority, _Queue())
@@ -159,11 +162,12 @@ class ReleaseOrder(Watcher):
     def _rebuild(self, level: int) -> None:
         """Queue all candidates anew."""
         columns, primary = self._group.views, self._group.levels[PRIMARY].size
-        idle = np.flatnonzero((columns["run_ids"] >= 0) & (columns["refs"] == 0))
+        idle = np.flatnonzero((columns["positions"] >= 0) & (columns["refs"] == 0))
         idle = idle[(idle >= primary) == level]
         if level == PRIMARY:
             self._noted, self._noted_stamps = array("i"), array("q")
-        order = np.lexsort([columns[name][idle] for name in ("depths", "released_at", "priorities")])
+        keys = self._group.depths_at(idle), columns["released_at"][idle], columns["priorities"][idle]
+        order = np.lexsort(keys)
         self._queues[level], self._queued[level] = {}, len(idle)
         idle = idle[order]
         in_order = self._append(level, idle, columns["released_at"][idle])
@@ -236,7 +240,7 @@ class ReleaseOrder(Watcher):
         there = columns["released_at"][at] == _view(queue.stamps[begin:end])
         if level == SECONDARY:
             # Where a block lay, another one of its release may have been moved to since.
-            there &= columns["depths"][at] == _view(queue.depths[begin:end])
+            there &= self._group.depths_at(at) == _view(queue.depths[begin:end])
         if not there.all():
             places = array("i", at[there].astype(np.int32).tobytes())
         return np.flatnonzero(there), places
@@ -248,7 +252,7 @@ class ReleaseOrder(Watcher):
             self._queues, (0, group.levels[PRIMARY].size), group.levels, strict=True
         ):
             places = range(begin, begin + level.size)
-            idle = sorted(place for place in places if group.run_ids[place] >= 0 and not group.refs[place])
+            idle = sorted(place for place in places if group.positions[place] >= 0 and not group.refs[place])
             queued = array("i")
             for priority, queue in queues.items():
                 depths = queue.depths if level.index == SECONDARY else [0] * len(queue.places)

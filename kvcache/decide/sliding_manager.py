@@ -13,7 +13,7 @@ from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
 from kvcache.decide.window_manager import WindowBlockManager
-from kvcache.fold.places import HOLE
+from kvcache.fold.places import DEPTH_BITS, HOLE
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -122,12 +122,12 @@ class SlidingWindowManager(WindowBlockManager):
 
     def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
         """As with full attention, where a block makes a run longer behind which nothing hangs."""
-        tree, run_ids, longer = self.sliding.tree, self.sliding.run_ids, set[int]()
+        tree, positions, longer = self.sliding.tree, self.sliding.positions, set[int]()
         filled, others = [], []
         for sequence in sequences:
             block = sequence.path_ends[self.index].end
             before = sequence.tables[self.index][block - 1] if block else DETACHED
-            run = tree.runs.get(run_ids[before]) if before >= 0 else None
+            run = tree.runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
             if run is None or run.end != block or run.children or run.partial or run.id in longer:
                 others.append(sequence)
             else:

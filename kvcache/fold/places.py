@@ -23,12 +23,15 @@ from kvcache.fold.prefix_tree import Run
 HOLE = -1
 """In a run, the place of a block that is not cached."""
 NOBODY = -1
-"""In `run_ids`."""
+"""In `positions`."""
+DEPTH_BITS = 28
+"""Of a position: the others are the run's id. No prompt has so many blocks."""
+_DEPTH = (1 << DEPTH_BITS) - 1
 FEW = 8
 """Up to so many blocks a loop is faster than numpy."""
 Segment = tuple[Run, int, int]
 """Consecutive blocks of a run: from its block, up to its block."""
-_COLUMNS = ("run_ids", "depths", "refs", "priorities", "expiries", "released_at", "transfers")
+_COLUMNS = ("positions", "refs", "priorities", "expiries", "released_at", "transfers")
 
 
 class Places(Group):
@@ -43,10 +46,10 @@ class Places(Group):
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
         size = sum(level.size for level in self.levels)
-        self.run_ids = array("q", [NOBODY]) * size
-        """By place: the run that has the block; -1 where none is cached, and then depth and so on mean nothing."""
-        self.depths = array("i", [0]) * size
-        """By place: how many blocks are before this one in its prompt."""
+        self.positions = array("q", [NOBODY]) * size
+        """By place: the run that has the block, and its depth: how many blocks are before it in its prompt. Both in one
+        number, so that blocks which follow each other in a run differ by 1. -1 where no block is cached; then the other
+        columns mean nothing."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [0]) * size
         self.expiries = array("q", [0]) * size
@@ -76,14 +79,24 @@ class Places(Group):
 
     def is_cached(self, level: int, slot: int) -> bool:
         """Whether a block is cached in the slot."""
-        return self.run_ids[slot + level * self.levels[PRIMARY].size] != NOBODY
+        return self.positions[slot + level * self.levels[PRIMARY].size] != NOBODY
 
     def find(self, place: int) -> tuple[Run, int]:
         """The run of a cached block, and its index in it."""
-        run = self.tree.runs.get(self.run_ids[place])
+        position = self.positions[place]
+        run = self.tree.runs.get(position >> DEPTH_BITS)
         if run is None:
             raise InvariantViolated("a slot that an event names is not cached")
-        return run, self.depths[place] - run.start
+        return run, (position & _DEPTH) - run.start
+
+    def depth(self, place: int) -> int:
+        """How many blocks are before a cached one in its prompt."""
+        return self.positions[place] & _DEPTH
+
+    def depths_at(self, at: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Of many blocks."""
+        depths: npt.NDArray[np.int64] = self.views["positions"][at] & _DEPTH
+        return depths
 
     def segments(self, places: array[int]) -> list[Segment]:
         """Cached blocks as consecutive ones of runs."""
@@ -91,18 +104,18 @@ class Places(Group):
             run, index = self.find(places[0])
             return [(run, index, index + 1)]
         at = indexes(places)
-        ids, depths = self.views["run_ids"][at], self.views["depths"][at]
-        cuts = np.flatnonzero((ids[1:] != ids[:-1]) | (depths[1:] != depths[:-1] + 1)) + 1
-        runs, run_ids, depth_of = self.tree.runs, self.run_ids, self.depths
+        found = self.views["positions"][at]
+        cuts = np.flatnonzero(found[1:] - found[:-1] != 1) + 1
+        runs, positions = self.tree.runs, self.positions
         segments: list[Segment] = []
         begin = 0
         for end in [*cuts.tolist(), len(places)]:
             # As `find` does it, which takes twice as long.
-            place = places[begin]
-            owner = runs.get(run_ids[place])
+            position = positions[places[begin]]
+            owner = runs.get(position >> DEPTH_BITS)
             if owner is None:
                 raise InvariantViolated("a slot that an event names is not cached")
-            index = depth_of[place] - owner.end + len(owner.slots)
+            index = (position & _DEPTH) - owner.end + len(owner.slots)
             segments.append((owner, index, index + end - begin))
             begin = end
         return segments
@@ -156,7 +169,7 @@ class Places(Group):
 
     def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
         """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
-        places = np.flatnonzero(self.views["run_ids"] != NOBODY)
+        places = np.flatnonzero(self.views["positions"] != NOBODY)
         held, in_flight = self.views["refs"][places] > 0, self.views["transfers"][places] > 0
         primary = self.levels[PRIMARY].size
         for kind in range(8):
@@ -189,10 +202,10 @@ class Places(Group):
         """Nothing is there any more: only what tells so is written, the other columns mean nothing then."""
         if len(places) <= FEW:
             for place in places:
-                self.run_ids[place], self.released_at[place] = NOBODY, 0
+                self.positions[place], self.released_at[place] = NOBODY, 0
         else:
             at = indexes(places)
-            self.views["run_ids"][at], self.views["released_at"][at] = NOBODY, 0
+            self.views["positions"][at], self.views["released_at"][at] = NOBODY, 0
         if self.levels[SECONDARY].size:
             # Without offload nothing is ever on its way.
             self.views["transfers"][indexes(places)] = 0
@@ -218,10 +231,15 @@ class Places(Group):
             run.slots[index] += level * self.levels[PRIMARY].size
             place = run.slots[index]
             invariant(0 <= place < len(self.refs), "an exported block is in no slot")
-            self.run_ids[place], self.depths[place] = run.id, run.start + index
+            self.positions[place] = position_of(run) + run.start + index
             self.priorities[place], self.expiries[place] = columns[0], columns[1]
             self.released_at[place], self.refs[place], self.transfers[place] = columns[2:]
             self.levels[level].unreferenced += not self.refs[place]
+
+
+def position_of(run: Run) -> int:
+    """The position that a block of depth 0 would have in a run; that of any other is so many more."""
+    return run.id << DEPTH_BITS
 
 
 def indexes(places: array[int]) -> npt.NDArray[np.intp]:

@@ -10,7 +10,7 @@ import numpy as np
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.matching import match
-from kvcache.fold.places import HOLE
+from kvcache.fold.places import HOLE, position_of
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -22,7 +22,7 @@ def check_places(group: SlidingGroup, run: Run) -> None:
     for depth, place in enumerate(run.slots, run.start):
         if place == HOLE:
             continue
-        owned = group.run_ids[place] == run.id and group.depths[place] == depth
+        owned = group.positions[place] == position_of(run) + depth
         invariant(owned, "a slot's owner is noted wrongly")
         released = group.released_at[place] > 0
         invariant(released != (group.refs[place] > 0), "a block is held and released, or neither")
@@ -36,12 +36,12 @@ def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None
         table = sequence.tables[group.index]
         references.update(table[first:end])
         _check_content(group, sequence, first, end)
-    cached = np.flatnonzero(group.views["run_ids"] >= 0).tolist()
+    cached = np.flatnonzero(group.views["positions"] >= 0).tolist()
     invariant(references.keys() <= set(cached), "a sequence holds a block that is not cached")
     for place in cached:
         held = references[place] if place < group.levels[PRIMARY].size else 0
         invariant(group.refs[place] == held, "references differ from the sequences that hold a block")
-    empty = group.views["run_ids"] < 0
+    empty = group.views["positions"] < 0
     traces = [group.views[name][empty].any() for name in ("refs", "released_at", "transfers")]
     invariant(not any(traces), "a block that is not cached has left traces")
     named = sum(place != HOLE for run in group.tree.runs.values() for place in run.slots)

@@ -16,7 +16,7 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.places import FEW, HOLE, NOBODY, indexes
+from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes, position_of
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
@@ -193,22 +193,22 @@ class SlidingGroup(SlidingTree):
     ) -> None:
         """Cache the next block of a sequence, behind the last block of a leaf."""
         end, before = sequence.path_ends[self.index], sequence.tables[self.index][block - 1]
-        run = self.tree.runs.get(self.run_ids[before]) if before >= 0 else None
+        run = self.tree.runs.get(self.positions[before] >> DEPTH_BITS) if before >= 0 else None
         if end.end != block or run is None or run.end != block or run.children or run.partial:
             raise InvariantViolated("a filled block does not continue what its sequence has cached")
         run.symbols += symbols
         run.slots.append(slot)
         run.keys += key
         run.end = end.end = block + 1
-        self.run_ids[slot] = run.id
-        self.depths[slot], self.refs[slot], self.priorities[slot] = block, 1, priority
+        self.positions[slot] = position_of(run) + block
+        self.refs[slot], self.priorities[slot] = 1, priority
 
     # -- moving and removing
 
     def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
         """Change the priority of cached blocks that sequences hold."""
         for place in self.places(level, slots):
-            held = self.run_ids[place] != NOBODY and self.refs[place] > 0
+            held = self.positions[place] != NOBODY and self.refs[place] > 0
             invariant(
                 held and self.priorities[place] == old_priority, "an updated block had another priority"
             )
@@ -278,7 +278,7 @@ class SlidingGroup(SlidingTree):
         """Drop every cached block and name; returns (dropped per level, blocks that sequences keep)."""
         counts = (self.levels[PRIMARY].unreferenced, self.levels[SECONDARY].unreferenced)
         unnamed = 0
-        for place in np.flatnonzero(self.views["run_ids"] != NOBODY).tolist():
+        for place in np.flatnonzero(self.views["positions"] != NOBODY).tolist():
             refs, (level, slot) = self.refs[place], self.slot_of(place)
             if not refs:
                 self.levels[level].blank.append(slot)
@@ -287,6 +287,6 @@ class SlidingGroup(SlidingTree):
             if refs > 1:
                 self.shared[slot] = refs
         for name, view in self.views.items():
-            view.fill(NOBODY if name == "run_ids" else 0)
+            view.fill(NOBODY if name == "positions" else 0)
         self.forget_all()
         return counts, unnamed

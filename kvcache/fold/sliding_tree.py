@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 
 from kvcache.errors import invariant
-from kvcache.fold.places import HOLE, Places, indexes
+from kvcache.fold.places import HOLE, Places, indexes, position_of
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.sequence import Sequence
 
@@ -93,16 +93,18 @@ class SlidingTree(Places):
     def _note(self, run: Run, at: int, places: array[int]) -> None:
         """Where these blocks of a run are."""
         cached = indexes(places)
-        depths = np.arange(run.start + at, run.start + at + len(cached))
+        first = position_of(run) + run.start + at
+        positions = np.arange(first, first + len(cached))
         if cached.min() == HOLE:
             there = cached != HOLE
-            cached, depths = cached[there], depths[there]
-        self.views["run_ids"][cached], self.views["depths"][cached] = run.id, depths
+            cached, positions = cached[there], positions[there]
+        self.views["positions"][cached] = positions
 
     def _own(self, places: array[int], run: Run) -> None:
         """Another run has these blocks from now on."""
         at = indexes(places)
-        self.views["run_ids"][at[at != HOLE]] = run.id
+        at = at[at != HOLE]
+        self.views["positions"][at] = position_of(run) + self.depths_at(at)
 
     def take_out(self, places: array[int]) -> None:
         """These blocks are not cached any more; what nothing cached hangs behind goes with them."""

@@ -42,7 +42,7 @@ def test_sliding_windows_take_more() -> None:
     config = strategies.config(max_sequence_length=64, primary_blocks=2000, max_attention_window=8)
     [group] = KVCacheManager(config).state.groups
     assert isinstance(group, SlidingGroup)
-    columns = [group.run_ids, group.depths, group.refs, group.priorities, group.expiries]
+    columns = [group.positions, group.refs, group.priorities, group.expiries]
     columns += [group.released_at, group.transfers, group.levels[0].blank, group.levels[0].run_ids]
     held = sum(len(column) * column.itemsize for column in columns)
     assert bookkeeping_bytes(2000, FULL) < held <= bookkeeping_bytes(2000, SLIDING) <= 1.5 * held
