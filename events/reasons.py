@@ -24,6 +24,16 @@ class MoveReason(StrEnum):
     """A sequence computed a block that lay in secondary: its own primary slot takes over, nothing is copied."""
 
 
+class EndReason(StrEnum):
+    """Why a sequence does not run any more."""
+
+    FINISHED = "finished"
+    PREEMPTED = "preempted"
+    """It gave up its room, and will be admitted again."""
+    ABORTED = "aborted"
+    """Nobody waits for the rest of it."""
+
+
 class RemoveReason(StrEnum):
     """Why cached content is gone."""
 

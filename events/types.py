@@ -28,6 +28,7 @@ from events.feed_events import WorkerSeen as WorkerSeen
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex, Slot
 from events.packed import Counts, Handles, Keys, Names, Numbers, Parent, Slots, Tokens
 from events.reasons import AllocateReason as AllocateReason
+from events.reasons import EndReason as EndReason
 from events.reasons import MoveReason as MoveReason
 from events.reasons import RemoveReason as RemoveReason
 from events.structs import Event as Event
@@ -121,6 +122,8 @@ class SequenceAdded(Event, frozen=True):
     """Per group: tokens in full blocks that it takes from secondary."""
     reused_partial: int
     """Tokens copied from a block of which only the start matches."""
+    resumed: bool = False
+    """The request had run before, and goes on: what it computed then and finds again is no hit."""
 
 
 class BlocksAllocated(Event, frozen=True):
@@ -282,6 +285,7 @@ class SequenceRemoved(Event, frozen=True):
     """Per group: slots that become blank, in the order in which they do."""
     num_tokens: int
     computed: int
+    why: EndReason = EndReason.FINISHED
 
 
 class TransferLanded(Event, frozen=True):

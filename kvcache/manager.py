@@ -15,8 +15,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, Self
 
-from events.packed import TOKEN_BYTES
 from events.types import CacheCreated, EventBatch, RequestId
+from kvcache.calls.query import Query
+from kvcache.calls.running import Running
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
@@ -25,20 +26,21 @@ from kvcache.device.memory import served_layout
 from kvcache.device.readiness import Readiness
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
-from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
-from kvcache.inputs.arguments import checked_flag, checked_integer, checked_range, listed, time_from
+from kvcache.inputs.arguments import (
+    listed,
+    time_from,
+)
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, RequestChecker
-from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
+from kvcache.inputs.tokens import Tokens
 from kvcache.layout import warn_of_windows
-from kvcache.query import Query
 from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
 from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.record.steps import Steps
-from kvcache.results import Admission, PollResult, StoreResult
+from kvcache.results import Admission, PollResult
 from sinks import Sink, SinkContext, SinkRunner
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 
 
 _of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
+_of_running = forwarded_to("_running")
 
 
 class KVCacheManager:
@@ -130,6 +133,7 @@ class KVCacheManager:
         self._query = Query(
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
         )
+        self._running = Running(guard, self._blocks, self._checker, readiness)
         self._monitor = Monitor(journal)
         self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
         if outputs.offer(self._monitor):
@@ -221,6 +225,7 @@ class KVCacheManager:
         cache_salt: str | None = None,
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
+        resumed: bool = False,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
@@ -228,7 +233,7 @@ class KVCacheManager:
         `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. `Request` tells about the
         other arguments.
         """
-        request = Request(request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids)
+        request = Request(request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
         return self._add([request])[0]
 
     @exclusive
@@ -280,87 +285,12 @@ class KVCacheManager:
 
     # -- running sequences
 
-    @exclusive
-    def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
-        """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
+    store_context_blocks = _of_running(Running.store_context_blocks)
+    add_tokens = _of_running(Running.add_tokens)
+    set_priority = _of_running(Running.set_priority)
+    remove_sequence = _of_running(Running.remove_sequence)
 
-        If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
-        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
-        copies have not been started: nothing can have been computed from them.
-        """
-        num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
-        sequence = self._blocks.sequence(request_id)
-        if not 0 <= num_computed_tokens <= sequence.num_tokens:
-            raise UsageError(
-                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
-                "computed: append sampled tokens with add_tokens first"
-            )
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable([sequence])
-        with self._guard:
-            swaps = self._blocks.compute(sequence, num_computed_tokens)
-        return StoreResult(min(sequence.stored), swaps)
-
-    @exclusive
-    def add_tokens(
-        self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
-    ) -> dict[RequestId, StoreResult]:
-        """Append sampled tokens: one call per engine step for all running sequences.
-
-        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
-        its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
-        `store_context_blocks` said so; where another block is needed, the full ones become reusable. So append draft
-        tokens when they are accepted, with their K/V written: they cannot be taken back, and other requests would read
-        what was never written (`debug_fill_blank` shows that). Returns the sequences whose tables point at other blocks
-        than before. Raises `OutOfBlocks` (and appends nothing) if the
-        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
-        `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
-        """
-        ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
-        packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
-        num_tokens = len(packed) // TOKEN_BYTES
-        if counts is None:
-            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
-            if not self._readiness.certain:
-                self._readiness.refuse_uncomputable(batch.sequences)
-            with self._guard:
-                return self._blocks.step(batch, packed)
-        sizes = pack_counts(counts, len(ids), num_tokens)
-        running = self._blocks.running(ids)
-        if not self._readiness.certain:
-            self._readiness.refuse_uncomputable(running)
-        with self._guard:
-            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence)
-
-    @exclusive
-    def set_priority(
-        self, request_id: RequestId, priority: int, *, start: int = 0, stop: int | None = None
-    ) -> int:
-        """Change the priority (0 to 100) of a running sequence's cached blocks that overlap its tokens [start, stop).
-
-        Blocks of a lower priority are evicted first, and those below `secondary_offload_min_priority` are not kept in
-        secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
-        are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
-        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
-        `stop` None, or beyond the end: up to the end. Returns of how many blocks it changed, in the window with the
-        most; the events (`BlocksUpdated`) are of all windows.
-        """
-        priority = checked_integer(priority, "priority")
-        if not 0 <= priority <= PRIORITY_MAX:
-            raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
-        start, stop = checked_range(start, stop, self._checker.max_tokens)
-        sequence = self._blocks.sequence(request_id)
-        with self._guard:
-            return self._blocks.set_priority(sequence, priority, start, stop)
-
-    @exclusive
-    def remove_sequence(self, request_id: RequestId, store: bool = True) -> None:
-        """End a request. With `store`, all that it computed stays reusable, its partial last block too."""
-        store = checked_flag(store, "store")
-        sequence = self._blocks.sequence(request_id)
-        with self._guard:
-            self._blocks.remove(sequence, store=store)
-            self._readiness.forget(sequence.request_id)
+    # -- the whole cache
 
     @exclusive
     def clear(self) -> None:

@@ -160,7 +160,8 @@ def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
     secondary = max(e.reused_secondary, default=0)
     reused = f"{e.reused - e.reused_partial - secondary}+{secondary}+{e.reused_partial}"
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
-    return f"{who} tokens={e.num_tokens} reused={reused}{_namespace(e.namespace)}"
+    again = " resumed=yes" if e.resumed else ""
+    return f"{who} tokens={e.num_tokens} reused={reused}{again}{_namespace(e.namespace)}"
 
 
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
@@ -215,7 +216,8 @@ def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
     freed = [len(slots) // SLOT_BYTES for slots in e.freed]
     kept = f"stored={_per_group(e.stored)} freed={_per_group(freed)}"
-    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}"
+    why = "" if e.why == ev.EndReason.FINISHED else f" why={e.why}"
+    return f"{_whose(e.handle, known)} tokens={e.num_tokens} computed={e.computed} {kept}{why}"
 
 
 def _symbols_interned(e: ev.SymbolsInterned, known: Known) -> str:

@@ -58,7 +58,8 @@ class Requests(Collector[RequestRow]):
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note the end."""
         output = event.num_tokens - sequence.num_prompt_tokens
-        self._over.append((sequence, _End("ended", output, history.batch, history.now)))
+        outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
+        self._over.append((sequence, _End(outcome, output, history.batch, history.now)))
 
     def restarted(self, history: History, before: list[Ids]) -> None:
         """What the exported state has not is lost."""

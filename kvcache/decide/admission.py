@@ -147,6 +147,7 @@ def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], eac
             reused_primary=tuple([of_window.primary for of_window in each.windows]),
             reused_secondary=tuple([of_window.secondary for of_window in each.windows]),
             reused_partial=each.reused_partial,
+            resumed=request.resumed,
         )
     )
     sequence = state.sequences[handle]

@@ -284,7 +284,7 @@ class BlockManager:
             set_priority(window, self._emit, sequence, priority, first, last) for window in self.windows
         )
 
-    def remove(self, sequence: Sequence, *, store: bool) -> None:
+    def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
         if store:
             self._store_in_all(sequence, partial=True)
@@ -295,6 +295,7 @@ class BlockManager:
                 freed=tuple([window.freed_by(sequence) for window in self.windows]),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
+                why=why,
             )
         )
 

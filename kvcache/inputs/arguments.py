@@ -7,14 +7,16 @@ converted first, and whatever goes wrong becomes a `UsageError` that shows only 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import StrEnum
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from events.types import RequestId
 from kvcache.errors import UsageError
 
+Choice = TypeVar("Choice", bound=StrEnum)
 LONGEST_ID = 1024
 """Characters of a request id, which events and error texts repeat."""
 
@@ -62,6 +64,14 @@ def checked_flag(value: object, what: str) -> bool:
     if value is not True and value is not False:
         raise UsageError(f"{what} must be True or False, not {type(value).__name__}")
     return value
+
+
+def checked_choice(value: object, choices: type[Choice], what: str) -> Choice:
+    """One of a few words."""
+    if isinstance(value, str) and value in set(choices):
+        return choices(value)
+    shown = "" if isinstance(value, str) else f", not {type(value).__name__}"
+    raise UsageError(f"{what} must be one of {', '.join(choices)}{shown}")
 
 
 def checked_request_id(value: object) -> RequestId:

@@ -13,7 +13,7 @@ from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
-from kvcache.inputs.arguments import checked_integer, checked_request_id, checked_text, listed
+from kvcache.inputs.arguments import checked_flag, checked_integer, checked_request_id, checked_text, listed
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Bound
@@ -46,6 +46,9 @@ class Request:
     cache_salt: str | None = None
     multimodal: Items[MultimodalItem] = ()
     extra_ids: Tokens | None = None
+    resumed: bool = False
+    """It ran before, was preempted, and goes on; its prompt is then all that it had. What it finds of what it computed
+    itself counts as reused, but not as hits (`Stats.reused_tokens_own`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class CheckedRequest:
     """The prompt as packed int32; `UNKNOWN` for what has no symbol yet."""
     rich: RichTokens | None = None
     """What it stands for, if it has items or extra ids."""
+    resumed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -119,7 +123,8 @@ class RequestChecker:
         if len(symbols) > self.longest_prompt.tokens * TOKEN_BYTES:
             raise self.longest_prompt.exceeded_by(len(symbols) // TOKEN_BYTES)
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
-        return CheckedRequest(request_id, namespace, symbols, rich).with_symbols(self._symbols)
+        resumed = checked_flag(request.resumed, "resumed")
+        return CheckedRequest(request_id, namespace, symbols, rich, resumed).with_symbols(self._symbols)
 
     def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
         """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""

@@ -1,9 +1,10 @@
 """What a request that comes back has computed itself: an engine that preempts one removes it and adds it again.
 
 Its blocks are still cached, so it finds them, which says nothing about how much requests share. The counters therefore
-keep such tokens apart. A request has come back if its id was removed before, its namespace is the same, and its prompt
-is no shorter than its earlier one and no longer than what it had with its sampled tokens: a later turn of a
-conversation, which is longer, is another request that happens to have its id.
+keep such tokens apart. A request has come back if it says so (`Request.resumed`), or was removed as preempted. Where an
+engine says neither, it has if its id was removed before, its namespace is the same, and its prompt is no shorter than
+its earlier one and no longer than what it had with its sampled tokens: a later turn of a conversation, which is longer,
+is another request that happens to have its id.
 
 Only events are looked at, so whoever reads a log from its start finds the same.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from events.types import Namespace, RequestId, SequenceAdded, SequenceRemoved, TransferFailed
+from events.types import EndReason, Namespace, RequestId, SequenceAdded, SequenceRemoved, TransferFailed
 
 REMEMBERED = 4096
 """Removed requests that are remembered; the one that was removed first is forgotten first."""
@@ -28,11 +29,12 @@ class _Request:
     first: int
     num_tokens: int = 0
     stop: int = 0
+    preempted: bool = False
 
     def returns_as(self, event: SequenceAdded) -> bool:
         """Whether this removed request is admitted again, rather than another one that has its id."""
         same_length = self.num_prompt_tokens <= event.num_tokens <= self.num_tokens
-        return same_length and self.namespace == event.namespace
+        return self.namespace == event.namespace and (event.resumed or self.preempted or same_length)
 
 
 class OwnTokens:
@@ -48,6 +50,10 @@ class OwnTokens:
         request = _Request(event.request_id, event.namespace, event.num_tokens, first)
         self._running[event.handle] = request
         before = self._removed.pop(event.request_id, None)
+        if before is None and event.resumed:
+            return (
+                first  # when it ran is forgotten, or was before the manager started: it may have computed all
+            )
         if before is None or not before.returns_as(event):
             return 0
         request.num_prompt_tokens = before.num_prompt_tokens
@@ -60,6 +66,7 @@ class OwnTokens:
         if request is None or event.computed <= request.first:
             return
         request.num_tokens, request.stop = event.num_tokens, event.computed
+        request.preempted = event.why == EndReason.PREEMPTED
         self._removed[request.request_id] = request
         if len(self._removed) > REMEMBERED:
             del self._removed[next(iter(self._removed))]

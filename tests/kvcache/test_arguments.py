@@ -135,6 +135,9 @@ CALLS: list[tuple[str, Callable[[KVCacheManager], Any]]] = [
     ("store of a failure", lambda m: m.store_context_blocks("a", Odd(fail))),  # type: ignore[arg-type]
     ("window of arrays", lambda m: m.block_table("a", np.array([1, 2]))),  # type: ignore[arg-type]
     ("flag as an array", lambda m: m.remove_sequence("a", np.array([1, 2]))),  # type: ignore[arg-type]
+    ("why as a number", lambda m: m.remove_sequence("a", why=1)),  # type: ignore[arg-type]
+    ("why as another word", lambda m: m.remove_sequence("a", why="1234567")),
+    ("resumed as a number", lambda m: m.add_sequence("b", [1], resumed=1)),  # type: ignore[arg-type]
     ("flag as a number", lambda m: m.remove_sequence("a", 1)),  # type: ignore[arg-type]
     ("token that fails", lambda m: m.add_tokens(["a"], [Odd(fail)])),
     ("wait for text", lambda m: m.wait_subscribers("x")),  # type: ignore[arg-type]

@@ -78,6 +78,24 @@ def test_what_was_evicted_meanwhile_and_computed_again_is_own() -> None:
     assert counted(manager)[:2] == (8, 4)
 
 
+@pytest.mark.parametrize(("why", "resumed"), [("preempted", False), ("finished", True), ("aborted", True)])
+def test_who_says_that_it_returns_owns_whatever_its_prompt_is(why: str, resumed: bool) -> None:
+    """Of a longer prompt, too: by its length alone it would be another request."""
+    manager = cache()
+    compute(manager, "a", [1, 2, 3, 4, 5])
+    manager.remove_sequence("a", why=why)
+    assert compute(manager, "a", [1, 2, 3, 4, 5, 6, 7], resumed=resumed) == 5
+    assert counted(manager)[:2] == (5, 5)
+
+
+def test_who_says_that_it_returns_to_a_manager_that_knows_nothing_of_it_has_no_hits() -> None:
+    """Whatever it finds may be its own: what ran before this manager was made is unknown."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 5])
+    assert compute(manager, "a", [1, 2, 3, 4, 5], resumed=True) == 4
+    assert counted(manager)[:2] == (4, 4)
+
+
 def test_after_a_failed_copy_all_is_own() -> None:
     """A failed copy makes each sequence compute all of its tokens, also those that it had reused."""
     bus = EventBus()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from events.codec import without_tokens
@@ -18,6 +19,7 @@ from events.types import (
     BlocksReused,
     BlocksStored,
     ContextComputed,
+    EndReason,
     EventBatch,
     Namespace,
     RemoveReason,
@@ -182,6 +184,16 @@ def test_what_is_reused_is_told_as_all_windows_have_it() -> None:
     """Of tokens that one window has in primary and another one must bring back, the line says the latter."""
     event = SequenceAdded(Handle(7), "r", Namespace(), 100, b"", 67, (64, 16), (0, 8), 3)
     assert render_event(event, Known(KEY_BYTES)).endswith("tokens=100 reused=56+8+3")
+    again = msgspec.structs.replace(event, resumed=True)
+    assert render_event(again, Known(KEY_BYTES)).endswith("tokens=100 reused=56+8+3 resumed=yes")
+
+
+def test_why_a_sequence_ended_is_told_unless_it_is_over() -> None:
+    """A preempted or aborted one says so; of the usual end nothing needs saying."""
+    ended = SequenceRemoved(Handle(7), (0,), (b"",), 9, 8)
+    assert "why" not in render_event(ended, Known(KEY_BYTES))
+    preempted = msgspec.structs.replace(ended, why=EndReason.PREEMPTED)
+    assert render_event(preempted, Known(KEY_BYTES)).endswith("freed=0 why=preempted")
 
 
 def test_a_single_name_is_shown_once() -> None:

@@ -1,0 +1,113 @@
+"""What an engine tells of its running sequences: what it has computed and sampled, and which are done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from events.packed import TOKEN_BYTES
+from events.types import EndReason, RequestId
+from kvcache.decide.block_manager import BlockManager
+from kvcache.device.readiness import Readiness
+from kvcache.errors import UsageError
+from kvcache.fold.slots import PRIORITY_MAX
+from kvcache.guard import Guard, exclusive
+from kvcache.inputs.arguments import checked_choice, checked_flag, checked_integer, checked_range, listed
+from kvcache.inputs.requests import RequestChecker
+from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
+from kvcache.results import StoreResult
+
+
+class Running:
+    """The commands that concern sequences which run already."""
+
+    def __init__(
+        self, guard: Guard, blocks: BlockManager, checker: RequestChecker, readiness: Readiness
+    ) -> None:
+        self._guard, self._blocks = guard, blocks
+        self._checker, self._readiness = checker, readiness
+
+    @exclusive
+    def store_context_blocks(self, request_id: RequestId, num_computed_tokens: int) -> StoreResult:
+        """The engine has written K/V of the first `num_computed_tokens` tokens: full blocks become reusable at once.
+
+        If another sequence has stored the same blocks meanwhile, this one's table points at those from now on
+        (`StoreResult.replaced`): block tables read before are stale. Raises `TransfersPending` for a sequence whose
+        copies have not been started: nothing can have been computed from them.
+        """
+        num_computed_tokens = checked_integer(num_computed_tokens, "num_computed_tokens")
+        sequence = self._blocks.sequence(request_id)
+        if not 0 <= num_computed_tokens <= sequence.num_tokens:
+            raise UsageError(
+                f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
+                "computed: append sampled tokens with add_tokens first"
+            )
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        with self._guard:
+            swaps = self._blocks.compute(sequence, num_computed_tokens)
+        return StoreResult(min(sequence.stored), swaps)
+
+    @exclusive
+    def add_tokens(
+        self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
+    ) -> dict[RequestId, StoreResult]:
+        """Append sampled tokens: one call per engine step for all running sequences.
+
+        `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
+        its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
+        `store_context_blocks` said so; where another block is needed, the full ones become reusable. So append draft
+        tokens when they are accepted, with their K/V written: they cannot be taken back, and other requests would read
+        what was never written (`debug_fill_blank` shows that). Returns the sequences whose tables point at other blocks
+        than before. Raises `OutOfBlocks` (and appends nothing) if the
+        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
+        """
+        ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
+        packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
+        num_tokens = len(packed) // TOKEN_BYTES
+        if counts is None:
+            batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
+            if not self._readiness.certain:
+                self._readiness.refuse_uncomputable(batch.sequences)
+            with self._guard:
+                return self._blocks.step(batch, packed)
+        sizes = pack_counts(counts, len(ids), num_tokens)
+        running = self._blocks.running(ids)
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable(running)
+        with self._guard:
+            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence)
+
+    @exclusive
+    def set_priority(
+        self, request_id: RequestId, priority: int, *, start: int = 0, stop: int | None = None
+    ) -> int:
+        """Change the priority (0 to 100) of a running sequence's cached blocks that overlap its tokens [start, stop).
+
+        Blocks of a lower priority are evicted first, and those below `secondary_offload_min_priority` are not kept in
+        secondary; a block is never evicted before the cached ones behind it, whatever its priority. Only blocks that
+        are cached at the time of the call are concerned: what is stored later gets the default, 35. The priority is
+        the block's, not the sequence's: it stays when the sequence ends, and holds for all that reuse the block.
+        `stop` None, or beyond the end: up to the end. Returns of how many blocks it changed, in the window with the
+        most; the events (`BlocksUpdated`) are of all windows.
+        """
+        priority = checked_integer(priority, "priority")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise UsageError(f"priority must be from 0 to {PRIORITY_MAX}, not {priority}")
+        start, stop = checked_range(start, stop, self._checker.max_tokens)
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            return self._blocks.set_priority(sequence, priority, start, stop)
+
+    @exclusive
+    def remove_sequence(self, request_id: RequestId, store: bool = True, *, why: str = "finished") -> None:
+        """End a request. With `store`, all that it computed stays reusable, its partial last block too.
+
+        `why` is for who reads the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
+        be admitted again (`Request.resumed`).
+        """
+        store, reason = checked_flag(store, "store"), checked_choice(why, EndReason, "why")
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            self._blocks.remove(sequence, store=store, why=reason)
+            self._readiness.forget(sequence.request_id)
