@@ -41,7 +41,7 @@ class Places(Group):
     must be.
     """
 
-    __slots__ = (*_COLUMNS, "_found", "views")
+    __slots__ = (*_COLUMNS, "views")
 
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
@@ -59,8 +59,6 @@ class Places(Group):
         """By place: the copy that brings it here, 0 when it has landed."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
-        self._found: tuple[array[int], list[Segment]] = array("i"), []
-        """What `names_of` was asked for last, which is usually what is removed next, and where it was."""
 
     def places(self, level: int, slots: array[int]) -> array[int]:
         """Slots of a level as places. Raises `InvariantViolated` if the level has no such slots."""
@@ -122,10 +120,7 @@ class Places(Group):
 
     def replace(self, places: array[int], to: array[int]) -> list[Segment]:
         """Let runs have cached blocks in other places, or no more; returns the segments."""
-        found, segments = self._found
-        if found != places or not self._still_there(places, segments):
-            segments = self.segments(places)
-        done = 0
+        segments, done = self.segments(places), 0
         for run, begin, end in segments:
             count = end - begin
             if count == 1:  # what decoding leaves behind, mostly
@@ -140,30 +135,18 @@ class Places(Group):
             done += count
         return segments
 
-    def _still_there(self, places: array[int], segments: list[Segment]) -> bool:
-        """Whether these segments of runs have these places, as they had when they were asked for."""
-        runs, done = self.tree.runs, 0
-        for run, begin, end in segments:
-            last = done + end - begin
-            if runs.get(run.id) is not run or run.slots[begin:end] != places[done:last]:
-                return False
-            done = last
-        return True
-
     def names_of(self, places: array[int]) -> bytes:
         """The names of cached blocks."""
         size = self.tree.key_bytes
         if not size or not places:
             return b""
-        segments = self.segments(places)
-        self._found = places, segments
         # Most segments have a single block: what decoding left behind.
         return b"".join(
             [
                 run.keys[begin * size : begin * size + NAME_BYTES]
                 if end == begin + 1
                 else names_between(run.keys, size, begin, end)
-                for run, begin, end in segments
+                for run, begin, end in self.segments(places)
             ]
         )
 
