@@ -34,6 +34,17 @@ class EndReason(StrEnum):
     """Nobody waits for the rest of it."""
 
 
+class UpdateReason(StrEnum):
+    """Why blocks have another priority, or are kept for another time."""
+
+    SET = "set"
+    """`set_priority`."""
+    RETENTION = "retention"
+    """A request that reuses them states how long they are to be kept."""
+    EXPIRED = "expired"
+    """The time is over for which they were to be kept after they were let go of."""
+
+
 class RemoveReason(StrEnum):
     """Why cached content is gone."""
 

@@ -46,6 +46,38 @@ class Namespace(Part, frozen=True, cache_hash=True):
     """Whether the request gives its tokens extra ids, be they all 0 (as in TensorRT-LLM, that is part of equality)."""
 
 
+class RetentionRange(Part, frozen=True):
+    """How the blocks are to be kept whose first token is one of a prompt's tokens from `start` up to `stop`."""
+
+    start: int
+    stop: int | None
+    """None: up to the end."""
+    priority: int
+    duration: int = 0
+    """In nanoseconds from when the last sequence lets go of a block; 0: for good."""
+
+
+class Retention(Part, frozen=True):
+    """How the blocks of a request are to be kept."""
+
+    ranges: tuple[RetentionRange, ...]
+    """Of the prompt, by `start`; they do not overlap."""
+    priority: int
+    """Of blocks that begin with a sampled token."""
+    duration: int = 0
+    """Likewise; in nanoseconds, 0: for good."""
+
+
+class Inherited(Part, frozen=True):
+    """How a block that is not cached yet is to be kept if its request does not say: as the one it was copied from."""
+
+    group: GroupIndex
+    block: int
+    """Its index in the table."""
+    priority: int
+    duration: int
+
+
 class PoolCreated(Part, frozen=True):
     """One tensor per level: the blocks' data of the layers that share a number of KV heads."""
 
@@ -88,14 +120,20 @@ Pages = Annotated[tuple[SymbolPage, ...], Spelled("tokens")]
 """Pages of symbols; none where tokens are left out, in JSON null then."""
 
 
+RUN_COLUMNS = 10
+"""Numbers per run in `GroupExported.runs`."""
+BLOCK_COLUMNS = 7
+"""Numbers per block in `GroupExported.blocks`."""
+
+
 class GroupExported(Part, frozen=True):
     """The cached blocks of one group as columns over runs, parents before children."""
 
     namespaces: tuple[Namespace, ...]
     runs: Numbers
-    """int64, 9 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
-    block, level, priority, expiry, release stamp, references, transfer. In a sliding window the last six, which differ
-    from block to block there, are 0."""
+    """int64, 10 per run: parent (index of a run, or -1 - index of the namespace), blocks, tokens of the last
+    block, level, priority, duration, expiry, release stamp, references, transfer. In a sliding window the last seven,
+    which differ from block to block there, are 0."""
     symbols: Tokens
     """The tokens of all runs, in order; empty if the log records no tokens."""
     slots: Slots
@@ -106,8 +144,8 @@ class GroupExported(Part, frozen=True):
     shared: Numbers
     """int64, 2 per entry: a primary slot that is not cached, and how many (>= 2) sequences hold it."""
     blocks: Numbers = b""
-    """Sliding windows only. int64, 6 per block of the runs: level, priority, expiry, release stamp, references,
-    transfer."""
+    """Sliding windows only. int64, 7 per block of the runs: level, priority, duration, expiry, release stamp,
+    references, transfer."""
     uses: Numbers = b""
     """Only in a full window with `eviction_policy` ``levels``. int64. One per run, by how many releases its turn is put
     off; then the turn of the block that was evicted for good last; then 2 per block, cached or not: name and uses, what
@@ -130,6 +168,8 @@ class SequenceExported(Part, frozen=True):
     """Per group; -2 for a block that the window has left behind."""
     keys: Keys
     """Of its leading blocks, as far as events have given them."""
+    retention: Retention | None = None
+    inherited: tuple[Inherited, ...] = ()
 
 
 class TransferExported(Part, frozen=True):

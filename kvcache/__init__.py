@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvcache.config import KVCacheConfig, LogConfig
     from kvcache.inputs.multimodal import MultimodalItem
     from kvcache.inputs.requests import Request
+    from kvcache.inputs.retention import Retention, RetentionRange
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
     from kvcache.prefixes.index import PrefixIndex
@@ -32,6 +33,8 @@ __all__ = [
     "MultimodalItem",
     "PrefixIndex",
     "Request",
+    "Retention",
+    "RetentionRange",
     "__version__",
     "errors",
     "replay",
@@ -46,6 +49,8 @@ _HOMES = {
     "MultimodalItem": "kvcache.inputs.multimodal",
     "PrefixIndex": "kvcache.prefixes.index",
     "Request": "kvcache.inputs.requests",
+    "Retention": "kvcache.inputs.retention",
+    "RetentionRange": "kvcache.inputs.retention",
 }
 """The module of each name; a name that is missing here is a module itself."""
 

@@ -34,6 +34,7 @@ from kvcache.inputs.arguments import (
 )
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, RequestChecker
+from kvcache.inputs.retention import Retention
 from kvcache.inputs.tokens import Tokens
 from kvcache.layout import warn_of_windows
 from kvcache.record.journal import Journal, cache_created
@@ -58,8 +59,9 @@ class KVCacheManager:
 
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
     `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
-    or sinks. `wall_ns` stamps batches and is never used for a decision. `eviction_order`, a class
-    (`kvcache.decide.eviction_order`), says which blocks go first instead of `eviction_policy`, for simulations.
+    or sinks. `wall_ns` stamps batches and is never used for a decision; `monotonic_ns` says when a `Retention` is over
+    (while it raises, time stands still). `eviction_order`, a class (`kvcache.decide.eviction_order`), says which
+    blocks go first instead of `eviction_policy`, for simulations.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class KVCacheManager:
         log: LogTarget = None,
         sinks: Items[str | Sink | SinkRunner] = (),
         wall_ns: Callable[[], int] = time.time_ns,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
         state: CacheState | None = None,
         eviction_order: type[EvictionOrder] | None = None,
     ) -> None:
@@ -98,7 +101,7 @@ class KVCacheManager:
         outputs = Outputs.open(log, sinks, context, config.log)
         try:
             self._journal = Journal(created, outputs, config.event_buffer_max_size, first)
-            self._assemble(outputs, created, wall_ns, eviction_order)
+            self._assemble(outputs, created, wall_ns, monotonic_ns, eviction_order)
             self._journal.due()
             self._journal.flush(started)
             if pools is not None:
@@ -113,6 +116,7 @@ class KVCacheManager:
         outputs: Outputs,
         created: CacheCreated,
         wall_ns: Callable[[], int],
+        monotonic_ns: Callable[[], int],
         eviction_order: type[EvictionOrder] | None,
     ) -> None:
         """Make the parts that work on the journal's state."""
@@ -121,7 +125,14 @@ class KVCacheManager:
         if transfers is not None:
             bus.subscribe(transfers.on_event, *transfers.events)
         recorded = outputs.log is not None
-        self._blocks = BlockManager(self.config, state, journal.emit, recorded=recorded, order=eviction_order)
+        self._blocks = BlockManager(
+            self.config,
+            state,
+            journal.emit,
+            recorded=recorded,
+            monotonic_ns=monotonic_ns,
+            order=eviction_order,
+        )
         self._checker = RequestChecker(
             state.handles,
             state.symbols,
@@ -143,7 +154,7 @@ class KVCacheManager:
     def resume(cls, state: CacheState, **options: Any) -> Self:
         """A manager without pools that goes on from a replayed state: it decides as the recorded one would have.
 
-        `state` is that of `kvcache.replay.replay(directory)`; `log`, `sinks` and `wall_ns` are the constructor's.
+        `state` is that of `kvcache.replay.replay(directory)`; `log`, `sinks` and the clocks are the constructor's.
         Raises `Unsupported` for the state of a log without tokens: matching needs them.
         """
         if not isinstance(state, CacheState):
@@ -226,6 +237,7 @@ class KVCacheManager:
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
         resumed: bool = False,
+        retention: Retention | None = None,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
@@ -233,7 +245,9 @@ class KVCacheManager:
         `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. `Request` tells about the
         other arguments.
         """
-        request = Request(request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
+        request = Request(
+            request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed, retention
+        )
         return self._add([request])[0]
 
     @exclusive

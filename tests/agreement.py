@@ -14,7 +14,7 @@ from kvcache.fold.state import CacheState
 from kvcache.results import Admission, BlockTable, Match, Replacement
 from kvcache.stats import Stats
 from tests.model import Admitted, Model, Reuse
-from tests.strategies import Symbol, cached_blocks, name_of, split_names
+from tests.strategies import Symbol, cached_blocks, name_of, split_names, timed_blocks
 from tests.window_model import Window
 
 DETACHED = -2
@@ -56,6 +56,11 @@ def blocks_agree(state: CacheState, index: int, window: Window) -> None:
     assert cached_blocks(state, index) == {
         name_of(path): (block.level, block.refs, block.stamp, len(path[-1]), block.priority)
         for path, block in window.cached.items()
+    }
+    assert timed_blocks(state, index) == {
+        name_of(path): (block.duration, block.expiry)
+        for path, block in window.cached.items()
+        if block.duration or block.expiry
     }
     blank = [len(level.blank) for level in state.groups[index].levels]
     assert blank == [window.blank(PRIMARY), window.blank(SECONDARY)]

@@ -11,10 +11,10 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from events.types import PRIMARY, SECONDARY
-from tests.window_model import Path, Running, Window, common_tokens, path_of
+from tests.window_model import Path, Retention, Running, Window, common_tokens, path_of
 
-Request = tuple[Hashable, Hashable, Sequence[Hashable]]
-"""Id, namespace, tokens."""
+Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None]
+"""Id, namespace, tokens, how its blocks are to be kept."""
 
 
 class Refused(Exception):
@@ -76,6 +76,7 @@ class Model:
         ]
         self.running: dict[Hashable, Running] = {}
         self.stamp = 0
+        self.now = 0
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -104,7 +105,7 @@ class Model:
         new, claimed = 0, [set[Path]() for _ in self.windows]
         needed: tuple[int, ...] = ()
         available: tuple[int, ...] = ()
-        for index, (_, namespace, tokens) in enumerate(requests):
+        for index, (_, namespace, tokens, _) in enumerate(requests):
             found = self.match(namespace, tokens)
             new += self.blocks_for(len(tokens)) - (len(found.path) - 1)
             for window, paths in zip(self.windows, claimed, strict=True):
@@ -118,26 +119,33 @@ class Model:
     # -- commands
 
     def add(
-        self, requests: Sequence[Request], sources: Sequence[Collection[Path]] | None = None
+        self, requests: Sequence[Request], sources: Sequence[Sequence[Path | None]] | None = None
     ) -> list[Admitted]:
-        """Admit all or none. `sources`: what is copied from in each window, if that has to be said."""
+        """Admit all or none. `sources`: for each request what is copied from in each window, if that has to be said."""
         fit, needed, available = self.fitting(requests)
         if fit < len(requests):
             raise Refused(fit, needed, available)
         admitted = []
-        for request_id, namespace, tokens in requests:
+        for request_id, namespace, tokens, retention in requests:
             found = self.match(namespace, tokens)
             admitted.append(Admitted(found, [_onboarded(each, found) for each in self.windows]))
-            self.running[request_id] = Running(namespace, list(tokens), found.tokens)
+            sequence = Running(namespace, list(tokens), found.tokens, retention, len(tokens))
+            self.running[request_id] = sequence
         for index, window in enumerate(self.windows):
-            copied_from = sources[index] if sources else ()
-            exempt = {path for path in copied_from if window.cached[path].level == SECONDARY}
-            for (request_id, _, _), (found, _) in zip(requests, admitted, strict=True):
+            copied_from = [paths[index] for paths in sources] if sources else [None] * len(requests)
+            exempt = {path for path in copied_from if path and window.cached[path].level == SECONDARY}
+            for (request_id, *_), (found, _), path in zip(requests, admitted, copied_from, strict=True):
+                if path:
+                    source = window.cached[path]
+                    window.copies[request_id] = len(path) - 2, (source.priority, source.duration)
                 window.claim(request_id, found.path, found.tokens)
             window.evict(needed[index], exempt)
-            for (request_id, _, tokens), (found, _) in zip(requests, admitted, strict=True):
+            for (request_id, _, tokens, _), (found, _) in zip(requests, admitted, strict=True):
                 window.grow(request_id, self.blocks_for(len(tokens)) - (len(found.path) - 1))
             window.onboard()
+        for (request_id, *_), (found, _) in zip(requests, admitted, strict=True):
+            for window in self.windows:
+                window.restate(request_id, self.running[request_id], 0, len(found.path) - 1)
         return admitted
 
     def compute(self, request_id: Hashable, num_tokens: int) -> list[list[int]]:
@@ -184,7 +192,7 @@ class Model:
                 count = window.to_detach(request_id, self.running[request_id])
                 if count:
                     self.stamp += 1
-                    window.detach(request_id, count, self.stamp)
+                    window.detach(request_id, count, self.stamp, self.now)
 
     def set_priority(self, request_id: Hashable, priority: int, start: int, stop: int) -> list[list[Path]]:
         """Returns for each window the blocks that had another priority, shallowest first."""
@@ -197,7 +205,12 @@ class Model:
             if store:
                 window.store(request_id, sequence)
                 window.store_partial(request_id, sequence)
-            window.end(request_id, self.stamp)
+            window.end(request_id, self.stamp, self.now)
+
+    def expire(self, told: Sequence[dict[Path, int]]) -> None:
+        """End a step."""
+        for window, ranks in zip(self.windows, told, strict=True):
+            self.stamp = window.expire(self.now, self.stamp, ranks)
 
     def clear(self) -> None:
         for window in self.windows:

@@ -392,7 +392,7 @@ class NaiveAudit:
         """The places of a window and what is in them: run by run, each behind its parent."""
         runs, slots, columns = array("q", group.runs), array("i", group.slots), array("q", group.blocks)
         tokens, rows, number = self.spelled(group.symbols), list[Prompt](), 0
-        for at in range(0, len(runs), 9):
+        for at in range(0, len(runs), 10):
             parent, count, last_tokens, level = runs[at : at + 4]
             above = rows[parent] if parent >= 0 else Prompt(group.namespaces[-1 - parent], [])
             length = (count - 1) * self.size + last_tokens
@@ -401,7 +401,7 @@ class NaiveAudit:
             for index in range(count):
                 block = self.block(rows[-1], len(above.tokens) // self.size + index)
                 if slots[number] >= 0:
-                    yield (columns[6 * number] if slides else level, slots[number]), block
+                    yield (columns[7 * number] if slides else level, slots[number]), block
                 number += 1
 
 

@@ -17,14 +17,17 @@ import numpy as np
 from hypothesis import strategies as st
 
 from events.codec import decode_batch, encode_batch
+from events.structs import RUN_COLUMNS
 from events.types import PRIMARY, SECONDARY, EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
-from kvcache.fold.exported_state import COLUMNS, export
+from kvcache.fold.exported_state import export
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
+from kvcache.inputs import retention as inputs
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
+from tests.window_model import Retention
 
 Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]
 """LoRA id, LoRA name, cache salt, and whether tokens have extra ids."""
@@ -123,23 +126,46 @@ def prompts(earlier: Sequence[Sequence[Symbol]]) -> st.SearchStrategy[list[Symbo
 
 def batches(
     free_ids: Sequence[str | int], earlier: Sequence[Sequence[Symbol]]
-) -> st.SearchStrategy[list[tuple[str | int, Namespace, list[Symbol]]]]:
+) -> st.SearchStrategy[list[tuple[str | int, Namespace, list[Symbol], Retention | None]]]:
     """One to four requests with ids that are not in use."""
     # Most share a namespace, so that they meet.
     namespaces = st.sampled_from((NAMESPACES[0],) * 4 + (EXTRA,) * 2 + NAMESPACES)
     return st.lists(
-        st.builds(_allowed, st.sampled_from(list(free_ids)), namespaces, prompts(earlier)),
+        st.builds(_allowed, st.sampled_from(list(free_ids)), namespaces, prompts(earlier), retentions()),
         min_size=1,
         max_size=4,
         unique_by=lambda each: (type(each[0]), each[0]),
     )
 
 
+MS = 1_000_000
+"""Nanoseconds."""
+
+
+def retentions() -> st.SearchStrategy[Retention | None]:
+    """None for most; else up to three ranges, some for a time of a few milliseconds."""
+    kept = st.tuples(st.sampled_from([0, 29, 35, 36, 100]), st.sampled_from([0, 0, MS, 3 * MS]))
+    cuts = st.lists(st.integers(0, 14), min_size=2, max_size=6, unique=True).map(sorted)
+    stated = st.builds(_retention, cuts, st.lists(kept, min_size=3, max_size=3), kept, st.booleans())
+    return st.one_of(st.none(), st.none(), stated)
+
+
+def _retention(
+    cuts: list[int], kept: list[tuple[int, int]], decode: tuple[int, int], open_end: bool
+) -> Retention:
+    ranges: list[tuple[int, int | None, tuple[int, int]]] = [
+        (start, stop, how) for start, stop, how in zip(cuts[::2], cuts[1::2], kept, strict=False)
+    ]
+    if open_end:
+        ranges[-1] = (ranges[-1][0], None, ranges[-1][2])
+    return Retention(tuple(ranges), decode)
+
+
 def _allowed(
-    request_id: str | int, namespace: Namespace, prompt: list[Symbol]
-) -> tuple[str | int, Namespace, list[Symbol]]:
+    request_id: str | int, namespace: Namespace, prompt: list[Symbol], retention: Retention | None
+) -> tuple[str | int, Namespace, list[Symbol], Retention | None]:
     """The prompt without extra ids of 0, and without any where the namespace has none."""
-    return request_id, namespace, [_simplest(symbol, len(namespace) == 4) for symbol in prompt]
+    return request_id, namespace, [_simplest(symbol, len(namespace) == 4) for symbol in prompt], retention
 
 
 def _simplest(symbol: Symbol, with_extra_ids: bool) -> Symbol:
@@ -150,7 +176,12 @@ def _simplest(symbol: Symbol, with_extra_ids: bool) -> Symbol:
     return (token, extra_id, digest, offset) if extra_id or digest is not None else token
 
 
-def request(request_id: str | int, namespace: Namespace, prompt: Sequence[Symbol]) -> Request:
+def request(
+    request_id: str | int,
+    namespace: Namespace,
+    prompt: Sequence[Symbol],
+    retention: Retention | None = None,
+) -> Request:
     """The request as the manager takes it."""
     lora_id, lora_name, salt, *_ = namespace
     spelled = [(symbol, 0, None, 0) if isinstance(symbol, int) else symbol for symbol in prompt]
@@ -162,8 +193,25 @@ def request(request_id: str | int, namespace: Namespace, prompt: Sequence[Symbol
             items[-1] = replace(items[-1], length=offset + 1)
     tokens, extra_ids = [each[0] for each in spelled], [each[1] for each in spelled]
     return Request(
-        request_id, tokens, lora_id, lora_name, salt, items[::-1], extra_ids if len(namespace) == 4 else None
+        request_id,
+        tokens,
+        lora_id,
+        lora_name,
+        salt,
+        items[::-1],
+        extra_ids if len(namespace) == 4 else None,
+        retention=None if retention is None else spelled_retention(retention),
     )
+
+
+def spelled_retention(retention: Retention) -> inputs.Retention:
+    """As the manager takes it."""
+    ranges = [
+        inputs.RetentionRange(start, stop, priority, duration // MS or None)
+        for start, stop, (priority, duration) in retention.ranges
+    ]
+    priority, duration = retention.decode
+    return inputs.Retention(ranges, priority, duration // MS or None)
 
 
 # -- names, worked out anew from their definition
@@ -233,12 +281,26 @@ def cached_blocks(state: CacheState, index: int = 0) -> Cached:
     found: Cached = {}
     keys, numbers = group.keys, array("q", group.runs)
     size, block = state.tokens_per_block, 0
-    for at in range(0, len(numbers), COLUMNS):
-        _, count, last_tokens, level, priority, _, stamp, refs, _ = numbers[at : at + COLUMNS]
+    for at in range(0, len(numbers), RUN_COLUMNS):
+        _, count, last_tokens, level, priority, _, _, stamp, refs, _ = numbers[at : at + RUN_COLUMNS]
         for index in range(count):
             tokens = last_tokens if index == count - 1 else size
             found[keys[block * 32 : block * 32 + 8]] = (level, refs, stamp, tokens, priority)
             block += 1
+    return found
+
+
+def timed_blocks(state: CacheState, index: int) -> dict[bytes, tuple[int, int]]:
+    """Name of each cached block that is kept for a time to (duration, when that is over)."""
+    group: Any = state.groups[index]
+    key_bytes, found = group.tree.key_bytes, {}
+    for run in group.tree.runs.values():
+        for at, slot in enumerate(run.slots):
+            times = run.duration, run.expiry
+            if slides(state, index):
+                times = (group.durations[slot], group.expiries[slot]) if slot >= 0 else (0, 0)
+            if any(times):
+                found[bytes(run.keys[at * key_bytes : at * key_bytes + 8])] = times
     return found
 
 
@@ -289,12 +351,30 @@ def mirror_of(manager: KVCacheManager) -> CacheState:
     return mirror
 
 
-def continue_from(settings: KVCacheConfig, *events: Any) -> KVCacheManager:
+class Ticks:
+    """A clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._ahead = 0
+
+    def __call__(self) -> int:
+        return self.now + self._ahead
+
+    def resume(self, state: CacheState) -> KVCacheManager:
+        """A manager that goes on from a state as if no time had passed between the two."""
+        self._ahead = state.clock - self.now
+        manager = KVCacheManager.resume(state, monotonic_ns=self)
+        self._ahead = 0
+        return manager
+
+
+def continue_from(settings: KVCacheConfig, *events: Any, ticks: Ticks | None = None) -> KVCacheManager:
     """A manager that decides on the state which the events fold to."""
     state = CacheState()
     for event in through_the_codec(*events):
         state.apply(event)
-    manager = KVCacheManager.resume(state)
+    manager = (ticks or Ticks()).resume(state)
     assert manager.config.model_copy(update={"block_hash": settings.block_hash}) == settings
     return manager
 

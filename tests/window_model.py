@@ -43,6 +43,22 @@ class Block:
     credit: int = 0
     """By how much later it counts as released."""
     priority: int = PRIORITY
+    duration: int = 0
+    """For how long it has that priority once nobody holds it; 0: for good."""
+    expiry: int = 0
+    """When that is over."""
+
+
+Kept = tuple[int, int]
+"""Priority and duration of a block."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What a request states: (from, up to or None, priority and duration) of its prompt's tokens; what is sampled."""
+
+    ranges: tuple[tuple[int, int | None, Kept], ...]
+    decode: Kept
 
 
 @dataclass
@@ -52,6 +68,16 @@ class Running:
     namespace: Hashable
     tokens: list[Any]
     computed: int = 0
+    retention: Retention | None = None
+    prompt: int = 0
+    """Tokens of it."""
+
+    def stated(self, token: int) -> Kept | None:
+        """What holds of a block that begins with this token of the prompt."""
+        for start, stop, kept in self.retention.ranges if self.retention else ():
+            if start <= token and (stop is None or token < stop):
+                return kept
+        return None
 
 
 @dataclass
@@ -80,6 +106,8 @@ class Window:
     removed: list[set[Path]] = field(default_factory=list)
     """Each set may go in any order that has children before parents."""
     offloaded: list[Path] = field(default_factory=list)
+    copies: dict[Hashable, tuple[int, Kept]] = field(default_factory=dict)
+    """Of a sequence the block that is a copy of a cached one, and how that was kept."""
     let_go: list[tuple[Hashable, int]] = field(default_factory=list)
     """Sequences and how many blocks they let go of before their end, in order."""
 
@@ -174,7 +202,7 @@ class Window:
 
     def hold(self, path: Path) -> Path:
         block = self.cached[path]
-        block.refs, block.stamp, block.credit = block.refs + 1, 0, 0
+        block.refs, block.stamp, block.credit, block.expiry = block.refs + 1, 0, 0, 0
         return path
 
     def claim(self, request_id: Hashable, path: Path, tokens: int) -> None:
@@ -190,10 +218,11 @@ class Window:
     def grow(self, request_id: Hashable, blocks: int) -> None:
         self.tables[request_id] += [self.new_id() for _ in range(blocks)]
 
-    def release(self, entry: Entry, stamp: int) -> None:
+    def release(self, entry: Entry, stamp: int, now: int) -> None:
         if isinstance(entry, tuple):
             block = self.cached[entry]
             block.refs -= 1
+            block.expiry = now + block.duration if block.duration and not block.refs else 0
             block.stamp = 0 if block.refs else stamp
             if self.levels and not block.refs:
                 self.uses[entry] = uses = self.uses.pop(entry, 0) + 1
@@ -205,16 +234,17 @@ class Window:
         left = min(len(sequence.tokens), sequence.computed + 1) - self.detached(request_id) * self.size
         return max(0, (left - self.tokens) // self.size)
 
-    def detach(self, request_id: Hashable, count: int, stamp: int) -> None:
+    def detach(self, request_id: Hashable, count: int, stamp: int, now: int) -> None:
         first = self.detached(request_id)
         for at in range(first, first + count):
-            self.release(self.tables[request_id][at], stamp)
+            self.release(self.tables[request_id][at], stamp, now)
             self.tables[request_id][at] = None
         self.let_go.append((request_id, count))
 
-    def end(self, request_id: Hashable, stamp: int) -> None:
+    def end(self, request_id: Hashable, stamp: int, now: int) -> None:
         for entry in reversed(self.tables.pop(request_id)):
-            self.release(entry, stamp)
+            self.release(entry, stamp, now)
+        self.copies.pop(request_id, None)
         while len(self.uses) > 5 * sum(self.blocks):
             del self.uses[next(iter(self.uses))]
 
@@ -234,7 +264,42 @@ class Window:
                 changed.append(entry)
         return changed
 
+    def restate(self, request_id: Hashable, sequence: Running, first: int, last: int) -> None:
+        """What the request states holds of the cached blocks, too, that it has come to hold."""
+        for at in range(first, last):
+            entry, stated = self.tables[request_id][at], sequence.stated(at * self.size)
+            if isinstance(entry, tuple) and stated is not None and at * self.size < sequence.prompt:
+                self.cached[entry].priority, self.cached[entry].duration = stated
+
+    def expire(self, now: int, stamp: int, told: dict[Path, int]) -> int:
+        """Whose time is over goes last among those of the default priority; returns the last stamp.
+
+        `told` ranks blocks of a sliding window that are equally deep.
+        """
+        over = [path for path, block in self.cached.items() if 0 < block.expiry <= now]
+        for kind in sorted({(self.cached[path].level, self.cached[path].priority) for path in over}):
+            alike = [path for path in over if (self.cached[path].level, self.cached[path].priority) == kind]
+            stamp += not self.sliding
+            for path in sorted(alike, key=lambda path: (len(path), told[path])):
+                stamp += self.sliding
+                block = self.cached[path]
+                block.stamp, block.priority, block.duration, block.expiry = stamp, -1, 0, 0
+        for path in over:
+            self.cached[path].priority = PRIORITY
+        return stamp
+
     # -- storing
+
+    def kept(self, request_id: Hashable, sequence: Running, at: int) -> Kept:
+        """How a new block is kept."""
+        if sequence.retention is not None and at * self.size >= sequence.prompt:
+            return sequence.retention.decode
+        block, copied = self.copies.get(request_id, (-1, (PRIORITY, 0)))
+        return sequence.stated(at * self.size) or (copied if block == at else (PRIORITY, 0))
+
+    def new_block(self, request_id: Hashable, sequence: Running, at: int, own: int) -> Block:
+        priority, duration = self.kept(request_id, sequence, at)
+        return Block(own, priority=priority, duration=duration)
 
     def may_store(self, request_id: Hashable) -> bool:
         """Whether the next block is the sequence's alone."""
@@ -252,12 +317,13 @@ class Window:
             assert isinstance(own, int)
             if path not in self.cached:
                 self.supersede(path)
-                self.cached[path] = Block(own)
+                self.cached[path] = self.new_block(request_id, sequence, at, own)
             elif self.cached[path].level == SECONDARY:
                 self.cached[path].level, self.cached[path].id = PRIMARY, own
             else:
                 swapped.append(at)
             table[at] = self.hold(path)
+            self.restate(request_id, sequence, at, at + 1)
         return swapped
 
     def store_partial(self, request_id: Hashable, sequence: Running) -> None:
@@ -271,7 +337,7 @@ class Window:
             own, path = self.tables[request_id][at], (*parent, rest)
             assert isinstance(own, int)
             self.supersede(path)
-            self.cached[path] = Block(own)
+            self.cached[path] = self.new_block(request_id, sequence, at, own)
             self.tables[request_id][at] = self.hold(path)
 
     def supersede(self, path: Path) -> None:

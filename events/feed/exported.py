@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
 from events.types import GroupExported, Namespace
 
 _HOLE = -1
@@ -32,13 +33,13 @@ def exported_rows(
     exported: GroupExported, tokens_per_block: int, key_bytes: int, *, slides: bool
 ) -> Iterator[Row]:
     """All rows, parents before children."""
-    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist()
-    columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6).tolist() if slides else []
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, RUN_COLUMNS).tolist()
+    columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, BLOCK_COLUMNS).tolist() if slides else []
     slots = array("i", exported.slots)
     tokens_at = block = 0
     last_names: list[bytes] = []
     namespaces: list[Namespace] = []
-    for parent, count, last_tokens, level, _, _, _, _, transfer in numbers:
+    for parent, count, last_tokens, level, *_, transfer in numbers:
         names = names_of_keys(exported.keys[block * key_bytes : (block + count) * key_bytes], key_bytes)
         namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
         above = last_names[parent] if parent >= 0 else b""
@@ -58,7 +59,7 @@ def _named(row: Row, full: int) -> Row:
 def _without_holes(run: Row, columns: list[list[int]]) -> Iterator[Row]:
     """The parts of a run whose blocks are cached, in one level and brought by one copy."""
     size = len(run.tokens) // len(columns) if columns else 0
-    states = [(slot != _HOLE, of[0], of[5]) for slot, of in zip(run.slots, columns, strict=True)]
+    states = [(slot != _HOLE, of[0], of[-1]) for slot, of in zip(run.slots, columns, strict=True)]
     for (cached, level, transfer), part in groupby(range(len(states)), states.__getitem__):
         blocks = list(part)
         begin, end = blocks[0], blocks[-1] + 1

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import TOKEN_BYTES, names_of_keys
+from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
 from events.types import GroupExported, Namespace
 from kvcache.audit.columns import Ids
 from kvcache.audit.contents import ContentIds
@@ -22,8 +23,8 @@ def cached_in(
     exported: GroupExported, known: ContentIds, tokens_per_block: int, key_bytes: int, *, with_tokens: bool
 ) -> Iterator[Cached]:
     """The full blocks of one group, run by run."""
-    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist()
-    of_blocks = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6)
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, RUN_COLUMNS).tolist()
+    of_blocks = np.frombuffer(exported.blocks, np.int64).reshape(-1, BLOCK_COLUMNS)
     slots = np.frombuffer(exported.slots, np.int32)
     ends: list[tuple[int, int]] = []
     namespaces: list[Namespace] = []

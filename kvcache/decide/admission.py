@@ -16,6 +16,7 @@ from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.decoding import packed_handles
+from kvcache.decide.retention import restate
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.fold.matching import GroupMatch, in_all
 from kvcache.fold.sequence import Sequence
@@ -77,7 +78,7 @@ def plan(windows: Windows, request: CheckedRequest) -> Plan:
     new_blocks = windows[0].blocks_for(request.num_tokens) - common[0].blocks
     plans = []
     for window, found in zip(windows, common, strict=True):
-        source = CopySource.of(found.partial) if found.partial is not None else None
+        source = window.source(found.partial) if found.partial is not None else None
         blocks = [0, 0]
         claimed = window.claimed(found, tokens)
         for each in claimed:
@@ -106,11 +107,16 @@ def admit(
     emit: Callable[[Event], None],
     plans: list[Plan],
     claims: list[Claims],
+    time: int,
 ) -> list[Sequence]:
-    """Emit the admission of a batch that fits."""
-    sequences = [_add(state, windows, emit, each) for each in plans]
+    """Emit the admission of a batch that fits, at a time (0: nothing is kept for a time)."""
+    sequences = [_add(state, windows, emit, each, time) for each in plans]
     for index, (window, claim) in enumerate(zip(windows, claims, strict=True)):
         _fill(window, sequences, [each.windows[index] for each in plans], claim.needed)
+    for each, sequence in zip(plans, sequences, strict=True):
+        if sequence.retention is not None:
+            for window in windows:
+                restate(window, emit, sequence, 0, each.reused_tokens // window.tokens_per_block)
     return sequences
 
 
@@ -134,7 +140,9 @@ def _fill(
         window.onboard(sequence)
 
 
-def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], each: Plan) -> Sequence:
+def _add(
+    state: CacheState, windows: Windows, emit: Callable[[Event], None], each: Plan, time: int
+) -> Sequence:
     handle, request = Handle(state.next_handle), each.request
     emit(
         SequenceAdded(
@@ -148,6 +156,8 @@ def _add(state: CacheState, windows: Windows, emit: Callable[[Event], None], eac
             reused_secondary=tuple([of_window.secondary for of_window in each.windows]),
             reused_partial=each.reused_partial,
             resumed=request.resumed,
+            retention=request.retention,
+            time=time,
         )
     )
     sequence = state.sequences[handle]

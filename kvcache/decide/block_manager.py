@@ -20,14 +20,16 @@ from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
-from kvcache.decide.interning import forget_unused, intern, missing_pages
-from kvcache.decide.priorities import set_priority
+from kvcache.decide.expiry import Expiry
+from kvcache.decide.interning import intern, missing_pages
+from kvcache.decide.priorities import change_blocks
+from kvcache.decide.retention import lasts_a_time, restate
 from kvcache.decide.reuse_levels import ORDERS
 from kvcache.decide.sliding_manager import SlidingWindowManager
+from kvcache.decide.whole_cache import WholeCache
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError
 from kvcache.fold.check import check
-from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
@@ -37,8 +39,6 @@ from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
 
-GIVEN_UP = "given up, since another copy failed"
-"""Why a `TransferFailed` names a copy of which nothing is known."""
 _PLAIN_IDS = frozenset((str, int))
 """Types of ids that are looked up as they are."""
 _KEPT_NUMBERS = 1 << 36
@@ -50,7 +50,7 @@ EVICT_AHEAD_SHARE = 16
 """They are at most this part of the primary slots, so that a small cache does not lose what it could still reuse."""
 
 
-class BlockManager:
+class BlockManager(WholeCache):
     """Decides for the whole cache: what one call does happens in all windows, or in none."""
 
     def __init__(
@@ -60,13 +60,14 @@ class BlockManager:
         emit: Callable[[Event], None],
         *,
         recorded: bool,
+        monotonic_ns: Callable[[], int],
         order: type[EvictionOrder] | None = None,
     ) -> None:
-        self._config, self._state, self._emit = config, state, emit
+        # Where no log keeps them, there are no checkpoints.
+        spacing = config.checkpoint_spacing if recorded else math.inf
+        super().__init__(state, emit, Expiry(state, emit, monotonic_ns), spacing)
+        self._config = config
         self._decoding: DecodeBatch | None = None
-        slots = sum(level.size for group in state.groups for level in group.levels)
-        self._checkpoint_due = config.checkpoint_spacing * slots if recorded else math.inf
-        """Blocks changed since the last checkpoint after which there should be another: none where no log keeps it."""
         self.windows = tuple(
             (SlidingWindowManager if isinstance(group, SlidingGroup) else WindowBlockManager)(
                 state,
@@ -102,7 +103,10 @@ class BlockManager:
         if rich:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
-        return list(zip(admit(self._state, self.windows, self._emit, plans, claims), plans, strict=True))
+        time = self._expiry.told(begins=any(lasts_a_time(request.retention) for request in requests))
+        return list(
+            zip(admit(self._state, self.windows, self._emit, plans, claims, time), plans, strict=True)
+        )
 
     def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
         """The refusal of a call, beginning with its entry `index`."""
@@ -129,14 +133,25 @@ class BlockManager:
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
         replaced = self._store_in_all(sequence)
         for window in self._sliding:
-            window.detach([sequence])
+            window.detach([sequence], self._expiry.told())
         return replaced
 
     def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
         """Make what is computed reusable; returns what the sequence's tables point at instead."""
-        replaced = self.windows[0].store(sequence, partial=partial)
+        replaced = self._store_in(self.windows[0], sequence, partial=partial)
         for window in self.windows[1:]:
-            replaced += window.store(sequence, partial=partial)
+            replaced += self._store_in(window, sequence, partial=partial)
+        return replaced
+
+    def _store_in(
+        self, window: WindowBlockManager, sequence: Sequence, *, partial: bool = False
+    ) -> list[Replacement]:
+        if sequence.retention is None:
+            return window.store(sequence, partial=partial)
+        end = sequence.path_ends[window.index].end
+        replaced = window.store(sequence, partial=partial)
+        # What another sequence has stored first is kept as this one states, too.
+        restate(window, self._emit, sequence, end, sequence.path_ends[window.index].end)
         return replaced
 
     def sequence(self, request_id: RequestId) -> Sequence:
@@ -197,7 +212,7 @@ class BlockManager:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
                 if leaving:
-                    sliding.detach(leaving)
+                    sliding.detach(leaving, self._expiry.told())
         batch.advance()
         return changed
 
@@ -207,7 +222,7 @@ class BlockManager:
         for window in self.windows:
             for sequence in window.store_filled(sequences):
                 replaced = replaced or {}
-                replaced.setdefault(sequence, []).extend(window.store(sequence))
+                replaced.setdefault(sequence, []).extend(self._store_in(window, sequence))
         return _changed(replaced) if replaced else {}
 
     def append(
@@ -228,7 +243,7 @@ class BlockManager:
         )
         changed = self._store([sequence for sequence, _ in growing])
         for window in self._sliding:
-            window.detach(sequences)
+            window.detach(sequences, self._expiry.told())
         return changed
 
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
@@ -281,7 +296,8 @@ class BlockManager:
         if start >= stop:
             return 0
         return max(
-            set_priority(window, self._emit, sequence, priority, first, last) for window in self.windows
+            change_blocks(window, self._emit, sequence, (first, last), priority, None, ev.UpdateReason.SET)
+            for window in self.windows
         )
 
     def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
@@ -296,6 +312,7 @@ class BlockManager:
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
                 why=why,
+                time=self._expiry.told(),
             )
         )
 
@@ -306,61 +323,10 @@ class BlockManager:
         check(self._state)
         for window in self.windows:
             window.order.check()
+        self._expiry.check()
         batch = self._decoding
         if batch is not None and self._state.running.handles == batch.handles:
             batch.check()
-
-    def clear(self) -> None:
-        """Drop what no sequence holds, and the names of the rest."""
-        groups = self._state.groups
-        removed = tuple((group.levels[0].unreferenced, group.levels[1].unreferenced) for group in groups)
-        unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
-        self._emit(ev.CacheCleared(removed=removed, unnamed=unnamed))
-
-    def land(self, transfers: Items[int]) -> None:
-        """These copies are complete."""
-        self._emit(ev.TransferLanded(array("q", transfers).tobytes()))
-
-    def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
-        """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.
-
-        What rests on a failed copy could be told only by an account of all that was copied and computed since. So
-        nothing is told apart: all outstanding copies are given up. Returns the sequences that begin again.
-        """
-        told, reasons = dict(failed), dict[str, list[int]]()
-        for transfer in self._state.transfers:
-            reasons.setdefault(told.get(transfer, GIVEN_UP), []).append(transfer)
-        for reason, transfers in reasons.items():
-            self._emit(ev.TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
-        self.clear()
-        return list(self._state.sequences.values())
-
-    @property
-    def upkeep_due(self) -> bool:
-        """Whether `upkeep` would do anything; this is asked at every step."""
-        state = self._state
-        return state.changed_blocks >= self._checkpoint_due or state.symbols.crowded
-
-    def upkeep(self) -> None:
-        """A checkpoint once enough blocks have changed since the last; and drop symbols that nothing uses."""
-        if self._state.changed_blocks >= self._checkpoint_due:
-            self.checkpoint()
-        if self._state.symbols.crowded:
-            forget_unused(self._state, self._emit)
-
-    def checkpoint(self) -> None:
-        """Record the fingerprint."""
-        cached = [[0, 0] for _ in self._state.groups]
-        for counts, group in zip(cached, self._state.groups, strict=True):
-            for level, slots, _, _ in group.cached():
-                counts[level] += len(slots)
-        self._emit(
-            ev.Checkpoint(
-                fingerprint=fingerprint(self._state),
-                num_sequences=len(self._state.sequences),
-                num_cached=tuple((primary, secondary) for primary, secondary in cached),
-            )
-        )
 
 
 def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from events.ids import LevelIndex, Slot
 from events.types import PRIMARY, SECONDARY
-from kvcache.fold.matching import GroupMatch, PartialMatch
+from kvcache.fold.matching import GroupMatch
 from kvcache.fold.places import indexes
+from kvcache.fold.retention import Kept
 from kvcache.fold.sliding_group import SlidingGroup
 
 
@@ -34,11 +35,8 @@ class CopySource:
     level: LevelIndex
     slot: Slot
     num_tokens: int
-
-    @classmethod
-    def of(cls, found: PartialMatch) -> CopySource:
-        """Where the partial match lies now."""
-        return cls(found.block.level, Slot(found.block.slots[0]), found.num_tokens)
+    kept: Kept
+    """How the source is kept."""
 
 
 class Claims:

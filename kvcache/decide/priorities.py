@@ -9,34 +9,38 @@ from typing import NamedTuple
 
 from events.ids import LevelIndex
 from events.packed import SLOT_BYTES, names_of_keys
-from events.types import PRIMARY, BlocksUpdated, Event
+from events.types import PRIMARY, BlocksUpdated, Event, UpdateReason
 from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.retention import Kept
 from kvcache.fold.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """Consecutive cached blocks of a sequence that have one priority."""
+    """Consecutive cached blocks of a sequence that are kept alike."""
 
     level: LevelIndex
-    priority: int
+    kept: Kept
     slots: array[int]
     names: bytes
 
 
-def set_priority(
+def change_blocks(
     window: WindowBlockManager,
     emit: Callable[[Event], None],
     sequence: Sequence,
+    blocks: tuple[int, int],
     priority: int,
-    first: int,
-    last: int,
+    duration: int | None,
+    why: UpdateReason,
 ) -> int:
-    """Give the blocks from `first` up to `last` of a sequence's cached path a priority; returns how many changed.
+    """Give the `blocks`, from and up to, of a sequence's cached path a priority, and keep them for a time (None: for as
+    long as before); returns how many changed.
 
-    One event for each row of blocks that had one priority. All are noted first: applying one splits and joins runs.
+    One event for each row of blocks that were kept alike. All are noted first: applying one splits and joins runs.
     """
+    first, last = blocks
     if isinstance(window, SlidingWindowManager):
         rows = _held_rows(window, sequence, first, last)
     else:
@@ -47,12 +51,14 @@ def set_priority(
             level=level,
             slots=slots.tobytes(),
             names=names,
-            old_priority=old,
+            old_priority=old.priority,
             priority=priority,
             handle=sequence.handle,
+            why=why,
+            duration=duration,
         )
         for level, old, slots, names in rows
-        if slots and old != priority
+        if slots and old != (priority, old.duration if duration is None else duration)
     ]
     for event in events:
         emit(event)
@@ -60,19 +66,19 @@ def set_priority(
 
 
 def _path_rows(window: WindowBlockManager, sequence: Sequence, first: int, last: int) -> Iterator[Row]:
-    """With full attention a sequence holds its whole path, in runs of one priority."""
+    """With full attention a sequence holds its whole path, in runs of blocks that are kept alike."""
     path = list(window.group.path(sequence.path_ends[window.index]))
     path.reverse()
-    for (level, old), runs in groupby(path, lambda run: (run.level, run.priority)):
+    for (level, old), runs in groupby(path, lambda run: (run.level, Kept(run.priority, run.duration))):
         yield Row(level, old, *_within(list(runs), first, last, window.group.tree.key_bytes))
 
 
 def _held_rows(window: SlidingWindowManager, sequence: Sequence, first: int, last: int) -> Iterator[Row]:
     """In a sliding window it holds what that has not left behind, each block with a priority of its own."""
-    table, priorities = sequence.tables[window.index], window.sliding.priorities
+    table, group = sequence.tables[window.index], window.sliding
     held = range(max(first, sequence.detached[window.index]), min(last, sequence.path_ends[window.index].end))
-    for old, blocks in groupby(held, lambda block: priorities[table[block]]):
-        slots = array("i", [table[block] for block in blocks])
+    for old, slots_alike in groupby((table[block] for block in held), group.kept_at):
+        slots = array("i", slots_alike)
         yield Row(PRIMARY, old, slots, window.names_at(slots))
 
 

@@ -60,8 +60,8 @@ class SlidingWindowManager(WindowBlockManager):
 
     # -- letting go
 
-    def detach(self, sequences: Items[Sequence]) -> None:
-        """Let go of what the window of these sequences has left behind."""
+    def detach(self, sequences: Items[Sequence], time: int) -> None:
+        """Let go of what the window of these sequences has left behind, at a time."""
         index, size, window = self.index, self.tokens_per_block, self.window
         handles, counts = [], []
         slots: list[int] = []
@@ -86,6 +86,7 @@ class SlidingWindowManager(WindowBlockManager):
                     group=index,
                     slots=array("i", slots).tobytes(),
                     freed=self._unshared(uncached).tobytes() if uncached else b"",
+                    time=time,
                 )
             )
 

@@ -14,7 +14,7 @@ from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
 from kvcache.fold.sequence import ONBOARDING
-from kvcache.fold.slots import PRIORITY_MAX
+from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
 
 
 class BlockFold(Contents):
@@ -59,6 +59,11 @@ class BlockFold(Contents):
     def _copy(self, event: ev.BlocksCopied) -> None:
         target = array("i", [event.target])
         self._track(event.transfer, Transfer(event.group, PRIMARY, target, event.handle))
+        sequence = self.sequences[event.handle]
+        copied = ev.Inherited(event.group, event.block, event.priority, event.duration)
+        if sequence.inherited or (copied.priority, copied.duration) != (DEFAULT_PRIORITY, 0):
+            others = [each for each in sequence.inherited if each.group != event.group]
+            sequence.inherited = (*others, copied)
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first, size = event.group, event.first_block, self.tokens_per_block
@@ -68,13 +73,14 @@ class BlockFold(Contents):
         if not slots or first < 0 or sequence.tables[index][first:last] != slots:
             raise InvariantViolated("stored blocks are not the sequence's")
         invariant(0 < event.last_tokens <= size, "a stored block has an impossible number of tokens")
-        key_bytes, keys = self.groups[index].tree.key_bytes, sequence.keys
+        group, keys = self.groups[index], sequence.keys
+        key_bytes = group.tree.key_bytes
         keys += event.keys
         if len(keys) < last * key_bytes or (event.keys and len(keys) != last * key_bytes):
             raise InvariantViolated("stored blocks have other names than there are blocks")
         if event.parent != (keys[(first - 1) * key_bytes :][:NAME_BYTES] if first and key_bytes else b""):
             raise InvariantViolated("stored blocks continue a block of another name")
-        self.groups[index].store(sequence, first, slots, event.priority, event.last_tokens)
+        group.store(sequence, first, slots, event.priority, event.duration, event.last_tokens)
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
@@ -104,7 +110,7 @@ class BlockFold(Contents):
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")
-            fill(sequence, block, slot, symbols, key, event.priority)
+            fill(sequence, block, slot, symbols, key, event.priority, event.duration)
         if b"".join(parents) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
         self.changed_blocks += len(slots)
@@ -112,8 +118,13 @@ class BlockFold(Contents):
     def _update(self, event: ev.BlocksUpdated) -> None:
         _check_level(event.level)
         invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")
-        slots = array("i", event.slots)
-        self.groups[event.group].update(event.level, slots, event.old_priority, event.priority)
+        slots, group = array("i", event.slots), self.groups[event.group]
+        change = event.level, slots, event.old_priority, event.priority
+        if event.why == ev.UpdateReason.EXPIRED:
+            self.tell_time(event.time)
+            self.releases = group.expire(*change, self.releases)
+        else:
+            group.update(*change, event.duration)
         self.changed_blocks += len(slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -161,7 +172,8 @@ class BlockFold(Contents):
     def _detach(self, event: ev.BlocksDetached) -> None:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]
         counts = array("I", event.counts) if event.counts else None
-        slots, freed = self.groups[event.group].detach(sequences, counts, self.releases)
+        self.tell_time(event.time)
+        slots, freed = self.groups[event.group].detach(sequences, counts, self.releases, self.clock)
         self.releases += len(sequences)
         agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed
         invariant(agree, "other blocks were let go of than the window has left behind")

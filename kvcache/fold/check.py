@@ -117,6 +117,8 @@ def _check_states(group: GroupState, run: Run) -> None:
     same_level = sum(child.level == run.level for child in children)
     invariant(run.same_level_children == same_level, "children are counted wrongly")
     invariant((run.refs == 0) or (run.turn == 0), "a held block has a release stamp")
+    timed = run.expiry == 0 if run.refs or not run.duration else run.expiry > 0
+    invariant(timed and run.duration >= 0, "a block expires that is held, or kept for good")
     invariant(run.credit >= 0 and (not run.credit or isinstance(group, CountingGroup)), "a run has a credit")
     if isinstance(parent, Run):
         invariant(parent.level <= run.level, "a primary block hangs behind a secondary one")

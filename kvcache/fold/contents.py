@@ -66,8 +66,16 @@ class Contents:
         self.next_transfer = 1
         self.releases = 0
         """Raised by each release."""
+        self.clock = 0
+        """The last time that an event has told; 0 as long as nothing is kept for a time."""
         self.changed_blocks = 0
         """Blocks stored, updated, moved and removed since the last checkpoint."""
+
+    def tell_time(self, now: int) -> None:
+        """An event tells the time, or 0."""
+        if now:
+            invariant(now >= self.clock, "time goes back")
+            self.clock = now
 
     def root_key(self, namespace: Namespace) -> bytes:
         """The key that the first block of a prompt continues."""

@@ -44,14 +44,14 @@ class CountingGroup(GroupState):
         run.credit = 0
         super().reference(run)
 
-    def release(self, node: Node, stamp: int) -> None:
+    def release(self, node: Node, stamp: int, now: int) -> None:
         """One sequence fewer holds the path that ends at `node`."""
         life = self.uses.life(stamp)
         for run in list(self.path(node)):
             if run.refs == 1:
                 self._credit(run, life)
         self.uses.forget()
-        super().release(node, stamp)
+        super().release(node, stamp, now)
 
     def _credit(self, run: Run, life: int) -> None:
         """Half a life for each use but the first; where that differs, the run is cut."""

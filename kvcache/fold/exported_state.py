@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
 from events.packed import TOKEN_BYTES
+from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
 from events.types import PRIMARY, SECONDARY, GroupExported, SequenceExported, StateExported, TransferExported
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
@@ -21,11 +22,6 @@ from kvcache.fold.prefix_tree import Node, PathEnd, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.use_counts import MAX_TURN
-
-COLUMNS = 9
-"""Numbers per run in `GroupExported.runs`."""
-BLOCK_COLUMNS = 6
-"""Numbers per block in `GroupExported.blocks`."""
 
 
 def export(state: Contents) -> StateExported:
@@ -44,6 +40,7 @@ def export(state: Contents) -> StateExported:
         symbols=tuple(page for _, page in sorted(state.symbols.pages.items())),
         forget_symbols_at=state.symbols.forget_at,
         refused=tuple(state.refused),
+        clock=state.clock,
     )
 
 
@@ -56,7 +53,8 @@ def _export_group(group: AnyGroup) -> GroupExported:
             parent = index[run.parent.id] if isinstance(run.parent, Run) else -1 - number
             index[run.id] = len(index)
             numbers += [parent, len(run.slots), run.partial or group.tokens_per_block]
-            numbers += [run.level, run.priority, run.expiry, run.released_at, run.refs, run.transfer]
+            numbers += [run.level, run.priority, run.duration, run.expiry]
+            numbers += [run.released_at, run.refs, run.transfer]
             put_off.append(run.credit)
             symbols += run.symbols
             keys += run.keys
@@ -91,6 +89,8 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
         stored=sequence.stored,
         slots=tuple(table.tobytes() for table in sequence.tables),
         keys=bytes(sequence.keys),
+        retention=sequence.retention,
+        inherited=sequence.inherited,
     )
 
 
@@ -120,7 +120,7 @@ def install(state: Contents, event: StateExported) -> None:
     numbers = (event.next_handle, event.next_transfer)
     invariant(min(numbers) > 0 and max(numbers) <= MAX_NUMBER, "no epoch has such handles or transfers")
     state.next_handle, state.next_transfer = numbers
-    state.releases, state.changed_blocks = event.releases, event.changed_blocks
+    state.releases, state.changed_blocks, state.clock = event.releases, event.changed_blocks, event.clock
     counting = any(isinstance(group, CountingGroup) for group in state.groups)
     invariant(not counting or 0 <= state.releases <= MAX_TURN, "no cache has released so often")
     check_slots(state)
@@ -166,9 +166,9 @@ class _Columns:
 
     def rows(self) -> Iterator[tuple[int, array[int]]]:
         """Each run's parent and its other numbers."""
-        invariant(len(self._numbers) % COLUMNS == 0, "the exported runs are cut short")
-        for at in range(0, len(self._numbers), COLUMNS):
-            yield self._numbers[at], self._numbers[at + 1 : at + COLUMNS]
+        invariant(len(self._numbers) % RUN_COLUMNS == 0, "the exported runs are cut short")
+        for at in range(0, len(self._numbers), RUN_COLUMNS):
+            yield self._numbers[at], self._numbers[at + 1 : at + RUN_COLUMNS]
 
     def run(self, parent: Node, count: int, last_tokens: int, level: int, *rest: int) -> Run:
         """The next run."""
@@ -191,7 +191,7 @@ class _Columns:
             bytearray(self._keys[begin * key_bytes : self._block * key_bytes]),
         )
         run.partial, run.level = partial, LevelIndex(level)
-        run.priority, run.expiry, run.released_at, run.refs, run.transfer = rest
+        run.priority, run.duration, run.expiry, run.released_at, run.refs, run.transfer = rest
         return run
 
     def blocks(self, run: Run) -> Iterator[tuple[int, ...]]:
@@ -240,6 +240,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
     sequence = Sequence(Handle(entry.handle), entry.request_id, entry.namespace, tokens, ends)
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
     sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
+    sequence.retention, sequence.inherited = entry.retention, entry.inherited
     state.sequences[entry.handle] = sequence
     state.handles[entry.request_id] = entry.handle
     state.note_rich(entry.handle, entry.tokens)

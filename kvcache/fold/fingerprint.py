@@ -15,6 +15,7 @@ import hashlib
 from array import array
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -26,8 +27,8 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.slots import Level
 
-_COLUMNS = 8
-"""Per slot: name, parent's name, tokens, priority, expiry, stamp, references, landed."""
+_COLUMNS = 9
+"""Per slot: name, parent's name, tokens, priority, duration, expiry, stamp, references, landed."""
 
 
 def fingerprint(state: Contents) -> bytes:
@@ -37,7 +38,7 @@ def fingerprint(state: Contents) -> bytes:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
-    digest.update(array("q", [state.next_handle, state.next_transfer, state.releases]))
+    digest.update(array("q", [state.next_handle, state.next_transfer, state.releases, state.clock]))
     return digest.digest()
 
 
@@ -80,9 +81,9 @@ def _add_sliding(group: SlidingGroup, level: Level, columns: npt.NDArray[np.int6
     here = (places >= begin) & (places < begin + level.size)
     at = places[here]
     columns[at - begin, :3] = names[here]
-    for column, name in enumerate(("priorities", "expiries", "released_at", "refs"), 3):
+    for column, name in enumerate(("priorities", "durations", "expiries", "released_at", "refs"), 3):
         columns[at - begin, column] = group.views[name][at]
-    columns[at - begin, 7] = group.views["transfers"][at] == 0
+    columns[at - begin, 8] = group.views["transfers"][at] == 0
 
 
 def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
@@ -91,7 +92,10 @@ def _rows(group: AnyGroup, runs: list[Run]) -> npt.NDArray[np.int64]:
     lengths = np.array([len(run.slots) for run in runs])
     ends = lengths.cumsum()
     rows = np.zeros((ends[-1], _COLUMNS), np.int64)
-    equal = [(full, run.priority, run.expiry, run.released_at, run.refs, run.transfer == 0) for run in runs]
+    equal = [
+        (full, run.priority, run.duration, run.expiry, run.released_at, run.refs, run.transfer == 0)
+        for run in runs
+    ]
     rows[:, 2:] = np.repeat(np.array(equal, np.int64), lengths, axis=0)
     rows[ends - 1, 2] = [run.partial or full for run in runs]
     if key_bytes:
@@ -108,3 +112,4 @@ def _add_sequence(digest: Any, sequence: Sequence) -> None:
     digest.update(array("q", [*extents, *sequence.stored]))
     for table in sequence.tables:
         digest.update(table)
+    digest.update(msgspec.msgpack.encode((sequence.retention, sequence.inherited)))

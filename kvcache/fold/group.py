@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from events.ids import GroupIndex, LevelIndex
@@ -22,6 +23,10 @@ class CachedPart(NamedTuple):
     priority: int
 
 
+def _ignore(expiry: int, number: int) -> None:
+    """A replay decides nothing, so it need not know."""
+
+
 class Group:
     """Blocks of one window: cached ones in the tree, the others blank or held by sequences."""
 
@@ -29,6 +34,7 @@ class Group:
         "index",
         "levels",
         "shared",
+        "timed",
         "tokens_per_block",
         "tokens_recorded",
         "tree",
@@ -57,6 +63,8 @@ class Group:
         self.shared: dict[int, int] = {}
         """Primary slots without a name that several sequences hold (their blocks were cached once), and how many."""
         self.watcher = Watcher()
+        self.timed: Callable[[int, int], None] = _ignore
+        """Told of when something expires: a run's id, or a place in a sliding window."""
 
     def root(self, namespace: Namespace, key: bytes) -> Root:
         """The root of a namespace, made on first use."""

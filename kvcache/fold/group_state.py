@@ -6,145 +6,31 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 
 import numpy as np
 
 from events.ids import LevelIndex
-from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
+from events.types import PRIMARY, SECONDARY, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.group import CachedPart, Group
-from kvcache.fold.prefix_tree import Node, Run
+from kvcache.fold.held_paths import HeldPaths
+from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import last_reversed
 
 
-class GroupState(Group):
-    """A window in which a sequence holds all its blocks: the tree is closed under prefixes."""
+class GroupState(HeldPaths):
+    """What is stored, moved, removed and kept otherwise."""
 
     __slots__ = ()
 
-    def start(self, namespace: Namespace, key: bytes) -> Node:
-        """Where the path of a new sequence begins."""
-        return self.tree.roots.get(namespace) or self.root(namespace, key)
-
-    def run_at(self, level: int, slot: int) -> Run:
-        """The run that holds a cached slot."""
-        run = self.tree.runs.get(self.levels[level].run_ids[slot])
-        if run is None or run.level != level:
-            raise InvariantViolated("a slot that an event names is not cached")
-        return run
-
-    def is_cached(self, level: int, slot: int) -> bool:
-        """Whether a run holds the slot."""
-        run = self.tree.runs.get(self.levels[level].run_ids[slot])
-        return run is not None and run.level == level and slot in run.slots
-
-    def path(self, node: Node) -> Iterator[Run]:
-        """The runs from a node up to its root."""
-        while isinstance(node, Run):
-            yield node
-            node = node.parent
-
-    def begin(self, sequence: Sequence, reused: int) -> None:
-        """An admitted sequence takes all that it reuses by events of its own."""
-
-    def detach(
-        self, sequences: list[Sequence], counts: array[int] | None, stamp: int
-    ) -> tuple[array[int], array[int]]:
-        """No sequence lets go of blocks that it still sees."""
-        raise InvariantViolated("full attention leaves no block behind")
-
-    def hold(self, sequence: Sequence, level: int, first: int, slots: array[int]) -> None:
-        """A sequence takes a reference on cached blocks that continue its path."""
-        tail = self.claim(sequence.path_ends[self.index], level, slots)
-        invariant(first + len(slots) == tail.end, "reused blocks leave a hole in the table")
-        sequence.path_ends[self.index] = tail
-        self.learn_keys(sequence, tail, tail.end)
-        self.settle(tail)
-
-    def cached(self) -> Iterator[tuple[int, array[int], bool, bool]]:
-        """Cached blocks in pieces: level, slots, whether sequences hold them, whether their copy has not landed."""
-        for run in self.tree.runs.values():
-            yield run.level, run.slots, run.refs > 0, run.transfer > 0
-
-    def parts(self, run: Run) -> Iterator[CachedPart]:
-        """What of a run is cached: all of it."""
-        yield CachedPart(0, len(run.slots), run.level, run.priority)
-
-    def resident_keys(self, level: int) -> Iterator[bytes]:
-        """The keys of full blocks whose bytes are in this level."""
-        for run in self.tree.runs.values():
-            if run.level == level and not run.transfer:
-                full = len(run.slots) - bool(run.partial)
-                yield bytes(run.keys[: full * self.tree.key_bytes])
-
-    def claim(self, node: Node, level: int, slots: array[int]) -> Run:
-        """Take a reference on the blocks in `slots`, which continue `node`; returns the last run."""
-        done = 0
-        while done < len(slots):
-            run = self.run_at(level, slots[done])
-            invariant(run.parent is node, "reused blocks do not continue the sequence's prefix")
-            take = min(len(run.slots), len(slots) - done)
-            invariant(run.slots[:take] == slots[done : done + take], "reused blocks are not consecutive")
-            if take < len(run.slots):
-                # What lies behind is not claimed, so from here on its references differ.
-                run = self.split(run, take)
-            self.reference(run)
-            done += take
-            node = run
-        assert isinstance(node, Run)
-        return node
-
-    def reference(self, run: Run) -> None:
-        """One more sequence holds the run."""
-        if run.refs == 0:
-            self.levels[run.level].unreferenced -= len(run.slots)
-            run.released_at = 0
-            self.watcher.held(run.level, run.slots)
-        run.refs += 1
-
-    def end(self, sequence: Sequence, stamp: int) -> array[int]:
-        """A sequence lets go of everything; returns the slots that become blank, deepest first."""
-        tail = sequence.path_ends[self.index]
-        own = sequence.tables[self.index][tail.end :]
-        own.reverse()
-        freed = self.return_uncached(own)
-        self.release(tail, stamp)
-        return freed
-
-    def release(self, node: Node, stamp: int) -> None:
-        """One sequence fewer holds the path that ends at `node`."""
-        for run in self.path(node):
-            run.refs -= 1
-            if run.refs == 0:
-                run.released_at = stamp
-                self.levels[run.level].unreferenced += len(run.slots)
-        if isinstance(node, Run):
-            # Only now: while the path was walked, its runs differed in what was released already.
-            self._settle_around(node)
-            self._offer(node)
-
-    def _offer(self, run: Run) -> None:
-        if run.is_leaf:
-            self.watcher.evictable(run)
-
-    def settle(self, node: Node) -> None:
-        """Join whatever has become equal on the path that ends at `node`."""
-        while isinstance(node, Run):
-            while self.tree.may_join(node):
-                gone = self.tree.join(node)
-                self.levels[node.level].own(gone.slots, node.id)
-            node = node.parent
-
-    def split(self, run: Run, at: int) -> Run:
-        """Cut a run in two; returns the upper part."""
-        upper = self.tree.split(run, at)
-        self.levels[run.level].own(upper.slots, upper.id)
-        return upper
-
     def store(
-        self, sequence: Sequence, first: int, slots: array[int], priority: int, last_tokens: int
+        self,
+        sequence: Sequence,
+        first: int,
+        slots: array[int],
+        priority: int,
+        duration: int,
+        last_tokens: int,
     ) -> None:
         """Cache a sequence's own blocks behind the path that it holds."""
         node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
@@ -152,7 +38,7 @@ class GroupState(Group):
         symbols = self.content(sequence, first, last, last_tokens)
         keys = sequence.keys[first * key_bytes : last * key_bytes]
         # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
-        if isinstance(node, Run) and node.grows(priority):
+        if isinstance(node, Run) and node.grows(priority, duration):
             run = node
             run.symbols += symbols
             run.slots.extend(slots)
@@ -160,18 +46,25 @@ class GroupState(Group):
             run.end += len(slots)
         else:
             run = self.tree.new_run(node, bytearray(symbols), slots, keys)
-            run.refs, run.priority = 1, priority
+            run.refs, run.priority, run.duration = 1, priority, duration
             self.tree.link(run)
         run.partial = last_tokens % self.tokens_per_block
         self.levels[PRIMARY].own(slots, run.id)
         sequence.path_ends[self.index] = run
 
     def fill(
-        self, sequence: Sequence, block: int, slot: int, symbols: bytes, key: bytes, priority: int
+        self,
+        sequence: Sequence,
+        block: int,
+        slot: int,
+        symbols: bytes,
+        key: bytes,
+        priority: int,
+        duration: int,
     ) -> None:
         """Cache the next block of a sequence, behind what it alone has cached."""
         run = sequence.path_ends[self.index]
-        if not isinstance(run, Run) or run.end != block or not run.grows(priority):
+        if not isinstance(run, Run) or run.end != block or not run.grows(priority, duration):
             raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
         run.symbols += symbols
         run.slots.append(slot)
@@ -179,20 +72,43 @@ class GroupState(Group):
         run.end = block + 1
         self.levels[PRIMARY].run_ids[slot] = run.id
 
-    def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
-        """Change the priority of consecutive cached blocks, shallowest first."""
+    def update(
+        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
+    ) -> None:
+        """Change how consecutive cached blocks are kept, shallowest first."""
         above: Run | None = None
         done = 0
         while done < len(slots):
             run = self._cut_to(level, slots, done, above)
             invariant(run.priority == old_priority, "an updated block had another priority")
             run.priority = priority
+            if duration is not None:
+                invariant(run.refs > 0, "a block is kept for another time that nobody holds")
+                run.duration = duration
             done += len(run.slots)
             above = run
         if above is not None:
             self._settle_around(above)
             if above.id in self.tree.runs:
                 self._offer(above)
+
+    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
+        """The time is over for which these blocks, row by row, had a priority; returns the last stamp used."""
+        done, runs = 0, list[Run]()
+        while done < len(slots):
+            run = self._cut_to(level, slots, done, None)
+            timed = run.expiry > 0 and not run.refs and run.priority == old_priority
+            invariant(timed, "the time of a block is over that had none, or has another priority")
+            run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp + 1
+            done += len(run.slots)
+            runs.append(run)
+        for run in runs:
+            if run.id in self.tree.runs:
+                self._settle_around(run)
+        for run in runs:
+            if run.id in self.tree.runs:
+                self._offer(run)
+        return stamp + 1
 
     def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
         """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
@@ -343,14 +259,6 @@ class GroupState(Group):
             if run is not None and run.transfer == transfer:
                 run.transfer = 0
                 self._settle_around(run)
-
-    def _settle_around(self, run: Run) -> None:
-        if len(run.children) == 1:
-            (child,) = run.children.values()
-            if self.tree.may_join(child):
-                self.settle(child)
-                return
-        self.settle(run)
 
     def _share(self, holders: int, slots: array[int]) -> None:
         if holders > 1:

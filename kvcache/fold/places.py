@@ -19,6 +19,7 @@ from events.types import PRIMARY, SECONDARY
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import CachedPart, Group
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.retention import Kept
 
 HOLE = -1
 """In a run, the place of a block that is not cached."""
@@ -31,7 +32,8 @@ FEW = 8
 """Up to so many blocks a loop is faster than numpy."""
 Segment = tuple[Run, int, int]
 """Consecutive blocks of a run: from its block, up to its block."""
-_COLUMNS = ("positions", "refs", "priorities", "expiries", "released_at", "transfers")
+_COLUMNS = ("positions", "refs", "priorities", "durations", "expiries", "released_at", "transfers")
+_EXPORTED = ("priorities", "durations", "expiries", "released_at", "refs", "transfers")
 
 
 class Places(Group):
@@ -41,7 +43,7 @@ class Places(Group):
     must be.
     """
 
-    __slots__ = (*_COLUMNS, "views")
+    __slots__ = (*_COLUMNS, "keeps_time", "views")
 
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
@@ -52,11 +54,15 @@ class Places(Group):
         columns mean nothing."""
         self.refs = array("i", [0]) * size
         self.priorities = array("i", [0]) * size
+        self.durations = array("q", [0]) * size
         self.expiries = array("q", [0]) * size
+        """By place: as of a `Run`. Both are 0 where no block is cached."""
         self.released_at = array("q", [0]) * size
         """By place: when the last sequence let go of it, as a counter; 0 while it is held, or nothing is cached."""
         self.transfers = array("q", [0]) * size
         """By place: the copy that brings it here, 0 when it has landed."""
+        self.keeps_time = False
+        """Whether any block has been kept for a time."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
 
@@ -78,6 +84,14 @@ class Places(Group):
     def is_cached(self, level: int, slot: int) -> bool:
         """Whether a block is cached in the slot."""
         return self.positions[slot + level * self.levels[PRIMARY].size] != NOBODY
+
+    def kept_at(self, place: int) -> Kept:
+        """How the block there is kept."""
+        return Kept(self.priorities[place], self.durations[place])
+
+    def kept_in(self, level: int, slot: int) -> Kept:
+        """How a cached block is kept."""
+        return self.kept_at(slot + level * self.levels[PRIMARY].size)
 
     def find(self, place: int) -> tuple[Run, int]:
         """The run of a cached block, and its index in it."""
@@ -192,16 +206,21 @@ class Places(Group):
         if self.levels[SECONDARY].size:
             # Without offload nothing is ever on its way.
             self.views["transfers"][indexes(places)] = 0
+        if self.keeps_time:
+            at = indexes(places)
+            self.views["durations"][at], self.views["expiries"][at] = 0, 0
 
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
-        """Slots instead of places, and six numbers per block: level, priority, expiry, stamp, references, copy."""
+        """Slots instead of places, and seven numbers per block: level, priority, duration, expiry, stamp,
+        references, copy.
+        """
         at = np.frombuffer(places, np.int32)
         primary = self.levels[PRIMARY].size
         slots = np.where(at >= primary, at - primary, at).astype(np.int32)
-        rows = np.zeros((len(at), 6), np.int64)
+        rows = np.zeros((len(at), 7), np.int64)
         rows[:, 0] = at >= primary
         there = at != HOLE
-        for column, name in enumerate(("priorities", "expiries", "released_at", "refs", "transfers"), 1):
+        for column, name in enumerate(_EXPORTED, 1):
             rows[there, column] = self.views[name][at[there]]
         return array("i", slots.tobytes()), rows.tobytes()
 
@@ -215,8 +234,9 @@ class Places(Group):
             place = run.slots[index]
             invariant(0 <= place < len(self.refs), "an exported block is in no slot")
             self.positions[place] = position_of(run) + run.start + index
-            self.priorities[place], self.expiries[place] = columns[0], columns[1]
-            self.released_at[place], self.refs[place], self.transfers[place] = columns[2:]
+            for name, number in zip(_EXPORTED, columns, strict=True):
+                getattr(self, name)[place] = number
+            self.keeps_time = self.keeps_time or self.durations[place] > 0
             self.levels[level].unreferenced += not self.refs[place]
 
 

@@ -36,8 +36,8 @@ class Node:
         self.end = end
         """Blocks from the start of the prompt to the end of this node."""
 
-    def grows(self, priority: int) -> bool:
-        """Whether a sequence that ends here may extend this node itself by blocks of this priority."""
+    def grows(self, priority: int, duration: int) -> bool:
+        """Whether a sequence that ends here may extend this node itself by blocks that are kept like this."""
         return False
 
     def key_of_last(self, key_bytes: int) -> bytes:
@@ -67,7 +67,7 @@ class PathEnd(Node):
 
     __slots__ = ()
 
-    def grows(self, priority: int) -> bool:
+    def grows(self, priority: int, duration: int) -> bool:
         """Nothing here forbids it: the run in which the path ends may."""
         return True
 
@@ -77,6 +77,7 @@ class Run(Node):
 
     __slots__ = (
         "credit",
+        "duration",
         "expiry",
         "head",
         "id",
@@ -109,7 +110,10 @@ class Run(Node):
         """Tokens in the last block where it is not full, else 0. Only a run without children ends so."""
         self.level = PRIMARY
         self.priority = 0
+        self.duration = 0
+        """For how long it has that priority from its release on, in ns; 0: for good."""
         self.expiry = 0
+        """When that is over, on the clock of the state; 0 while it is held, or if never."""
         self.released_at = 0
         """When it was released: a counter, 0 while it is held."""
         self.credit = 0
@@ -130,11 +134,12 @@ class Run(Node):
         """When it was released, credit included."""
         return self.released_at + self.credit
 
-    def grows(self, priority: int) -> bool:
-        """Whether a sequence that ends here may extend this run by blocks of this priority: nobody else holds it."""
+    def grows(self, priority: int, duration: int) -> bool:
+        """Whether a sequence that ends here may extend this run by blocks kept like this: nobody else holds it."""
         return (
             self.refs == 1
             and self.priority == priority
+            and self.duration == duration
             and not (self.children or self.transfer or self.partial)
         )
 
@@ -155,6 +160,7 @@ class Run(Node):
             and self.released_at == other.released_at
             and self.transfer == other.transfer
             and self.priority == other.priority
+            and self.duration == other.duration
             and self.expiry == other.expiry
             and self.credit == other.credit
         )
@@ -218,7 +224,7 @@ class PrefixTree:
         del run.keys[:keys]
         upper.level, upper.priority, upper.expiry = run.level, run.priority, run.expiry
         upper.refs, upper.released_at, upper.transfer = run.refs, run.released_at, run.transfer
-        upper.credit = run.credit
+        upper.credit, upper.duration = run.credit, run.duration
         upper.same_level_children = 1  # its only child has the same state, hence the same level
         run.head = bytes(run.symbols[: self.block_bytes])
         # It begins as `run` did, so it takes its place under the same key, and `parent.order` stays as it is.

@@ -6,7 +6,7 @@ from array import array
 
 from events.ids import Handle
 from events.tokens.sequences import SequenceTokens
-from events.types import Namespace, RequestId
+from events.types import Inherited, Namespace, RequestId, Retention
 from kvcache.fold.prefix_tree import Node
 
 _FOLLOWS = -1
@@ -23,11 +23,13 @@ class Sequence(SequenceTokens):
         "_computed",
         "detached",
         "handle",
+        "inherited",
         "keys",
         "namespace",
         "num_prompt_tokens",
         "path_ends",
         "request_id",
+        "retention",
         "tables",
     )
 
@@ -53,6 +55,10 @@ class Sequence(SequenceTokens):
         self.path_ends = roots
         """Per group: the end of the cached path that the sequence holds. Its blocks up to there are cached, except
         those that a sliding window has left behind."""
+        self.retention: Retention | None = None
+        """None: all its blocks have the default priority, for good."""
+        self.inherited: tuple[Inherited, ...] = ()
+        """Blocks that are not cached yet and were copied from ones with another priority or duration."""
         self.keys = bytearray()
         """Of its leading blocks, as far as any group has needed them: made once, recorded once."""
 

@@ -15,6 +15,9 @@ from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 
+_TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
+"""Columns that are 0 where nothing is cached."""
+
 
 def check_places(group: SlidingGroup, run: Run) -> None:
     """Verify that a run and the columns agree about its blocks."""
@@ -26,6 +29,9 @@ def check_places(group: SlidingGroup, run: Run) -> None:
         invariant(owned, "a slot's owner is noted wrongly")
         released = group.released_at[place] > 0
         invariant(released != (group.refs[place] > 0), "a block is held and released, or neither")
+        expires = group.expiries[place] > 0
+        timed = expires == (released and group.durations[place] > 0)
+        invariant(timed, "a block expires that is held, or kept for good")
 
 
 def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None:
@@ -42,7 +48,7 @@ def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None
         held = references[place] if place < group.levels[PRIMARY].size else 0
         invariant(group.refs[place] == held, "references differ from the sequences that hold a block")
     empty = group.views["positions"] < 0
-    traces = [group.views[name][empty].any() for name in ("refs", "released_at", "transfers")]
+    traces = [group.views[name][empty].any() for name in _TRACES]
     invariant(not any(traces), "a block that is not cached has left traces")
     named = sum(place != HOLE for run in group.tree.runs.values() for place in run.slots)
     invariant(len(cached) == named, "a block is in two places or in none")

@@ -81,6 +81,8 @@ class SlidingGroup(SlidingTree):
             at, counts = indexes(places), self.views["refs"]
             idle = at[counts[at] == 0]
             self.views["released_at"][idle] = 0
+            if self.keeps_time:
+                self.views["expiries"][idle] = 0
             below = int((idle >= self.levels[PRIMARY].size).sum())
             self.levels[PRIMARY].unreferenced -= len(idle) - below
             self.levels[SECONDARY].unreferenced -= below
@@ -89,19 +91,19 @@ class SlidingGroup(SlidingTree):
         refs, released_at = self.refs, self.released_at
         for place in places:
             if not refs[place]:
-                released_at[place] = 0
+                released_at[place] = self.expiries[place] = 0
                 self.levels[self.slot_of(place)[0]].unreferenced -= 1
             refs[place] += 1
 
     def detach(
-        self, sequences: list[Sequence], counts: array[int] | None, stamp: int
+        self, sequences: list[Sequence], counts: array[int] | None, stamp: int, now: int
     ) -> tuple[array[int], array[int]]:
         """Sequences let go of blocks that the window has left behind: so many each, or one each.
 
         Each lets go at its own time, the first one after `stamp`. Returns the slots, and those that become blank.
         """
         if counts is None:
-            return self._detach_one_each(sequences, stamp)
+            return self._detach_one_each(sequences, stamp, now)
         index, slots, freed = self.index, array("i"), array("i")
         for sequence, count in zip(sequences, counts, strict=True):
             table, first = sequence.tables[index], sequence.detached[index]
@@ -110,13 +112,15 @@ class SlidingGroup(SlidingTree):
             cached = min(max(sequence.path_ends[index].end - first, 0), count)
             stamp += 1
             slots += own
-            self._release(own[:cached], stamp)
+            self._release(own[:cached], stamp, now)
             freed += self.return_uncached(own[cached:])
             table[first : first + count] = array("i", [DETACHED]) * count
             sequence.detached[index] = first + count
         return slots, freed
 
-    def _detach_one_each(self, sequences: list[Sequence], stamp: int) -> tuple[array[int], array[int]]:
+    def _detach_one_each(
+        self, sequences: list[Sequence], stamp: int, now: int
+    ) -> tuple[array[int], array[int]]:
         """The usual case, decoding."""
         index, refs, released_at = self.index, self.refs, self.released_at
         slots, freed, idle = array("i"), array("i"), array("i")
@@ -136,21 +140,20 @@ class SlidingGroup(SlidingTree):
             table[first] = DETACHED
             sequence.detached[index] = first + 1
         if idle:
-            self.levels[PRIMARY].unreferenced += len(idle)
-            self.watcher.released(PRIMARY, idle)
+            self._free(idle, now)
         return slots, freed
 
-    def end(self, sequence: Sequence, stamp: int) -> array[int]:
+    def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
         """A sequence lets go of everything; returns the slots that become blank, deepest first."""
         table, first = sequence.tables[self.index], sequence.detached[self.index]
         cached = max(sequence.path_ends[self.index].end, first)
         own = table[cached:]
         own.reverse()
         freed = self.return_uncached(own)
-        self._release(table[first:cached], stamp)
+        self._release(table[first:cached], stamp, now)
         return freed
 
-    def _release(self, slots: array[int], stamp: int) -> None:
+    def _release(self, slots: array[int], stamp: int, now: int) -> None:
         """One sequence fewer holds these primary blocks, shallowest first."""
         if len(slots) <= FEW:
             refs, released_at, free = self.refs, self.released_at, array("i")
@@ -168,13 +171,28 @@ class SlidingGroup(SlidingTree):
                 free = array("i", at.astype(np.int32).tobytes())
             self.views["released_at"][at] = stamp
         if free:
-            self.levels[PRIMARY].unreferenced += len(free)
-            self.watcher.released(PRIMARY, free)
+            self._free(free, now)
+
+    def _free(self, slots: array[int], now: int) -> None:
+        """Nobody holds these cached primary blocks any more, shallowest first."""
+        self.levels[PRIMARY].unreferenced += len(slots)
+        if self.keeps_time:
+            for slot in slots:
+                if self.durations[slot]:
+                    self.expiries[slot] = now + self.durations[slot]
+                    self.timed(self.expiries[slot], slot)
+        self.watcher.released(PRIMARY, slots)
 
     # -- storing
 
     def store(
-        self, sequence: Sequence, first: int, slots: array[int], priority: int, last_tokens: int
+        self,
+        sequence: Sequence,
+        first: int,
+        slots: array[int],
+        priority: int,
+        duration: int,
+        last_tokens: int,
     ) -> None:
         """Cache a sequence's own blocks: new ones, or such as are missing so far."""
         last, key_bytes = first + len(slots), self.tree.key_bytes
@@ -186,10 +204,20 @@ class SlidingGroup(SlidingTree):
         self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)
         self.views["refs"][at_slots], self.views["priorities"][at_slots] = 1, priority
+        if duration:
+            self.keeps_time = True
+            self.views["durations"][at_slots] = duration
         sequence.path_ends[self.index].end = last
 
     def fill(
-        self, sequence: Sequence, block: int, slot: int, symbols: bytes, key: bytes, priority: int
+        self,
+        sequence: Sequence,
+        block: int,
+        slot: int,
+        symbols: bytes,
+        key: bytes,
+        priority: int,
+        duration: int,
     ) -> None:
         """Cache the next block of a sequence, behind the last block of a leaf."""
         end, before = sequence.path_ends[self.index], sequence.tables[self.index][block - 1]
@@ -202,17 +230,38 @@ class SlidingGroup(SlidingTree):
         run.end = end.end = block + 1
         self.positions[slot] = position_of(run) + block
         self.refs[slot], self.priorities[slot] = 1, priority
+        if duration:
+            self.keeps_time, self.durations[slot] = True, duration
 
     # -- moving and removing
 
-    def update(self, level: int, slots: array[int], old_priority: int, priority: int) -> None:
-        """Change the priority of cached blocks that sequences hold."""
+    def update(
+        self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
+    ) -> None:
+        """Change how cached blocks are kept that sequences hold."""
         for place in self.places(level, slots):
             held = self.positions[place] != NOBODY and self.refs[place] > 0
             invariant(
                 held and self.priorities[place] == old_priority, "an updated block had another priority"
             )
             self.priorities[place] = priority
+            if duration is not None:
+                self.durations[place] = duration
+                self.keeps_time = self.keeps_time or duration > 0
+
+    def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
+        """The time is over for which these blocks had a priority; returns the last stamp: each has its own."""
+        places = self.places(level, slots)
+        for released, place in enumerate(places, stamp + 1):
+            timed = self.expiries[place] > 0 and not self.refs[place]
+            invariant(
+                timed and self.priorities[place] == old_priority,
+                "the time of a block is over that had none, or has another priority",
+            )
+            self.priorities[place], self.released_at[place] = priority, released
+            self.durations[place] = self.expiries[place] = 0
+        self.watcher.released(level, places)
+        return stamp + len(places)
 
     def remove(self, level: int, slots: array[int], why: RemoveReason) -> None:
         """Forget cached blocks that no sequence holds."""
@@ -267,6 +316,10 @@ class SlidingGroup(SlidingTree):
         self.views["transfers"][target] = transfer
         self.views["refs"][at] = 0
         self.clear_places(places)
+        if self.keeps_time:
+            for place in to:
+                if self.expiries[place]:
+                    self.timed(self.expiries[place], place)
 
     def land(self, level: int, slots: array[int], transfer: int) -> None:
         """The copy of these blocks is complete, as far as they are still there."""

@@ -10,6 +10,7 @@ from kvcache.errors import InvariantViolated, invariant
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""
+DEFAULT_PRIORITY = 35
 PRIORITY_MAX = 100
 """Priorities go from 0, evicted first, to this."""
 

@@ -81,7 +81,7 @@ class CacheState(BlockFold):
         self.symbols.clear()
         self.rich.clear()
         self.refused.clear()
-        self.changed_blocks = 0
+        self.changed_blocks = self.clock = 0
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
         self.epoch = event.epoch
@@ -113,7 +113,8 @@ class CacheState(BlockFold):
         roots = self.roots(event.namespace)
         invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
         sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
-        sequence.computed = event.reused
+        sequence.computed, sequence.retention = event.reused, event.retention
+        self.tell_time(event.time)
         self.sequences[event.handle] = sequence
         self.handles[event.request_id] = event.handle
         self.refused.pop(event.request_id, None)
@@ -161,8 +162,9 @@ class CacheState(BlockFold):
         self.rich.pop(event.handle, None)
         self.running.forget_row()
         self.releases += 1
+        self.tell_time(event.time)
         for index, group in enumerate(self.groups):
-            freed = group.end(sequence, self.releases)
+            freed = group.end(sequence, self.releases, self.clock)
             invariant(freed.tobytes() == event.freed[index], "other slots were freed")
             root = group.tree.roots[sequence.namespace]
             root.users -= 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import Any
 
+import events.structs
 from events.packed import TOKEN_BYTES
 from events.tokens.names import salt_digest
 from events.tokens.rich import RichTokens
@@ -15,6 +16,7 @@ from events.types import Namespace, RequestId
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
 from kvcache.inputs.arguments import checked_flag, checked_integer, checked_request_id, checked_text, listed
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
+from kvcache.inputs.retention import Retention, checked_retention
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Bound
 
@@ -49,6 +51,8 @@ class Request:
     resumed: bool = False
     """It ran before, was preempted, and goes on; its prompt is then all that it had. What it finds of what it computed
     itself counts as reused, but not as hits (`Stats.reused_tokens_own`)."""
+    retention: Retention | None = None
+    """How its blocks are to be kept; None: those that are new get the default priority, 35, others stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class CheckedRequest:
     rich: RichTokens | None = None
     """What it stands for, if it has items or extra ids."""
     resumed: bool = False
+    retention: events.structs.Retention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +129,9 @@ class RequestChecker:
             raise self.longest_prompt.exceeded_by(len(symbols) // TOKEN_BYTES)
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
         resumed = checked_flag(request.resumed, "resumed")
-        return CheckedRequest(request_id, namespace, symbols, rich, resumed).with_symbols(self._symbols)
+        retention = checked_retention(request.retention)
+        checked = CheckedRequest(request_id, namespace, symbols, rich, resumed, retention)
+        return checked.with_symbols(self._symbols)
 
     def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
         """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""

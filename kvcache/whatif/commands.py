@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from events import structs
 from events.tokens.rich import RichTokens
-from events.types import AnyEvent, Namespace
+from events.types import AnyEvent, EndReason, Namespace
 from kvcache.config import KVCacheConfig
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, namespace_of
+from kvcache.inputs.retention import Retention
 from kvcache.inputs.tokens import Tokens
 
 
@@ -20,6 +22,8 @@ class Prompt:
     """Its number in the log, which is never used twice there: the request's id in what is played again."""
     namespace: Namespace
     content: RichTokens
+    resumed: bool = False
+    retention: structs.Retention | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -51,7 +55,15 @@ class Prompt:
             sampled = len(tokens) - self.num_tokens
             extra_ids = [*content.extra_ids_at(0, self.num_tokens).tolist(), *[0] * sampled]
         return Request(
-            self.handle, tokens, namespace.lora_id, namespace.lora_name, self._salt, items, extra_ids
+            self.handle,
+            tokens,
+            namespace.lora_id,
+            namespace.lora_name,
+            self._salt,
+            items,
+            extra_ids,
+            self.resumed,
+            None if self.retention is None else Retention.stated(self.retention),
         )
 
 
@@ -123,6 +135,7 @@ class Remove:
 
     handle: int
     store: bool
+    why: EndReason = EndReason.FINISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +160,5 @@ class RecordedBatch:
     seq: int
     events: tuple[AnyEvent, ...]
     commands: tuple[Command, ...]
+    clock: int = 0
+    """The last time that the log has told by its end: all that is played of it happens then."""

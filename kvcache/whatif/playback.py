@@ -71,6 +71,7 @@ class Playback:
         """Tokens of the longest prompt that can be held."""
         self._now = 0
         """Batches so far."""
+        self._clock = 0
         self._running: dict[int, Played] = {}
         """By handle, in the order of admission."""
         self._waiting: dict[int, Played] = {}
@@ -88,6 +89,7 @@ class Playback:
 
     def play(self, batch: RecordedBatch) -> None:
         """Do what a batch of the log says."""
+        self._clock = batch.clock
         for command in batch.commands:
             self._do(command)
         self._end_batch()
@@ -142,7 +144,9 @@ class Playback:
         config = self._settings(config)
         block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
         quiet = config.model_copy(update={"block_hash": block_hash, "event_buffer_max_size": 0})
-        self._manager = manager = KVCacheManager(quiet, eviction_order=self._order)
+        self._manager = manager = KVCacheManager(
+            quiet, eviction_order=self._order, monotonic_ns=lambda: self._clock
+        )
         self._longest = manager.layout.longest_prompt(quiet).tokens
         manager.bus.subscribe(self._count, SequenceAdded, BlocksMoved, BlocksRemoved)
         if self._hear is not None:
@@ -175,11 +179,11 @@ class Playback:
             case Prioritize():
                 manager.set_priority(handle, step.priority, start=step.start, stop=step.stop)
             case _:
-                self._end(request, store=step.store)
+                self._end(request, store=step.store, why=step.why)
                 self._may_admit = True
 
-    def _end(self, request: Played, *, store: bool = True) -> None:
-        self.manager.remove_sequence(request.handle, store)
+    def _end(self, request: Played, *, store: bool = True, why: str = "finished") -> None:
+        self.manager.remove_sequence(request.handle, store, why=why)
         del self._running[request.handle]
         self._late.pop(request.handle, None)
 

@@ -55,7 +55,7 @@ def recorded(log: str | PathLike[str], reader: LogReader | None = None) -> Itera
     """
     commands = _Commands(str(log))
     for batch in LogReader(Path(log)) if reader is None else reader:
-        yield RecordedBatch(batch.seq, batch.events, commands.of(batch))
+        yield RecordedBatch(batch.seq, batch.events, commands.of(batch), commands.state.clock)
 
 
 def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, Prompt]]:
@@ -95,7 +95,8 @@ class _Prompts:
 
     def prompt(self, event: ev.SequenceAdded) -> Prompt:
         """What a request gave."""
-        return Prompt(event.handle, event.namespace, self.state.symbols.spell(event.tokens))
+        content = self.state.symbols.spell(event.tokens)
+        return Prompt(event.handle, event.namespace, content, event.resumed, event.retention)
 
     def _refuse(self, reason: str) -> None:
         raise Unplayable(self._log, reason)
@@ -195,11 +196,12 @@ class _Commands(_Prompts):
         store = not self._unstored.any_of(self.state.sequences[event.handle])
         if store and self._bare == event.handle:
             self._bare = None  # the end itself has stored these blocks
-        self._add(Remove(event.handle, store))
+        self._add(Remove(event.handle, store, event.why))
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         """One event tells of a row of a sequence's blocks; the call may have been about more that had the priority."""
-        assert event.handle is not None
+        if event.why != ev.UpdateReason.SET or event.handle is None:
+            return  # it follows from what requests state, and from the time
         size, slots = self.state.tokens_per_block, array("i", event.slots)
         first = self.state.sequences[event.handle].tables[event.group].index(slots[0])
         self._add(Prioritize(event.handle, event.priority, first * size, (first + len(slots)) * size))

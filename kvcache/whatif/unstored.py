@@ -39,7 +39,7 @@ class Unstored:
     def _made(self) -> tuple[WindowBlockManager | SlidingWindowManager, ...]:
         assert self._state.created is not None
         config = KVCacheConfig.model_validate_json(self._state.created.config)
-        self._windows = BlockManager(config, self._state, _refuse, recorded=False).windows
+        self._windows = BlockManager(config, self._state, _refuse, recorded=False, monotonic_ns=int).windows
         for group in self._state.groups:
             group.watcher = Watcher()  # what can be evicted is not asked here
         return self._windows

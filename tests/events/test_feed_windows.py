@@ -322,7 +322,7 @@ def blocks_of(changes: Iterable[Change]) -> Iterator[tuple[int, int, bytes, byte
 def exported(slots: Sequence[int], columns: Sequence[tuple[int, int]], last_tokens: int) -> GroupExported:
     """Two runs: all blocks but the last one, and that one behind them; columns are level and transfer."""
     count = len(slots)
-    runs = [-1, count - 1, SIZE, *[0] * 6, 0, 1, last_tokens, *[0] * 6]
+    runs = [-1, count - 1, SIZE, *[0] * 7, 0, 1, last_tokens, *[0] * 7]
     return GroupExported(
         namespaces=(PLAIN,),
         runs=pack_i64(runs),
@@ -331,7 +331,7 @@ def exported(slots: Sequence[int], columns: Sequence[tuple[int, int]], last_toke
         keys=names(*range(count)),
         blank_slots=(b"", b""),
         shared=b"",
-        blocks=pack_i64([number for level, copy in columns for number in (level, 35, -1, 0, 0, copy)]),
+        blocks=pack_i64([number for level, copy in columns for number in (level, 35, 0, -1, 0, 0, copy)]),
     )
 
 

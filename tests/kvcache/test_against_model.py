@@ -31,6 +31,7 @@ from events.types import (
     BlocksUpdated,
     Checkpoint,
     Event,
+    UpdateReason,
 )
 from kvcache.config import KVCacheConfig
 from kvcache.decide import block_manager
@@ -77,7 +78,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def begin(self, settings: KVCacheConfig) -> None:
         note(f"{settings!r}")
         self.config = settings
-        self.manager = KVCacheManager(settings, log=strategies.log_directory(self.directory))
+        self.ticks = strategies.Ticks()
+        log = strategies.log_directory(self.directory)
+        self.manager = KVCacheManager(settings, log=log, monotonic_ns=self.ticks)
+        self.ticks.now = strategies.MS
         self.fingerprints[0] = self.manager.fingerprint()
         self.mirror = strategies.mirror_of(self.manager)
         assert self.manager.state.created is not None
@@ -102,6 +106,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             ahead_share=AHEAD_SHARE,
             levels=settings.eviction_policy == "levels",
         )
+        self.model.now = self.ticks.now
 
     # -- commands
 
@@ -112,13 +117,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         batch = data.draw(strategies.batches(free, self.earlier), label="batch")
         requests = [request(*each) for each in batch]
-        if any(len(tokens) > self.longest_prompt for _, _, tokens in batch):
+        if any(len(tokens) > self.longest_prompt for _, _, tokens, _ in batch):
             with pytest.raises(PromptTooLong):
                 self.both("add_sequences", requests)
             return
-        self.earlier = (self.earlier + [tokens for _, _, tokens in batch])[-8:]
-        copied = [self.sources_of(namespace, tokens) for _, namespace, tokens in batch]
-        sources = [[path for path in paths if path is not None] for paths in zip(*copied, strict=True)]
+        self.earlier = (self.earlier + [tokens for _, _, tokens, _ in batch])[-8:]
+        sources = [self.sources_of(namespace, tokens) for _, namespace, tokens, _ in batch]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
             expected = self.model.add(batch, sources)
@@ -245,10 +249,30 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
+        seen = len(self.history)
         batch = self.both("flush")
+        self.model.expire(self.order_of_expiry(self.history[seen:]))
         if batch is not None:
             self.fingerprints[batch.seq] = self.manager.fingerprint()
         agreement.gauges_agree(self.manager.stats(), self.model)
+
+    def order_of_expiry(self, events: Sequence[Event]) -> list[dict[Path, int]]:
+        """In which order the manager has told of blocks whose time was over, by window."""
+        told = [event for event in events if isinstance(event, BlocksUpdated)]
+        assert all(event.why == UpdateReason.EXPIRED and event.time == self.ticks.now for event in told)
+        order = []
+        for index, window in enumerate(self.model.windows):
+            names = [name for event in told if event.group == index for name in split_names(event.names)]
+            assert len(set(names)) == len(names)
+            paths = {name_of(path): path for path in window.cached}
+            order.append({paths[name]: rank for rank, name in enumerate(names)})
+        return order
+
+    @rule(ms=st.integers(1, 4))
+    def wait(self, ms: int) -> None:
+        """Time goes on."""
+        self.ticks.now += ms * strategies.MS
+        self.model.now = self.ticks.now
 
     @rule(really=st.integers(0, 3))
     def clear(self, really: int) -> None:
@@ -264,7 +288,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         """From here on another manager works beside this one, on a copy of the state as an export or the log has it."""
         created = self.history[0]
         events = self.history if folded else [created, export(self.manager.state)]
-        self.twin = strategies.continue_from(self.config, *events)
+        self.twin = strategies.continue_from(self.config, *events, ticks=self.ticks)
         self.twin.bus.subscribe(self.twin_history.append)
         self.twin_since = len(self.history)
         assert self.twin.fingerprint() == self.manager.fingerprint()

@@ -13,7 +13,7 @@ from cuda_ops.simulated import FailingCopier, LateCopier
 from events.feed.changes import Change, Cleared
 from events.feed.fold import Feed
 from events.types import CacheCleared, Event, EventBatch, TransferFailed
-from kvcache.decide.block_manager import GIVEN_UP
+from kvcache.decide.whole_cache import GIVEN_UP
 from kvcache.errors import ComputationLost, ManagerBusy, TransfersPending
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export

@@ -40,7 +40,18 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
 from tests import strategies
 
-NUMBERS = ("parent", "blocks", "last_tokens", "level", "priority", "expiry", "stamp", "refs", "transfer")
+NUMBERS = (
+    "parent",
+    "blocks",
+    "last_tokens",
+    "level",
+    "priority",
+    "duration",
+    "expiry",
+    "stamp",
+    "refs",
+    "transfer",
+)
 
 
 def folded(*events: Event, tokens_recorded: bool = True) -> Replayed:

@@ -156,7 +156,7 @@ class Beside:
         self.config = config = levels(
             primary_blocks=rng.randint(12, 16),
             secondary_blocks=secondary,
-            # From which of several blocks is copied the model does not know, and in secondary that one must stay.
+            # In secondary the block that is copied from must stay, which the model is not told.
             enable_partial_reuse=not secondary and rng.random() < 0.5,
         )
         self.managers = [KVCacheManager(config, log=log)]
@@ -180,7 +180,7 @@ class Beside:
             prompt = [*talk[: rng.randint(1, len(talk))], rng.randrange(9)]
             self.next += 1
             try:
-                self.model.add([(self.next, PLAIN, prompt)])
+                self.model.add([(self.next, PLAIN, prompt, None)], [[self.source_of(prompt)]])
             except Refused:
                 return
             self.model.compute(self.next, len(prompt))
@@ -196,6 +196,16 @@ class Beside:
             self.model.end(chosen, store=True)
             for manager in self.managers:
                 manager.remove_sequence(chosen)
+
+    def source_of(self, prompt: list[int]) -> BlockPath | None:
+        """Which block the manager would copy from."""
+        partial = self.managers[0].match(prompt).partial
+        sources = self.model.match(PLAIN, prompt).sources[0]
+        return (
+            None
+            if partial is None
+            else {strategies.name_of(path).hex(): path for path in sources}[partial.name]
+        )
 
     def compare(self) -> None:
         """All of them hold the same, and gave up the same in the same order."""

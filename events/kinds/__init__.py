@@ -1,0 +1,1 @@
+"""The types of events, by what they are about."""

@@ -1,0 +1,74 @@
+"""What happens to the sequences of requests."""
+
+from __future__ import annotations
+
+from events.ids import Handle
+from events.packed import Counts, Handles, Slots, Tokens
+from events.reasons import EndReason
+from events.structs import Event, Namespace, RequestId, Retention
+
+
+class SequenceAdded(Event, frozen=True):
+    """A request was admitted."""
+
+    handle: Handle
+    request_id: RequestId
+    namespace: Namespace
+    num_tokens: int
+    tokens: Tokens
+    reused: int
+    """Leading tokens that need not be computed, as all groups have them: full blocks, then `reused_partial`."""
+    reused_primary: tuple[int, ...]
+    """Per group: tokens in full blocks that the sequence takes from primary: in a sliding window only what it sees."""
+    reused_secondary: tuple[int, ...]
+    """Per group: tokens in full blocks that it takes from secondary."""
+    reused_partial: int
+    """Tokens copied from a block of which only the start matches."""
+    resumed: bool = False
+    """The request had run before, and goes on: what it computed then and finds again is no hit."""
+    retention: Retention | None = None
+    """None: priority 35, for good."""
+    time: int = 0
+    """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events
+    tell it which let go of blocks."""
+
+
+class TokensAppended(Event, frozen=True):
+    """One `add_tokens` call."""
+
+    handles: Handles
+    counts: Counts
+    """Tokens per sequence; empty: one each."""
+    tokens: Tokens
+
+
+class ContextComputed(Event, frozen=True):
+    """The engine has written K/V of the first `num_tokens` tokens of a sequence."""
+
+    handle: Handle
+    num_tokens: int
+
+
+class SequenceRemoved(Event, frozen=True):
+    """A sequence ended: its references are released, its own slots become blank."""
+
+    handle: Handle
+    stored: tuple[int, ...]
+    """Per group: its leading blocks that have been stored. Of a sliding window those that it had left behind are
+    among them, which may have been evicted since; with full attention all of them stay cached."""
+    freed: tuple[Slots, ...]
+    """Per group: slots that become blank, in the order in which they do."""
+    num_tokens: int
+    computed: int
+    why: EndReason = EndReason.FINISHED
+    time: int = 0
+
+
+class AdmissionRefused(Event, frozen=True):
+    """A note: a request did not fit. Not repeated until it is admitted, or 4,096 others were refused."""
+
+    request_id: RequestId
+    needed: tuple[int, ...]
+    """Per group: blocks."""
+    available: tuple[int, ...]
+    """Per group: blocks that could be had."""

@@ -1,0 +1,138 @@
+"""The time of the cache, and blocks whose time is over: they get the default priority, and go last among those."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from events.ids import GroupIndex, LevelIndex
+from events.packed import names_of_keys
+from events.types import BlocksUpdated, Event, UpdateReason
+from kvcache.errors import invariant
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.fold.state import CacheState
+
+
+class _Alike(NamedTuple):
+    """What one event tells of."""
+
+    group: int
+    level: int
+    priority: int
+
+
+_MUCH = 1024
+"""Entries that are not worth an effort."""
+
+
+class Expiry:
+    """Hears from the fold when blocks expire; an entry that describes nothing any more is dropped when it comes up.
+
+    `monotonic_ns` says how time goes on. One that raises stands still.
+    """
+
+    def __init__(
+        self, state: CacheState, emit: Callable[[Event], None], monotonic_ns: Callable[[], int]
+    ) -> None:
+        self._state, self._emit, self._monotonic_ns = state, emit, monotonic_ns
+        self._began = self._read(state.clock) - state.clock
+        for index, group in enumerate(state.groups):
+            group.timed = partial(self._note, index)
+        self._heap = self._entries()
+        """When, group, and the id of a run, or a place."""
+
+    def _read(self, otherwise: int) -> int:
+        try:
+            return int(self._monotonic_ns())
+        except Exception:  # noqa: BLE001  a clock of somebody else's
+            return otherwise
+
+    # -- the time
+
+    def now(self) -> int:
+        """Nanoseconds since the cache was created, while it has run."""
+        clock = self._state.clock
+        return max(self._read(self._began + clock) - self._began, clock, 1)
+
+    def told(self, *, begins: bool = False) -> int:
+        """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""
+        return self.now() if begins or self._state.clock else 0
+
+    # -- what expires
+
+    def _note(self, group: int, expiry: int, number: int) -> None:
+        heappush(self._heap, (expiry, group, number))
+        if len(self._heap) > _MUCH and len(self._heap) > 4 * self._slots:
+            self._heap = self._entries()
+
+    @property
+    def _slots(self) -> int:
+        return sum(level.size for group in self._state.groups for level in group.levels)
+
+    def _entries(self) -> list[tuple[int, int, int]]:
+        """Of all that expires."""
+        entries: list[tuple[int, int, int]] = []
+        for index, group in enumerate(self._state.groups):
+            if isinstance(group, SlidingGroup):
+                places = group.views["expiries"].nonzero()[0].tolist()
+                entries += [(group.expiries[place], index, place) for place in places]
+            else:
+                runs = group.tree.runs.values()
+                entries += [(run.expiry, index, run.id) for run in runs if run.expiry]
+        heapify(entries)
+        return entries
+
+    @property
+    def due(self) -> bool:
+        """Whether the time of some block may be over; this is asked at every step."""
+        return bool(self._heap) and self._heap[0][0] <= self.now()
+
+    def expire(self) -> None:
+        """Record whose time is over: by one event for all that were kept alike."""
+        now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
+        while self._heap and self._heap[0][0] <= now:
+            expiry, index, number = heappop(self._heap)
+            group = self._state.groups[index]
+            if isinstance(group, SlidingGroup):
+                if group.expiries[number] == expiry:
+                    over[_Alike(index, group.slot_of(number)[0], group.priorities[number])][number] = None
+            else:
+                run = group.tree.runs.get(number)
+                if run is not None and run.expiry == expiry:
+                    over[_Alike(index, run.level, run.priority)][number] = run
+        # All are noted before the first is told: that joins runs.
+        events = [self._event(alike, over[alike], now) for alike in sorted(over)]
+        for event in events:
+            self._emit(event)
+
+    def _event(self, alike: _Alike, over: dict[int, Run | None], now: int) -> BlocksUpdated:
+        group = self._state.groups[alike.group]
+        if isinstance(group, SlidingGroup):
+            places = array("i", sorted(over, key=lambda place: (group.depth(place), place)))
+            begin = group.levels[0].size if alike.level else 0
+            slots, names = array("i", [place - begin for place in places]), group.names_of(places)
+        else:
+            runs = sorted((run for run in over.values() if run is not None), key=lambda run: run.slots[0])
+            slots = array("i", b"".join([run.slots for run in runs]))
+            names = names_of_keys(b"".join([run.keys for run in runs]), group.tree.key_bytes)
+        return BlocksUpdated(
+            group=GroupIndex(alike.group),
+            level=LevelIndex(alike.level),
+            slots=slots.tobytes(),
+            names=names,
+            old_priority=alike.priority,
+            priority=DEFAULT_PRIORITY,
+            why=UpdateReason.EXPIRED,
+            duration=0,
+            time=now,
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if something would not expire."""
+        invariant(set(self._heap) >= set(self._entries()), "a block would not expire in time")
