@@ -232,7 +232,12 @@ def main() -> None:
     figures = compare(args.blocks, args.repeat, args.beside)
     if args.json:
         print(json.dumps(figures))
-        return
+    else:
+        show(figures)
+
+
+def show(figures: dict[str, dict[str, float]]) -> None:
+    """Print a table of what `compare` has found."""
     for name, unit in UNITS.items():
         ours, other = figures["ours"][name], figures["beside"].get(name)
         line = f"{name:<18}{ours:>8.2f} {unit:<12}"

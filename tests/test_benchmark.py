@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
@@ -99,3 +101,77 @@ def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path) -> None:
     beside = {name: float(line.split()[-4]) for name, line in lines.items() if "beside" in line}
     assert beside.keys() == {"store", "match_list"}
     assert min(beside.values()) > 1000
+
+
+PEER_SUBSCRIBER = """
+import json, sys, time
+import msgspec, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.subscribe(b"")
+socket.connect(sys.argv[1])
+blocks, numbers, last = 0, [], int(sys.argv[2])
+while not numbers or numbers[-1] < last:
+    _, number, payload = socket.recv_multipart()
+    numbers.append(int.from_bytes(number, "big"))
+    for event in msgspec.msgpack.decode(payload)[1]:
+        blocks += len(event["block_hashes"]) if event["type"] == "BlockStored" else 0
+assert numbers == list(range(last + 1))
+print(json.dumps({"blocks": blocks, "until": time.time()}))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_benchmark_of_the_feed_gives_everything_in_one_run(tmp_path: Path) -> None:
+    """Tiny runs of all parts: every figure, nothing that a subscriber missed, and a peer that got all blocks, too."""
+    (tmp_path / "peer.py").write_text(PEER_SUBSCRIBER)
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "feed.py"),
+        "--json",
+        "--rounds",
+        "1",
+        "--repeat",
+        "1",
+    ]
+    modes = ["none", "in-process", "five", "sidecar-five"]
+    options = ["--modes", *modes, "--steps", "200", "--forward-ms", "1", "--blocks", "4096"]
+    done = subprocess.run(
+        [*command, *options, "--peer", f"{sys.executable} {tmp_path / 'peer.py'}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert list(told) == ["steps", "streams", "index"]
+    steps = told["steps"]
+    assert list(steps) == modes
+    assert {name: values["missing"] for name, values in steps.items()} == dict.fromkeys(steps, 0)
+    # Only the sink that hangs in the engine has lost anything; a sidecar's reads the log later.
+    assert [name for name, values in steps.items() if values["dropped"]] == ["five"]
+    assert [name for name, values in steps.items() if "late_ms_p99" not in values] == ["none"]
+    assert steps["none"]["longer_mean_%"] == 0
+    assert told["streams"].keys() == {
+        "published", "late_join", "late_join_again", "late_join_index",
+        "consumed", "consumed_by_peer", "ours_to_peer",
+    }  # fmt: skip
+    assert all(value > 0 for value in told["streams"].values())
+    assert told["index"]["beside"] == {}
+
+
+def test_benchmark_refuses_a_peer_that_misses_blocks(tmp_path: Path) -> None:
+    """How fast a subscriber is that did not take everything is no figure."""
+    (tmp_path / "peer.py").write_text(PEER_SUBSCRIBER.replace("blocks += len", "blocks += 1 < len"))
+    command = [sys.executable, str(ROOT / "benchmarks" / "feed.py"), "--only", "streams", "--repeat", "1"]
+    done = subprocess.run(
+        [*command, "--blocks", "512", "--peer", f"{sys.executable} {tmp_path / 'peer.py'}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("has heard of 4 blocks instead of 512\n")
