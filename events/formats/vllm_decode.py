@@ -18,7 +18,11 @@ Hash = int | bytes
 """The last 8 bytes of a digest as a number, or (as a setting of vLLM, 0.10.2 and later) all of them."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, gc=False):
+class _Told(msgspec.Struct, frozen=True, gc=False, tag_field="type", forbid_unknown_fields=True):
+    """An event that is known here."""
+
+
+class BlockStored(_Told, frozen=True, gc=False, tag=True):
     """Consecutive blocks of one prefix became resident; `token_ids` are those of all of them."""
 
     block_hashes: tuple[Hash, ...]
@@ -47,7 +51,7 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     """Fields that are not known here, as they came."""
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
+class BlockRemoved(_Told, frozen=True, gc=False, tag=True):
     """Blocks left a medium."""
 
     block_hashes: tuple[Hash, ...]
@@ -59,7 +63,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, gc=False):
     """Fields that are not known here, as they came."""
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+class AllBlocksCleared(_Told, frozen=True, gc=False, tag=True):
     """Nothing is resident any more, in any medium."""
 
 
@@ -88,7 +92,16 @@ class _Envelope(msgspec.Struct, array_like=True):
     rank: int | None = None
 
 
+class _Named(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of maps alone, without any field or type that is not known here: what nearly every batch is."""
+
+    ts: float
+    events: tuple[BlockStored | BlockRemoved | AllBlocksCleared, ...]
+    rank: int | None = None
+
+
 _decode = msgspec.msgpack.Decoder(_Envelope).decode
+_decode_named = msgspec.msgpack.Decoder(_Named).decode
 _TYPES: dict[str, type[BlockStored | BlockRemoved | AllBlocksCleared]] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
@@ -105,6 +118,17 @@ def positions(kind: str) -> tuple[str, ...]:
 
 def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
     """Read one payload frame; raises EventDecodeError if it is no batch."""
+    try:
+        named = _decode_named(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decode_any(payload)
+    if any(getattr(event, "more", None) is not None for event in named.events):
+        return _decode_any(payload)  # whoever sends a field of that name sends one that is not known
+    return VLLMBatch(named.ts, named.events, named.rank)
+
+
+def _decode_any(payload: bytes | memoryview) -> VLLMBatch:
+    """The same, event by event, each in whatever form it has."""
     try:
         envelope = _decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -27,7 +27,7 @@ from events.sockets.gate import Gate
 from events.sockets.keepalive import KEEPALIVE_SECONDS
 from events.subscribe.continuity import Report
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
-from events.subscribe.follower import READ_AT_ONCE, Follower
+from events.subscribe.follower import READ_AT_ONCE, Follower, weight
 from events.subscribe.lines import Line, LineOptions, Readable, refuse_insecure, shortest, wait_for
 
 __all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
@@ -171,10 +171,10 @@ class Gathering:
 
     def _read_live(self) -> None:
         self._live.look()
-        for _ in range(READ_AT_ONCE):
-            if not self._has_room or (message := self._live.receive_from()) is None:
-                return
+        read = 0
+        while read < READ_AT_ONCE and self._has_room and (message := self._live.receive_from()) is not None:
             frames, key = message
+            read += weight(frames)
             follower = self._follower(Worker(frames[0].decode(errors="replace"), key))
             if follower is None:
                 self.ignored += 1

@@ -13,7 +13,7 @@ import zmq
 from events.sockets.curve import Curve
 from events.sockets.keepalive import KEEPALIVE_SECONDS
 from events.subscribe.continuity import Report
-from events.subscribe.follower import READ_AT_ONCE, Follower
+from events.subscribe.follower import READ_AT_ONCE, Follower, weight
 from events.subscribe.lines import Line, LineOptions, Readable, shortest
 
 
@@ -121,9 +121,9 @@ class Publication:
 
     def _read_live(self) -> None:
         self._live.look()
-        for _ in range(READ_AT_ONCE):
-            if not self._follower.has_room or (frames := self._live.receive()) is None:
-                return
+        read = 0
+        while read < READ_AT_ONCE and self._follower.has_room and (frames := self._live.receive()) is not None:
+            read += weight(frames)
             self._follower.live(frames)
 
     def _line_to_replay(self) -> Line:
