@@ -16,12 +16,14 @@ import httpx
 import pytest
 from msgspec import structs
 
+from events.formats.vllm import decode_batch
+from events.subscribe.continuity import Received
 from examples.kv_aware_router.balancer import Balancer, Refused, Served
 from examples.kv_aware_router.clock import StepCosts, TraceTime, WorkerClock
 from examples.kv_aware_router.feed import Feed
 from examples.kv_aware_router.fleet import Fleet, Place, Sizes
 from examples.kv_aware_router.inbox import Inbox
-from examples.kv_aware_router.index import NameIndex
+from examples.kv_aware_router.index import FleetIndex
 from examples.kv_aware_router.member import REQUEST_TOKENS, Member
 from examples.kv_aware_router.page import page
 from examples.kv_aware_router.policies import KVAware, RoundRobin
@@ -31,12 +33,14 @@ from examples.kv_aware_router.serving import Serving, Told
 from examples.kv_aware_router.table import gain, table
 from examples.kv_aware_router.tally import Tally
 from kvcache import KVCacheConfig, KVCacheManager, Request
+from kvcache.prefixes.publisher import Publisher
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
 from tests.chaos import wait_until
 from tests.cli.browser import Browser
 from tests.conftest import ROOT
+from tests.events.publisher import batch, stored
 from tests.servers import program
 
 BLOCK = 16
@@ -118,8 +122,8 @@ class TestTime:
 
 
 @pytest.fixture
-def feed() -> Iterator[tuple[NameIndex, Feed]]:
-    index = NameIndex(BLOCK)
+def feed() -> Iterator[tuple[FleetIndex, Feed]]:
+    index = FleetIndex()
     feed = Feed(index)
     yield index, feed
     feed.close()
@@ -129,7 +133,7 @@ def sink(feed: Feed) -> str:
     return f"zmq+pub://{feed.endpoint.removeprefix('tcp://')}?connect=1&replay=0&coalesce=0s&model=m"
 
 
-def test_overlap_is_what_the_cache_would_reuse(feed: tuple[NameIndex, Feed]) -> None:
+def test_overlap_is_what_the_cache_would_reuse(feed: tuple[FleetIndex, Feed]) -> None:
     """For prompts that begin alike, the index says of each what the manager itself would reuse in whole blocks."""
     index, ear = feed
     config = KVCacheConfig(
@@ -163,11 +167,23 @@ def test_overlap_is_what_the_cache_would_reuse(feed: tuple[NameIndex, Feed]) -> 
         assert (index.blocks(topic), index.overlap([0, *range(1, 100)])) == (0, {})
 
 
+def test_what_a_worker_has_sent_before_its_death_is_not_taken_for_news() -> None:
+    """A batch that is read after the worker was dropped does not bring it back; others are heard as before."""
+    index = FleetIndex()
+    told = Received(0, "", decode_batch(batch(stored(1, 2))), False)
+    index.fold("dead", told)
+    assert index.overlap([1, 2, 2, 3, 9]) == {"dead": 4}
+    index.drop("dead")
+    index.fold("dead", told)
+    index.fold("alive", told)
+    assert (index.overlap([1, 2, 2, 3, 9]), index.blocks("dead")) == ({"alive": 4}, 0)
+
+
 class TestServing:
     """One worker's engine, without HTTP."""
 
     @pytest.fixture
-    def serving(self, feed: tuple[NameIndex, Feed]) -> Iterator[Serving]:
+    def serving(self, feed: tuple[FleetIndex, Feed]) -> Iterator[Serving]:
         config = KVCacheConfig(max_sequence_length=3000, tokens_per_block=BLOCK, primary_blocks=200)
         serving = Serving(config, sink(feed[1]))
         yield serving
@@ -218,7 +234,7 @@ class Compared(Round):
     blocks: dict[str, int] = field(default_factory=dict)
     faults: int = -1
 
-    async def at_end(self, balancer: Balancer, index: NameIndex) -> None:
+    async def at_end(self, balancer: Balancer, index: FleetIndex) -> None:
         """The feeds need a moment; and a reader that comes late is told the same."""
         places = {name: each.place for name, each in balancer.members.items()}
         resident = {name: await _resident(place) for name, place in places.items()}
@@ -226,7 +242,7 @@ class Compared(Round):
         self.agreed = await _agreement(index, places, resident)
         self.faults = index.faults()
         balancer._feed.close()
-        late = NameIndex(SIZES.tokens_per_block)
+        late = FleetIndex()
         feed = Feed(late, balancer._feed.endpoint)
         self.agreed_late = await _agreement(late, places, resident)
         feed.close()
@@ -238,14 +254,30 @@ async def _resident(place: Place) -> list[set[int]]:
 
 
 async def _agreement(
-    index: NameIndex, places: dict[str, Place], resident: dict[str, list[set[int]]]
+    index: FleetIndex, places: dict[str, Place], resident: dict[str, list[set[int]]]
 ) -> dict[str, bool]:
     deadline = time.monotonic() + 10
     while True:
-        agreed = {name: index.resident(place.topic) == resident[name] for name, place in places.items()}
+        agreed = {name: _agrees(index, place.topic, resident[name]) for name, place in places.items()}
         if all(agreed.values()) or time.monotonic() > deadline:
+            index._index.check()
             return agreed
         await asyncio.sleep(0.05)
+
+
+def _agrees(index: FleetIndex, topic: str, resident: list[set[int]]) -> bool:
+    """Whether a worker has just these names on the GPU and in host memory, as far as the index knows."""
+    with index._lock:
+        known = [
+            {name for name in names if _level(index, topic, name) == level}
+            for level, names in enumerate(resident)
+        ]
+        return (known, [*index._index.resident(topic)]) == (resident, [*map(len, resident), 0])
+
+
+def _level(index: FleetIndex, topic: str, name: int) -> int | None:
+    overlap = index._index.match_hashes([name]).get(Publisher(topic, 0), (0, 0, 0))
+    return next((level for level, blocks in enumerate(overlap) if blocks), None)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +372,7 @@ def with_fleet(size: int, body: Callable[[Balancer, Fleet, TraceTime], Awaitable
     """Run something with so many workers behind a balancer that takes them in turn."""
 
     async def run() -> Any:
-        index = NameIndex(SIZES.tokens_per_block)
+        index = FleetIndex()
         feed = Feed(index)
         try:
             async with Fleet(size, SIZES, feed.endpoint) as fleet:

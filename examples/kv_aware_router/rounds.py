@@ -11,7 +11,7 @@ from examples.kv_aware_router.balancer import Balancer
 from examples.kv_aware_router.clock import TraceTime
 from examples.kv_aware_router.feed import Feed
 from examples.kv_aware_router.fleet import Fleet, Sizes
-from examples.kv_aware_router.index import NameIndex
+from examples.kv_aware_router.index import FleetIndex
 from examples.kv_aware_router.player import TICK_MS, play
 from examples.kv_aware_router.policies import Policy
 from examples.kv_aware_router.service import Service
@@ -59,7 +59,7 @@ class Round:
     async def play(self, service: Service, setting: Setting) -> None:
         """Play it to its end."""
         self.tally.workers = setting.workers
-        index = NameIndex(setting.sizes.tokens_per_block)
+        index = FleetIndex()
         feed = Feed(index)
         try:
             async with Fleet(setting.workers, setting.sizes, feed.endpoint) as fleet:
@@ -78,7 +78,7 @@ class Round:
             service.balancer = None
             feed.close()
 
-    async def at_end(self, balancer: Balancer, index: NameIndex) -> None:
+    async def at_end(self, balancer: Balancer, index: FleetIndex) -> None:
         """All requests are answered and all workers idle, for whoever wants to look."""
 
     async def _play(

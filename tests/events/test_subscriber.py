@@ -75,6 +75,20 @@ class TestLive:
             Received(seq, "kv@me@model", decode_batch(payload(seq)), False) for seq in range(100)
         ]
 
+    def test_large_messages_are_reported_few_at_a_time(self, publisher: Publisher) -> None:
+        """What is decoded at once is bounded in bytes, and nothing is lost by that."""
+        tokens = list(range(60_000))
+        with Subscriber(publisher.endpoint) as subscriber:
+            publisher.wait_subscribed()
+            for seq in range(20):
+                publisher.send(seq, batch({**stored(seq), "token_ids": tokens}))
+            time.sleep(0.5)  # all of them are there
+            polls = [subscriber.poll(1000)]
+            while not up_to(19)(polls[-1]):
+                polls.append(subscriber.poll(1000))
+        assert max(map(len, polls)) <= 2
+        assert [report.seq for report in chain(*polls) if isinstance(report, Received)] == [*range(20)]
+
     def test_localhost_is_where_publishers_are(self, publisher: Publisher) -> None:
         """By its name, too, a publisher at 127.0.0.1 is reached, though mostly that name means ::1 as well."""
         with Subscriber(publisher.endpoint.replace("127.0.0.1", "localhost")) as subscriber:

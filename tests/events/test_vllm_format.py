@@ -23,6 +23,7 @@ from events.errors import EventDecodeError
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import (
     END_OF_REPLAY,
+    Unknown,
     decode_batch,
     decode_seq,
     encode_batch,
@@ -144,6 +145,26 @@ class TestGolden:
         batch = decode_batch(bytes.fromhex(vector["hex"]))
         assert (batch.ts, type(batch.ts), batch.rank) == (vector["ts"], float, vector["rank"])
         assert [said(event) for event in batch.events] == vector["events"]
+
+    @pytest.mark.parametrize("name", READ)
+    def test_batches_of_known_maps_alone_are_read_as_others_are(self, name: str) -> None:
+        """An event of a type that is not known, behind them, changes nothing about the others."""
+        payload = bytes.fromhex(READ[name]["hex"])
+        ts, events, *rank = msgspec.msgpack.decode(payload)
+        beside = decode_batch(msgspec.msgpack.encode([ts, [*events, {"type": "New"}], *rank]))
+        assert beside.events == (*decode_batch(payload).events, Unknown("New"))
+
+    @pytest.mark.parametrize("kind", ["BlockStored", "BlockRemoved", "AllBlocksCleared"])
+    def test_a_field_called_more_is_one_that_is_not_known(self, kind: str) -> None:
+        """It is no way to say what the reader has found unknown."""
+        known: dict[str, dict[str, Any]] = {
+            "BlockStored": {"parent_block_hash": None, "token_ids": [], "block_size": 1, "block_hashes": []},
+            "BlockRemoved": {"block_hashes": []},
+            "AllBlocksCleared": {},
+        }
+        forged = {"type": kind, **known[kind], "more": {"salt": 1}}
+        [event] = decode_batch(pack_wire([1.0, [forged], 0])).events
+        assert getattr(event, "more", {"more": {"salt": 1}}) == {"more": {"salt": 1}}
 
     def test_every_field_of_every_event_is_read(self) -> None:
         """No field of the structs is missing from the golden batches."""
