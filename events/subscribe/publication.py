@@ -122,7 +122,9 @@ class Publication:
     def _read_live(self) -> None:
         self._live.look()
         read = 0
-        while read < READ_AT_ONCE and self._follower.has_room and (frames := self._live.receive()) is not None:
+        while (
+            read < READ_AT_ONCE and self._follower.has_room and (frames := self._live.receive()) is not None
+        ):
             read += weight(frames)
             self._follower.live(frames)
 
