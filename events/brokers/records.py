@@ -2,8 +2,8 @@
 
 Each record has a tag beside its payload. ``17`` is the batch of that number. ``17/2/0`` is the first piece of the
 state as of batch 17, the third time in this life of the feed that it was told; ``17/2/5/last`` is its last one.
-Every payload is a batch in vLLM's format. A state's first piece begins with "cleared", and stands in the stream
-behind the batches that the state includes, and before those that it does not.
+Every payload is a batch in a form that `events.formats.vllm.decode_batch` reads. A state's first piece begins with
+"cleared", and stands in the stream behind the batches that the state includes, and before those that it does not.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.brokers.transport import BrokerSettings, BrokerTransport, Stream
 from sinks.router.feed import RouterFeed
+from sinks.router.forms import Style, WireFormat, form_of
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import INT32
 from sinks.router.whose import feed_for
@@ -25,7 +26,8 @@ LEAST_RETAIN = 3
 class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
     """Options that all brokers have."""
 
-    format: Literal["vllm"] = "vllm"
+    format: WireFormat = "vllm"
+    style: Style = "map"
     worker: str | None = None
     engine: str | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
@@ -95,12 +97,14 @@ def feed_of(
 ) -> RouterFeed:
     """The sink that feeds a worker's stream."""
     pace = {name: quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
+    form = form_of(url, options)
     settings = BrokerSettings(
         rank=options.rank,
         piece_bytes=int(pace["max_batch"]),
         timeout_seconds=quantity(url, options, "timeout"),
         restate_seconds=quantity(url, options, "restate"),
         salts=context.salts.ask() if options.salts == "plain" else None,
+        form=form,
     )
     transport = BrokerTransport(stream, settings)
     return RouterFeed(
@@ -110,7 +114,7 @@ def feed_of(
             first=clock_number() if options.first is None else options.first,
         ),
         coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(pace["max_batch"]),
+        max_batch_bytes=int(pace["max_batch"] / form.overhead),
         heartbeat_seconds=pace["heartbeat"],
         feed=feed_for(url, options.engine, context),
         opens_as=transport.speak_as,

@@ -21,11 +21,11 @@ from typing import Protocol, TypeVar
 from events.brokers.address import BrokerError, BrokerUnavailable
 from events.brokers.records import Record
 from events.feed.changes import AnyChange, Cleared
-from events.formats import vllm
 from events.types import GroupCreated
 from sinks.base import SinkError
 from sinks.router.batches import in_batches
 from sinks.router.feed import FeedBatch, FeedState
+from sinks.router.forms import MAPS, Form
 
 HEADER_BYTES = 4096
 """More than what brokers and headers add to a payload."""
@@ -76,6 +76,8 @@ class BrokerSettings:
     restate_seconds: float = 600.0
     min_bytes: int = MIN_BYTES
     salts: Callable[[bytes], str | None] | None = None
+    form: Form = MAPS
+    """What writes the batches."""
 
 
 class BrokerTransport:
@@ -188,7 +190,8 @@ class BrokerTransport:
         """The state's records. Only behind a piece it is known whether that was the last one."""
         payload = None
         number = 0
-        for changes in in_batches(chain([Cleared()], state.changes), self._settings.piece_bytes):
+        piece_bytes = self._settings.piece_bytes // self._settings.form.overhead
+        for changes in in_batches(chain([Cleared()], state.changes), piece_bytes):
             if payload is not None:
                 yield Record(state.seq, payload, number, telling)
                 number += 1
@@ -217,4 +220,4 @@ class BrokerTransport:
         self._until_done(lambda: self._stream.trim(kept))
 
     def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return vllm.encode_batch(changes, ts, self._rank, groups, salts=self._settings.salts)
+        return self._settings.form.encode(changes, ts, self._rank, groups, salts=self._settings.salts)

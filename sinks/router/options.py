@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from sinks.router.forms import Style, WireFormat
 from sinks.router.peers import MAX_CONNECTIONS
 from sinks.router.replay_server import REQUESTS_PER_SECOND
 
@@ -16,8 +17,8 @@ INT32 = 2**31 - 1
 class ZMQOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
-    format: Literal["vllm", "sglang"] = "vllm"
-    style: Literal["map", "array"] = "map"
+    format: WireFormat = "vllm"
+    style: Style = "map"
     bind: bool = False
     connect: bool = False
     replay: str | None = None

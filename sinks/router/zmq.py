@@ -47,11 +47,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from events.formats.wires import ARRAY_OVERHEAD, ENCODERS
 from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.addresses import feed_place, replay_place
 from sinks.router.feed import RouterFeed
+from sinks.router.forms import form_of
 from sinks.router.keys import curve_of
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import ZMQOptions
@@ -68,13 +68,12 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     settings = _settings(url, options, context)
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
-    max_batch = pace["max_batch"] / (ARRAY_OVERHEAD if options.style == "array" else 1)
     transport = ZMQTransport(settings)
     return RouterFeed(
         transport,
         FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
         coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(max_batch),
+        max_batch_bytes=int(pace["max_batch"] / form_of(url, options).overhead),
         heartbeat_seconds=pace["heartbeat"],
         feed=feed_for(url, options.engine, context),
         opens_as=transport.speak_as,
@@ -106,7 +105,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         pad=options.pad,
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
-        encode=ENCODERS["vllm-array" if options.style == "array" else options.format],
+        encode=form_of(url, options).encode,
         salts=context.salts.ask() if options.salts == "plain" else None,
         curve=curve_of(url, options, place, replay),
         keepalive_seconds=_quantity(url, options, "keepalive"),
@@ -141,8 +140,6 @@ def _check_topic(
 
 def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
     """Refuse an option that another one, or its absence, makes useless: whoever gave it expects something."""
-    if options.style == "array" and options.format != "vllm":
-        raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
     for name in ("model", "pod"):
         if options.topic is not None and getattr(options, name) is not None:
             reason = f"{name}= is a part of the topic that topic= replaces: leave one of them out"

@@ -1,0 +1,87 @@
+"""Feeds by way of brokers in all forms: readers are not told which, and know what each worker has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from events.brokers.records import Record
+from tests.brokers.fleet import FeedingWorker, StreamReader
+from tests.brokers.nats_server import NATSServer
+from tests.brokers.redis_server import RedisServer
+from tests.brokers.test_kafka import MockCluster
+
+FORMS = ["format=vllm", "style=array", "format=sglang"]
+BROKERS: dict[str, Callable[[Path], NATSServer | RedisServer]] = {"nats": NATSServer, "redis": RedisServer}
+
+
+@contextmanager
+def broker(kind: str, directory: Path) -> Iterator[str]:
+    """The URL of one that runs."""
+    if kind == "kafka":
+        cluster = MockCluster()
+        yield cluster.url
+        del cluster._home
+    else:
+        with BROKERS[kind](directory) as server:
+            yield server.url
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["nats", "redis", "kafka"])
+def test_readers_of_any_form_know_what_workers_have(tmp_path: Path, kind: str, form: str) -> None:
+    """One from the start, and one that comes when the state was told in pieces; nothing is odd on the way."""
+    rng = random.Random(f"{kind} {form}")
+    with ExitStack() as stack:
+        url = stack.enter_context(broker(kind, tmp_path))
+        early = stack.enter_context(StreamReader(url))
+        worker = stack.enter_context(FeedingWorker(f"{url}?{form}", "w", min_bytes=4000))
+        for _ in range(12):
+            for _ in range(30):
+                worker.step(rng)
+            early.catch_up(worker)
+        late = stack.enter_context(StreamReader(url))
+        late.catch_up(worker)
+        for reader in (early, late):
+            index = reader.indexes["w"]
+            assert {name % 2**64 for name in index.resident() if isinstance(name, int)} == worker.resident
+            assert (index.orphans, index.repeated_stores, index.unknown_removals) == (0, 0, 0)
+            assert index.missed_batches == 0
+        assert worker.transport._tellings > 1
+        assert worker.runner.stats().errors == 0
+
+
+@pytest.mark.parametrize("kind", ["nats", "redis", "kafka"])
+def test_form_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    """Arrays and SGLang's maps, read as plain msgpack, in batches that keep their bound."""
+    for form in FORMS:
+        with broker(kind, tmp_path) as url, FeedingWorker(f"{url}?{form}&max_batch=2KiB", "w") as worker:
+            sent: list[bytes] = []
+            stream = worker.transport._stream
+            append = stream.append
+
+            def keep(record: Record, append: Callable[[Record], str] = append) -> str:
+                sent.append(record.payload)  # noqa: B023
+                return append(record)
+
+            monkeypatch.setattr(stream, "append", keep)
+            worker.store(300)
+            worker.settle()
+        events = [event for payload in sent for event in msgspec.msgpack.decode(payload)[1]]
+        stored = [
+            event
+            for event in events
+            if "BlockStored" in (event if isinstance(event, list) else event.values())
+        ]
+        assert len(stored) > 1
+        if form == "style=array":
+            assert all(isinstance(event, list) and len(event[1]) == 1 for event in stored)
+        else:
+            signed = any(name < 0 for event in stored for name in event["block_hashes"])
+            assert signed == (form == "format=sglang")
+        assert max(map(len, sent)) <= 2048
