@@ -24,6 +24,7 @@ import os
 import stat
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +33,7 @@ from events.log.durable import write_all
 from events.types import EventBatch
 from events.units import parse_bytes
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.trtllm import DictFeed, dict_feed
 
 FILE_MODE = 0o600
 LOOK_SECONDS = 1.0
@@ -45,6 +47,7 @@ _TAIL_BYTES = 1 << 16
 class FileOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
+    format: Literal["native", "trtllm"] = "native"
     tokens: bool = False
     append: bool = False
     max_bytes: str = "0"
@@ -84,17 +87,20 @@ class FileSink:
         return last_seq
 
     def write(self, batch: EventBatch) -> None:
-        """Append one line. Raises OSError after cutting off what was written of it."""
-        line = to_json(batch, self._key_bytes, tokens=self.needs_tokens) + b"\n"
+        """Append one line. Raises as `append` does."""
+        self.append(to_json(batch, self._key_bytes, tokens=self.needs_tokens) + b"\n")
+
+    def append(self, data: bytes) -> None:
+        """Append whole lines. Raises OSError after cutting off what was written of them."""
         self.tick()
-        if self._is_full(len(line)) and not self._is_in_place():
+        if self._is_full(len(data)) and not self._is_in_place():
             # What is there now may be another's file, which is not ours to move.
             self.reopen()
-        if self._is_full(len(line)):
+        if self._is_full(len(data)):
             self._take(_rotate(self._path, self._keep))
         size = os.fstat(self._fd).st_size
         try:
-            write_all(self._fd, [line])
+            write_all(self._fd, [data])
         except OSError:
             # Only a file can be cut; a pipe's reader has seen the piece already.
             with contextlib.suppress(OSError):
@@ -189,7 +195,7 @@ class FileSink:
             return False
 
 
-def create(url: SinkURL, context: SinkContext) -> FileSink:
+def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
     """The sink for a ``file:`` URL. ``file:relative/path`` is relative to the working directory."""
     options = url.read_options(FileOptions)
     url.refuse_login(
@@ -202,7 +208,9 @@ def create(url: SinkURL, context: SinkContext) -> FileSink:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
-    return FileSink(url.file_path(url.path), options, context.key_bytes, _max_bytes(url, options))
+    max_bytes = _max_bytes(url, options)
+    sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
+    return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
 
 
 def _max_bytes(url: SinkURL, options: FileOptions) -> int:

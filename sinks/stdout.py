@@ -1,7 +1,8 @@
 """``stdout:`` shows events as they happen.
 
 ``stdout:`` prints lines for people (`sinks.render`), ``stdout:?format=jsonl`` one JSON object per batch. Token
-ids are never part of the lines, and of the JSON only with ``&tokens=1``.
+ids are never part of the lines, and of the JSON only with ``&tokens=1``. ``stdout:?format=trtllm`` prints what
+TensorRT-LLM tells of a cache, with them (`sinks.trtllm`).
 
 It writes to a descriptor of its own and not through `sys.stdout`, whose lock it would hold for as long as a
 reader does not read: an engine that flushes its own prints would wait there, and so would the interpreter's exit.
@@ -21,12 +22,13 @@ from events.types import EventBatch
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.known import Known
 from sinks.render import render_batch
+from sinks.trtllm import DictFeed, dict_feed
 
 
 class StdoutOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
-    format: Literal["text", "jsonl"] = "text"
+    format: Literal["text", "jsonl", "trtllm"] = "text"
     tokens: bool = False
 
 
@@ -51,7 +53,11 @@ class StdoutSink:
 
     def write(self, batch: EventBatch) -> None:
         """Print one batch."""
-        write_all(self._fd, [self._spell(batch)])
+        self.append(self._spell(batch))
+
+    def append(self, data: bytes) -> None:
+        """Print whole lines. Raises OSError."""
+        write_all(self._fd, [data])
 
     def close(self) -> None:
         """Close the descriptor; standard output itself stays open."""
@@ -63,7 +69,7 @@ class StdoutSink:
         return "".join(f"{line}\n" for line in render_batch(batch, self._known)).encode()
 
 
-def create(url: SinkURL, context: SinkContext) -> StdoutSink:
+def create(url: SinkURL, context: SinkContext) -> StdoutSink | DictFeed:
     """The sink for a ``stdout:`` URL."""
     options = url.read_options(StdoutOptions)
     url.refuse_login(
@@ -73,4 +79,5 @@ def create(url: SinkURL, context: SinkContext) -> StdoutSink:
         raise SinkURLError(str(url), "stdout takes no path; use stdout: or stdout:?format=jsonl")
     if options.tokens and options.format == "text":
         raise SinkURLError(str(url), "lines for people never show tokens; use stdout:?format=jsonl&tokens=1")
-    return StdoutSink(options, context.key_bytes)
+    sink = StdoutSink(options, context.key_bytes)
+    return dict_feed(url, sink, context) if options.format == "trtllm" else sink

@@ -1,10 +1,14 @@
-"""What routers are told: blocks stored in a level, blocks removed from it, everything cleared."""
+"""What routers are told: blocks stored in a level, blocks removed from it, everything cleared.
+
+And what readers of an inventory are told: a cache that began, blocks that are cached, updated, not cached any more.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-from events.types import Namespace
+from events.tokens.rich import RichTokens
+from events.types import GroupCreated, Namespace
 
 BlockExtras = tuple[tuple[str, int], ...]
 """(64 hex digits, where it begins relative to the block) of each item in a block, in order."""
@@ -46,5 +50,44 @@ class Told(msgspec.Struct, frozen=True, gc=False):
     """The event on the wire, in msgpack."""
 
 
+class Created(msgspec.Struct, frozen=True, gc=False):
+    """A cache of these groups began."""
+
+    groups: tuple[GroupCreated, ...]
+    hash_algorithm: str
+
+
+class Cached(msgspec.Struct, frozen=True, gc=False):
+    """Consecutive blocks of one prefix are cached, the last of which may be the beginning of a block only."""
+
+    group: int
+    level: int
+    priority: int
+    names: bytes
+    parent: bytes
+    """The name before the first block; empty at the start of a prompt."""
+    spelled: RichTokens
+    """The tokens of all of them."""
+    tokens_per_block: int
+    namespace: Namespace
+
+
+class Updated(msgspec.Struct, frozen=True, gc=False):
+    """Cached blocks changed their level or their priority, from the first value to the second; None: not that."""
+
+    group: int
+    names: bytes
+    level: tuple[int, int] | None = None
+    priority: tuple[int, int] | None = None
+
+
+class Uncached(msgspec.Struct, frozen=True, gc=False):
+    """Blocks are not cached any more, in whichever level they were."""
+
+    group: int
+    names: bytes
+
+
 Change = Stored | Removed | Cleared
-AnyChange = Change | Told
+InventoryChange = Created | Cached | Updated | Uncached | Cleared
+AnyChange = Change | Told | Created | Cached | Updated | Uncached

@@ -1,4 +1,4 @@
-"""What an exported state says of the full blocks of one window, as rows of consecutive blocks."""
+"""What an exported state says of the blocks of one window: of the full ones as rows, of all one by one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ class Row(NamedTuple):
     parent: bytes
     """Name of the block before; empty at the start of a prompt."""
     tokens: bytes
+    namespace: Namespace
+
+
+class Block(NamedTuple):
+    """A cached block, or the beginning of one."""
+
+    level: int
+    priority: int
+    parent: bytes
+    """The name of the block before; empty at the start of a prompt."""
+    symbols: bytes
     namespace: Namespace
 
 
@@ -73,3 +84,27 @@ def _without_holes(run: Row, columns: list[list[int]]) -> Iterator[Row]:
                 run.tokens[begin * size : end * size],
                 run.namespace,
             )
+
+
+def exported_blocks(
+    exported: GroupExported, tokens_per_block: int, key_bytes: int, *, slides: bool
+) -> Iterator[tuple[bytes, Block]]:
+    """All cached blocks with their names, those of which there is a part too, parents first."""
+    columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6)[:, :2].tolist() if slides else []
+    slots = array("i", exported.slots)
+    names = names_of_keys(exported.keys, key_bytes)
+    tokens_at = block = 0
+    ends: list[tuple[bytes, Namespace]] = []
+    for parent, count, last_tokens, *state in np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist():
+        above, namespace = ends[parent] if parent >= 0 else (b"", exported.namespaces[-1 - parent])
+        for number in range(block, block + count):
+            size = (tokens_per_block if number < block + count - 1 else last_tokens) * TOKEN_BYTES
+            name = names[number * NAME_BYTES : (number + 1) * NAME_BYTES]
+            level, priority = columns[number] if slides else state[:2]
+            if slots[number] != _HOLE:
+                symbols = exported.symbols[tokens_at : tokens_at + size]
+                yield name, Block(level, priority, above, symbols, namespace)
+            tokens_at += size
+            above = name
+        block += count
+        ends.append((above, namespace))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from events.feed.changes import Cached, Updated
 from events.formats.vllm_encode import adapter_name
-from events.packed import TOKEN_BYTES, names_of_keys, unpack_i32, unpack_names
+from events.packed import TOKEN_BYTES, unpack_i32, unpack_names
 from events.tokens.rich import RichTokens
-from events.types import BlocksMoved, BlocksStored, BlocksUpdated, GroupCreated, Namespace
+from events.types import GroupCreated
 
 Data = dict[str, Any]
 
@@ -22,32 +23,30 @@ def created(group: GroupCreated) -> Data:
     return {"type": "created", "num_blocks_per_cache_level": list(group.num_blocks)}
 
 
-def stored(
-    event: BlocksStored, tokens: RichTokens, namespace: Namespace, tokens_per_block: int, key_bytes: int
-) -> Data:
-    """Blocks that became reusable; `tokens` are those of all of them.
+def stored(cached: Cached) -> Data:
+    """Blocks that became reusable.
 
     An adapter without a name goes by its number, since routers know adapters by their names only.
     """
-    hashes = unpack_names(names_of_keys(event.keys, key_bytes)).tolist()
-    items = tokens.items_by_block(tokens_per_block)
+    namespace, size, tokens = cached.namespace, cached.tokens_per_block, cached.spelled
+    items = tokens.items_by_block(size)
     salt = namespace.salt_digest.hex() if namespace.salt_digest is not None else None
     blocks = [
         {
             "type": "stored_block",
             "block_hash": block_hash,
-            "tokens": _unique_tokens(tokens, index * tokens_per_block, (index + 1) * tokens_per_block),
-            "cache_level": event.level,
-            "priority": event.priority,
+            "tokens": _unique_tokens(tokens, index * size, (index + 1) * size),
+            "cache_level": cached.level,
+            "priority": cached.priority,
             "mm_keys": [
                 {"type": "mm_key", "hash": item.uuid or item.digest.hex(), "start_offset": item.offset}
                 for item in items[index]
             ],
             "cache_salt": salt,
         }
-        for index, block_hash in enumerate(hashes)
+        for index, block_hash in enumerate(unpack_names(cached.names).tolist())
     ]
-    parent = int.from_bytes(event.parent, "big") if event.parent else None
+    parent = int.from_bytes(cached.parent, "big") if cached.parent else None
     return {
         "type": "stored",
         "parent_hash": parent,
@@ -65,21 +64,17 @@ def _unique_tokens(tokens: RichTokens, begin: int, end: int) -> list[Data]:
     ]
 
 
-def updated(event: BlocksMoved | BlocksUpdated) -> list[Data]:
+def updated(event: Updated) -> list[Data]:
     """One dict per block that changed its level or its priority."""
-    level = priority = None
-    if isinstance(event, BlocksMoved):
-        level = _diff(event.from_level, event.to_level)
-    else:
-        priority = _diff(event.old_priority, event.priority)
+    level, priority = _diff(event.level), _diff(event.priority)
     return [
         {"type": "updated", "block_hash": block_hash, "cache_level": level, "priority": priority}
         for block_hash in unpack_names(event.names).tolist()
     ]
 
 
-def _diff(old: int, new: int) -> Data:
-    return {"type": "event_diff", "new_value": new, "old_value": old}
+def _diff(values: tuple[int, int] | None) -> Data | None:
+    return None if values is None else {"type": "event_diff", "new_value": values[1], "old_value": values[0]}
 
 
 def removed(block_hashes: list[int]) -> Data:

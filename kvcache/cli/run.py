@@ -156,7 +156,9 @@ def _require_feed(args: argparse.Namespace) -> None:
     """Refuse to wait for readers that cannot come."""
     context = SinkContext(key_bytes=0, tokens_per_block=1)
     opened = (open_sink(url, context) for url in args.sinks)
-    if args.wait_subscribers and not any(isinstance(sink, RouterFeed) for sink in opened):
+    if args.wait_subscribers and not any(
+        isinstance(sink, RouterFeed) and sink.feeds_routers for sink in opened
+    ):
         raise UsageError(
             "--wait-subscribers needs a sink that feeds routers: add --sink 'zmq+pub://127.0.0.1:5557?replay=5558'"
         )

@@ -182,8 +182,10 @@ class SinkFollower:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
-        self._has_begun, self._is_live = True, self._file is not None
+        made_anew, self._has_begun, self._is_live = self._has_begun, True, self._file is not None
         if not self._is_live:
+            if made_anew and hasattr(sink, "resume"):
+                sink.resume(first - 1)
             return first
         if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
             # It may have had more than was noted before the process was killed.

@@ -11,10 +11,10 @@ from array import array
 from collections import deque
 from typing import Any
 
-import msgspec
-
 from events import types as ev
 from events.bus import EventBus
+from events.feed.changes import Cached
+from events.feed.inventory import update_of
 from events.formats import trtllm
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, unpack_names
@@ -89,38 +89,27 @@ class LatestEvents:
         unseen = max(0, len(told) - (self._visible.maxlen or 0))
         self._next_id += unseen
         for number, (group, namespace, run, part) in enumerate(told):
-            stored = self._as_stored(group.index, run, part)
-            self._resident[group.index].update(self._names_in(stored.keys))
+            cached = self._as_cached(group.index, namespace, run, part)
+            self._resident[group.index].update(unpack_names(cached.names).tolist())
             if number >= unseen:
-                self._step.append((group.index, self._told(stored, namespace, run, part)))
+                self._step.append((group.index, trtllm.stored(cached)))
 
-    def _as_stored(self, group: GroupIndex, run: Run, part: CachedPart) -> ev.BlocksStored:
+    def _as_cached(self, group: GroupIndex, namespace: ev.Namespace, run: Run, part: CachedPart) -> Cached:
         """Blocks of a run as if they were stored now, by nobody."""
-        key_bytes = self._state.hashing.key_bytes
-        begin, end = part.begin * key_bytes, part.end * key_bytes
+        state, key_bytes = self._state, self._state.hashing.key_bytes
+        begin, end, size = part.begin * key_bytes, part.end * key_bytes, state.tokens_per_block
         above = bytes(run.keys[begin - key_bytes : begin]) if begin else run.parent.key_of_last(key_bytes)
-        return ev.BlocksStored(
-            handle=Handle(0),
-            group=group,
-            first_block=BlockIndex(run.start + part.begin),
-            parent=above[:NAME_BYTES] if run.start + part.begin else b"",
-            keys=bytes(run.keys[begin:end]),
-            slots=run.slots[part.begin : part.end].tobytes(),
-            level=part.level,
-            priority=part.priority,
-            last_tokens=(run.partial if part.end == len(run.slots) else 0) or self._state.tokens_per_block,
-        )
-
-    def _told(
-        self, stored: ev.BlocksStored, namespace: ev.Namespace, run: Run, part: CachedPart
-    ) -> trtllm.Data:
-        state, size = self._state, self._state.tokens_per_block
         symbols = bytes(run.symbols[part.begin * size * TOKEN_BYTES : part.end * size * TOKEN_BYTES])
-        return trtllm.stored(stored, state.symbols.spell(symbols), namespace, size, state.hashing.key_bytes)
-
-    def _names_in(self, keys: bytes) -> list[int]:
-        names: list[int] = unpack_names(names_of_keys(keys, self._state.hashing.key_bytes)).tolist()
-        return names
+        return Cached(
+            group,
+            part.level,
+            part.priority,
+            names_of_keys(bytes(run.keys[begin:end]), key_bytes),
+            above[:NAME_BYTES] if run.start + part.begin else b"",
+            state.symbols.spell(symbols),
+            size,
+            namespace,
+        )
 
     def _on_stored(self, event: ev.BlocksStored) -> None:
         state, size = self._state, self._state.tokens_per_block
@@ -128,13 +117,21 @@ class LatestEvents:
         last = event.first_block + len(event.slots) // SLOT_BYTES
         # The event gives only those keys that no other window's event has given before.
         keys = bytes(sequence.keys[event.first_block * key_bytes : last * key_bytes])
-        event = msgspec.structs.replace(event, keys=keys)
-        names = self._names_in(keys)
+        names = names_of_keys(keys, key_bytes)
         first = event.first_block * size
-        tokens = sequence.packed(first, first + (len(names) - 1) * size + event.last_tokens)
-        rich = state.symbols.spell(tokens)
-        self._step.append((event.group, trtllm.stored(event, rich, sequence.namespace, size, key_bytes)))
-        self._resident[event.group].update(names)
+        tokens = sequence.packed(first, first + (len(names) // NAME_BYTES - 1) * size + event.last_tokens)
+        cached = Cached(
+            event.group,
+            event.level,
+            event.priority,
+            names,
+            event.parent,
+            state.symbols.spell(tokens),
+            size,
+            sequence.namespace,
+        )
+        self._step.append((event.group, trtllm.stored(cached)))
+        self._resident[event.group].update(unpack_names(names).tolist())
 
     def _on_filled(self, event: ev.BlocksFilled) -> None:
         key_bytes, size = self._state.hashing.key_bytes, self._state.tokens_per_block
@@ -155,7 +152,7 @@ class LatestEvents:
             )
 
     def _on_updated(self, event: ev.BlocksMoved | ev.BlocksUpdated) -> None:
-        self._step += [(event.group, data) for data in trtllm.updated(event)]
+        self._step += [(event.group, data) for data in trtllm.updated(update_of(event))]
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         names = unpack_names(event.names).tolist()

@@ -42,8 +42,8 @@ class Outputs:
             (self._whole if gets else self._without_tokens).append(runner)
         feeds = [(runner, runner.sink) for runner in self._runners if isinstance(runner.sink, RouterFeed)]
         self._feeds = tuple(feeds)
-        self.feeds = tuple(feed for _, feed in feeds)
-        self.may_lose = log is not None or bool(self.feeds)
+        self.feeds = tuple(feed for _, feed in feeds if feed.feeds_routers)
+        self.may_lose = log is not None or bool(feeds)
         """Whether something may be lost that the manager must make good; without it, nobody needs to ask."""
 
     @classmethod

@@ -23,6 +23,7 @@ import msgspec
 
 from events.feed.changes import AnyChange, Cleared
 from events.feed.fold import Feed
+from events.feed.inventory import Inventory
 from events.told.feed import WorkerFeed
 from events.types import EventBatch, Gap, GroupCreated
 from sinks.queue import Overflow
@@ -93,6 +94,8 @@ class RouterFeed:
     """Its `write` may be called before it is open."""
     needs_tokens = True
     """Routers find blocks by the tokens in them."""
+    feeds_routers = True
+    """Whether readers are to be waited for."""
 
     def __init__(
         self,
@@ -102,7 +105,7 @@ class RouterFeed:
         coalesce_seconds: float = 0.05,
         max_batch_bytes: int = 1 << 20,
         heartbeat_seconds: float = 1.0,
-        feed: Feed | WorkerFeed | None = None,
+        feed: Feed | WorkerFeed | Inventory | None = None,
         opens_as: Callable[[str, int], None] = lambda topic, rank: None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -113,7 +116,7 @@ class RouterFeed:
         self._max_bytes = max_batch_bytes
         self._heartbeat = heartbeat_seconds
         self._monotonic, self._wall = monotonic, wall
-        self._feed = Feed() if feed is None else feed
+        self._feed: Feed | WorkerFeed | Inventory = Feed() if feed is None else feed
         self._opens_as = opens_as
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
@@ -153,7 +156,7 @@ class RouterFeed:
     @property
     def can_open(self) -> bool:
         """Whether it is known whose feed this is."""
-        return isinstance(self._feed, Feed) or self._feed.worker is not None
+        return not isinstance(self._feed, WorkerFeed) or self._feed.worker is not None
 
     def open(self) -> None:
         """Reserve numbers and open the transport."""

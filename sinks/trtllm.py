@@ -1,0 +1,104 @@
+"""``?format=trtllm``: what is cached, as TensorRT-LLM tells of its own cache, a JSON object in each line.
+
+The lines are made of a fold over all batches (`events.feed.inventory`). Where that or a reader has missed something,
+all that the reader may know is removed and all that is cached is stored anew, under new numbers. The dicts hold token
+ids, which are the prompts: whoever asks for them asks for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from events.feed.inventory import Inventory
+from events.formats.trtllm_lines import PIECE_BYTES, DictLines
+from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.router.feed import FeedBatch, FeedState, RouterFeed
+from sinks.router.numbers import FeedNumbers
+
+
+class Output(Protocol):
+    """Where lines go: a sink that takes bytes. It may have `tick`, `reopen` and `resume`, as sinks may."""
+
+    def open(self) -> None:
+        """As a sink's."""
+
+    def append(self, data: bytes) -> None:
+        """Write all of it; after an error none of it is there, where that can be had."""
+
+    def close(self) -> None:
+        """As a sink's."""
+
+
+class LineTransport:
+    """Writes a feed's batches as lines."""
+
+    subscribers = 0
+    """Nobody can know who reads a file."""
+
+    def __init__(self, output: Output, lines: DictLines, *, has_names: bool) -> None:
+        self.output = output
+        self._lines, self._has_names = lines, has_names
+
+    def open(self, next_seq: int) -> None:
+        """Open the output. Raises SinkError, and what that raises."""
+        if not self._has_names:
+            raise SinkError("TensorRT-LLM's dicts name blocks, and these have no names: set block_hash")
+        self.output.open()
+
+    def send(self, batch: FeedBatch) -> None:
+        """Write a batch. Raises what the output raises."""
+        for piece in self._lines.pieces(batch.changes):
+            self.output.append(piece)
+
+    def tick(self, take_state: Callable[[], FeedState]) -> None:
+        """Let the output look whether its file is still in its place."""
+        if (tick := getattr(self.output, "tick", None)) is not None:
+            tick()
+
+    def close(self) -> None:
+        """Close the output."""
+        self.output.close()
+
+
+class DictFeed(RouterFeed):
+    """The sink: a feed whose batches go out at once, each in one piece or more."""
+
+    feeds_routers = False
+
+    def __init__(self, transport: LineTransport) -> None:
+        super().__init__(
+            transport,
+            FeedNumbers(None),
+            coalesce_seconds=0,
+            max_batch_bytes=1 << 62,
+            heartbeat_seconds=0,
+            feed=Inventory(),
+        )
+        self.output = transport.output
+
+    def reopen(self) -> None:
+        """Open the file again."""
+        if (reopen := getattr(self.output, "reopen", None)) is not None:
+            reopen()
+
+    def resume(self, last_seq: int) -> int:
+        """Go on in what an earlier one has written: all that is cached is told again."""
+        if (resume := getattr(self.output, "resume", None)) is not None:
+            resume(last_seq)
+        return last_seq
+
+
+def dict_feed(url: SinkURL, output: Output, context: SinkContext, max_bytes: int = 0) -> DictFeed:
+    """The sink for a URL with ``format=trtllm``; files have `max_bytes` at most (0: any number).
+
+    Raises SinkURLError.
+    """
+    if "tokens" in url.options and url.options["tokens"].lower() not in ("1", "true"):
+        reason = "TensorRT-LLM's dicts hold token ids: leave tokens= out, or take format=native"
+        raise SinkURLError(str(url), reason)
+    if context.kind == "feed":
+        reason = "format=trtllm tells of a cache, and this log of what engines told: leave it out"
+        raise SinkURLError(str(url), reason)
+    lines = DictLines(min(PIECE_BYTES, max_bytes or PIECE_BYTES))
+    return DictFeed(LineTransport(output, lines, has_names=context.key_bytes > 0))

@@ -1,0 +1,478 @@
+"""What is cached as TensorRT-LLM's dicts in lines: beside what a manager keeps for who polls, and read back."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.errors import EventDecodeError
+from events.formats.trtllm_lines import DictLines
+from events.log import LogWriter
+from events.subscribe.continuity import Missed, Received, Restarted
+from events.subscribe.dicts import DictFollower
+from events.subscribe.index import Index
+from events.types import EventBatch, Gap
+from kvcache import KVCacheConfig, KVCacheManager, Request
+from kvcache.fold.exported_state import export
+from kvcache.publish.errors import NoTokens
+from kvcache.publish.publisher import Publisher
+from kvcache.replay import replay
+from sinks import SinkContext, SinkOpenError, SinkURLError, open_sink
+from sinks.trtllm import DictFeed, LineTransport
+from tests import strategies
+from tests.events.test_feed import Engine, NoBytes
+
+WINDOWS = [None, (6, strategies.LIMIT), (5,)]
+Held = dict[tuple[int, int], set[int]]
+"""(group, level) to names."""
+
+
+class BusyEngine(Engine):
+    """Images, extra ids, salts and adapters; other priorities now and then; and sometimes all is cleared."""
+
+    def step(self) -> None:
+        chance = self.rng.random()
+        if chance < 0.02:
+            self.manager._blocks.clear()  # without the flush that would take the batch away
+        elif chance < 0.1 and self.running:
+            self.manager.set_priority(self.rng.choice(self.running), self.rng.randrange(30, 80))
+        else:
+            super().step()
+
+    def request(self, request_id: int) -> Request:
+        request = super().request(request_id)
+        return Request(
+            request_id,
+            request.tokens,
+            cache_salt=request.cache_salt,
+            multimodal=request.multimodal,
+            extra_ids=request.extra_ids,
+            lora_name=self.rng.choice([None, None, "style"]),
+        )
+
+
+def config(windows: Sequence[int] | None, **settings: Any) -> KVCacheConfig:
+    layers = len(windows or (1,))
+    sizes = {"primary_blocks": 14, "secondary_blocks": 8, "event_buffer_max_size": 1 << 20}
+    return strategies.config(max_attention_window=windows, num_layers=layers, **(sizes | settings))
+
+
+def held_by(manager: KVCacheManager) -> Held:
+    """What is cached, parts of blocks too, by the state itself."""
+    held: Held = {}
+    for group in range(len(manager.state.groups)):
+        for name, (level, *_) in strategies.cached_blocks(manager.state, group).items():
+            held.setdefault((group, level), set()).add(int.from_bytes(name, "big"))
+    return held
+
+
+def read(lines: Iterable[bytes]) -> tuple[Index, list[Any]]:
+    """An index of what lines say, and the reports beside batches."""
+    index, follower, odd = Index(), DictFollower(), []
+    for line in lines:
+        for report in follower.take(line):
+            index.fold(report)
+            if not isinstance(report, Received):
+                odd.append(report)
+    return index, odd
+
+
+def held_in(index: Index) -> Held:
+    return {
+        place: {name for name in blocks if isinstance(name, int)}
+        for place, blocks in index.blocks.items()
+        if blocks
+    }
+
+
+def work(manager: KVCacheManager, seed: int, steps: int = 300) -> BusyEngine:
+    engine = BusyEngine(manager, random.Random(seed))
+    for _ in range(steps):
+        engine.step()
+        if engine.rng.random() < 0.6:
+            manager.flush()
+    manager.flush()
+    return engine
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("seed", range(4))
+def test_lines_are_what_is_told_who_polls(tmp_path: Path, seed: int, windows: Sequence[int] | None) -> None:
+    """Dict by dict, in the same order, under the same numbers: one folds the state, the other the stream."""
+    path = tmp_path / "e.jsonl"
+    with KVCacheManager(config(windows), copier=NoBytes(), sinks=[f"file:{path}?format=trtllm"]) as manager:
+        work(manager, seed)
+        polled = manager.get_latest_events()
+        held = held_by(manager)
+    lines = path.read_bytes().splitlines()
+    assert [json.loads(line) for line in lines] == json.loads(json.dumps(polled))
+    kinds = {event["data"]["type"] for event in polled}
+    assert kinds == {"created", "stored", "updated", "removed"}
+    index, odd = read(lines)
+    assert held_in(index) == held
+    assert (odd, index.unknown_removals, index.unknown_events) == ([], 0, 0)
+    assert index.repeated_stores == 0
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_offloads_and_what_blocks_are_read_back(tmp_path: Path, windows: Sequence[int] | None) -> None:
+    """Batch by batch of a random run, a reader has what the manager has, by window and level, with its tokens."""
+    path = tmp_path / "e.jsonl"
+    manager = KVCacheManager(config(windows), copier=NoBytes(), sinks=[f"file:{path}?format=trtllm"])
+    engine = BusyEngine(manager, random.Random(8))
+    truth: list[Held] = []
+    for _ in range(200):
+        engine.step()
+        manager.flush()
+        if not truth or truth[-1] != held_by(manager):
+            truth.append(held_by(manager))
+    manager.close()
+    index, follower = Index(), DictFollower()
+    states = [held_in(index)]
+    for line in path.read_bytes().splitlines():
+        for report in follower.take(line):
+            index.fold(report)
+        states.append(held_in(index))
+    # Each state of the manager is one that the reader goes through, in the same order.
+    passing = iter(states)
+    assert all(any(state == held for state in passing) for held in truth)
+    assert sum(any(level for _, level in held) for held in truth) > 20, "nothing was in secondary"
+    size = manager.config.tokens_per_block
+    assert all(0 < len(block.tokens) <= size for blocks in index.blocks.values() for block in blocks.values())
+
+
+def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path) -> None:
+    """A manager that goes on with a state tells all of it first, and the rest fits that."""
+    settings = config((6, strategies.LIMIT))
+    with KVCacheManager(settings, log=tmp_path / "log", copier=NoBytes()) as manager:
+        engine = work(manager, 3)
+        for number in engine.running:
+            manager.remove_sequence(number)
+    path = tmp_path / "e.jsonl"
+    log = LogWriter(tmp_path / "log", resume=True)
+    manager = KVCacheManager.resume(
+        replay(tmp_path / "log").state, log=log, sinks=[f"file:{path}?format=trtllm"]
+    )
+    before = held_by(manager)
+    assert any(level for _, level in before)
+    manager.add_sequence("new", [3, 4, 5, 6, 7])
+    manager.store_context_blocks("new", 5)
+    manager.flush()
+    held = held_by(manager)
+    manager.close()
+    index, odd = read(path.read_bytes().splitlines())
+    assert held_in(index) == held != before
+    assert odd == []
+
+
+def inventory(manager: KVCacheManager) -> Iterator[EventBatch]:
+    """Batches of a random run, of which the caller may leave out some."""
+    assert manager.state.created is not None
+    yield EventBatch(0, 0, (manager.state.created,))
+    engine = BusyEngine(manager, random.Random(5))
+    while True:
+        engine.step()
+        batch = manager.flush()
+        if batch is not None:
+            yield batch
+
+
+class Lines:
+    """An output in memory, which fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.lines: list[bytes] = []
+        self.fails = 0
+
+    def open(self) -> None:
+        """Nothing to open."""
+
+    def append(self, data: bytes) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise OSError(28, "full")
+        assert data.endswith(b"\n")
+        self.lines += data.splitlines()
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def feed_into(lines: Lines, piece_bytes: int = 1 << 16) -> DictFeed:
+    feed = DictFeed(LineTransport(lines, DictLines(piece_bytes), has_names=True))
+    feed.open()
+    return feed
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequence[int] | None) -> None:
+    """At the loss all is removed; with the whole state all is stored again, and goes on from there."""
+    manager = KVCacheManager(config(windows), copier=NoBytes())
+    lines = Lines()
+    feed = feed_into(lines)
+    batches, chance = inventory(manager), random.Random(1)
+    for _ in range(8):
+        for _ in range(chance.randrange(20, 40)):
+            feed.write(next(batches))
+            feed.tick()
+        assert held_in(read(lines.lines)[0]) == held_by(manager)
+        lost = [next(batches).seq for _ in range(3)]
+        feed.write(EventBatch(lost[-1], 0, (Gap(lost[0], lost[-1], "overflow"),)))
+        feed.restate()
+        feed.tick()
+        assert feed.lost_seq == lost[-1]
+        assert held_in(read(lines.lines)[0]) == {}
+        later = next(batches)
+        feed.write(EventBatch(later.seq, 0, (*later.events, export(manager.state))))
+        feed.tick()
+        index, odd = read(lines.lines)
+        assert held_in(index) == held_by(manager)
+        assert (odd, index.unknown_removals) == ([], 0)
+    numbers = [json.loads(line)["event_id"] for line in lines.lines]
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_that_could_not_be_written_are_made_good(seed: int) -> None:
+    """Numbers are missing then, so a reader forgets; what comes next is all that is cached."""
+    manager = KVCacheManager(config((6, strategies.LIMIT)), copier=NoBytes())
+    lines, chance = Lines(), random.Random(seed)
+    feed, batches, failures = feed_into(lines, 200), inventory(manager), 0
+    for _ in range(150):
+        feed.write(next(batches))
+        lines.fails = int(chance.random() < 0.1)
+        try:
+            feed.tick()
+        except OSError:
+            failures += 1
+            feed.tick()
+        lines.fails = 0
+        assert held_in(read(lines.lines)[0]) == held_by(manager)
+    _, odd = read(lines.lines)
+    assert failures > 1
+    assert odd
+    assert {type(report) for report in odd} == {Missed}
+
+
+def test_queue_that_overflows(tmp_path: Path) -> None:
+    """A sink that hangs for a moment loses batches; the manager then gives it the whole state."""
+    path = tmp_path / "e.jsonl"
+    manager = KVCacheManager(config(None), copier=NoBytes(), sinks=[f"file:{path}?format=trtllm"])
+    (runner,) = manager._journal.outputs._runners
+    feed = runner.sink
+    assert isinstance(feed, DictFeed)
+    queue: Any = runner._queue
+    queue._max_events = 3
+    work(manager, 2, 400)
+    assert runner.stats().dropped_batches > 0
+    queue._max_events = 1 << 20
+    for number in range(200):
+        manager.add_sequence(f"late{number}", [9, 9, 8])
+        manager.remove_sequence(f"late{number}")
+        manager.flush()
+        if runner.stats().lag_batches == 0 and feed.lost_seq is None and number > 20:
+            break
+    held = held_by(manager)
+    manager.close()
+    assert held_in(read(path.read_bytes().splitlines())[0]) == held
+
+
+class TestSidecar:
+    """`kvcache publish LOG --sink 'file:e.jsonl?format=trtllm'`."""
+
+    def test_beside_a_finished_log(self, tmp_path: Path) -> None:
+        """It tells the state at the end of the log."""
+        with KVCacheManager(config((6, strategies.LIMIT)), log=tmp_path / "log", copier=NoBytes()) as manager:
+            work(manager, 1)
+            held = held_by(manager)
+        path = tmp_path / "e.jsonl"
+        Publisher(tmp_path / "log", [f"file:{path}?format=trtllm"], until="closed").run()
+        index, odd = read(path.read_bytes().splitlines())
+        assert held_in(index) == held
+        assert (odd, index.orphans) == ([], 0)
+
+    def test_over_restarts_of_both(self, tmp_path: Path) -> None:
+        """A later sidecar goes on in the file with numbers from 0: another life, in which all is told again."""
+        path, log = tmp_path / "e.jsonl", tmp_path / "log"
+        for seed in range(3):
+            manager = KVCacheManager(config(None), log=LogWriter(log, resume=True), copier=NoBytes())
+            work(manager, seed)
+            held = held_by(manager)
+            manager.close()
+            Publisher(log, [f"file:{path}?format=trtllm&append=1"], until="closed").run()
+            index, odd = read(path.read_bytes().splitlines())
+            assert held_in(index) == held
+            assert [type(report) for report in odd] == [Restarted] * seed
+
+    def test_log_without_tokens(self, tmp_path: Path) -> None:
+        """The dicts need them, and it says so."""
+        settings = config(None, log={"record_tokens": False})
+        with KVCacheManager(settings, log=tmp_path / "log", copier=NoBytes()) as manager:
+            work(manager, 1, 20)
+        with pytest.raises(NoTokens, match="holds no token ids"):
+            Publisher(tmp_path / "log", [f"file:{tmp_path}/e?format=trtllm"], until="closed").run()
+
+
+def test_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same lines."""
+    with KVCacheManager(config(None), copier=NoBytes(), sinks=["stdout:?format=trtllm"]) as manager:
+        work(manager, 6)
+        polled = manager.get_latest_events()
+    printed = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert printed == json.loads(json.dumps(polled))
+
+
+def test_rotation_keeps_files_small(tmp_path: Path) -> None:
+    """Lines are whole in each of them, and all of them together say the same."""
+    path = tmp_path / "e.jsonl"
+    url = f"file:{path}?format=trtllm&max_bytes=20KiB&keep=500"
+    with KVCacheManager(config(None), copier=NoBytes(), sinks=[url]) as manager:
+        work(manager, 7)
+        held = held_by(manager)
+    files = [*sorted(tmp_path.glob("e.jsonl.*"), key=lambda file: -int(file.suffix[1:])), path]
+    assert len(files) > 3
+    assert max(file.stat().st_size for file in files) <= 20 << 10
+    lines = [line for file in files for line in file.read_bytes().splitlines()]
+    index, odd = read(lines)
+    assert held_in(index) == held
+    assert odd == []
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file:/x?format=avro", "format is one of native, trtllm"),
+        ("stdout:?format=avro", "format is one of text, jsonl, trtllm"),
+        ("file:/x?format=trtllm&tokens=0", "dicts hold token ids"),
+    ],
+)
+def test_unknown_formats_are_refused(url: str, reason: str) -> None:
+    """With those that there are."""
+    with pytest.raises(SinkURLError, match=reason):
+        open_sink(url, SinkContext(32, 4))
+
+
+def test_refuses_what_engines_told() -> None:
+    """A log of kind `feed` knows no cache."""
+    with pytest.raises(SinkURLError, match="what engines told"):
+        open_sink("stdout:?format=trtllm", SinkContext(0, 1, kind="feed"))
+
+
+def test_refuses_blocks_without_names() -> None:
+    """Nothing could be said of them."""
+    with pytest.raises(SinkOpenError, match="have no names: set block_hash"):
+        KVCacheManager(config(None, block_hash="none"), sinks=["stdout:?format=trtllm"])
+
+
+class TestReading:
+    """What other publishers of these dicts write."""
+
+    def test_vectors(self) -> None:
+        """Those of the format: two blocks stored, one offloaded, both removed."""
+        index, odd = read(json.dumps(event).encode() for event in STREAM[:3])
+        assert held_in(index) == {(0, 0): {2728178455351807326}, (0, 1): {924206229973855}}
+        assert index.blocks[0, 1][924206229973855].tokens == (1, 2, 3, 4)
+        index, odd = read(json.dumps(event).encode() for event in STREAM)
+        assert (held_in(index), odd) == ({}, [])
+
+    def test_hole_and_restart(self) -> None:
+        """Missing numbers: anything may have gone. Numbers that go back: another life."""
+        texts = [json.dumps(event).encode() for event in STREAM]
+        index, odd = read([texts[1], texts[3]])
+        assert [(report.first, report.last) for report in odd] == [(2, 2)]
+        assert held_in(index) == {}
+        index, odd = read([*texts[:2], *texts[:2]])
+        assert odd == [Restarted(1, 0)]
+        assert len(index.resident()) == 2
+
+    def test_ranks_are_streams_of_their_own(self) -> None:
+        """Each has its numbers; batches say whose they are."""
+        follower = DictFollower()
+        found = [
+            report.batch.rank if isinstance(report, Received) else report
+            for event in STREAM[:2]
+            for rank in (0, 1)
+            for report in follower.take(json.dumps(event | {"attention_dp_rank": rank}).encode())
+        ]
+        assert found == [0, 1, 0, 1]
+
+    def test_newer_manager(self) -> None:
+        """Hex digests, layer groups, digests in place of an item's tokens, a third level, and what is unknown."""
+        name = "ab" * 32
+        token = {"token_id": "cd" * 32, "token_extra_id": 0}
+        block = {"block_hash": name, "tokens": [token], "cache_level": 2, "uuid": "u"}
+        events = [
+            {"event_id": 0, "data": {"type": "novel"}, "window_size": 128, "layer_group_id": 3},
+            {
+                "event_id": 1,
+                "data": {"type": "stored", "parent_hash": None, "blocks": [block]},
+                "window_size": 128,
+                "layer_group_id": 4,
+            },
+        ]
+        index, _ = read([b"{}", b"null", *(json.dumps(event).encode() for event in events)])
+        assert {place: set(blocks) for place, blocks in index.blocks.items()} == {
+            (0, 2): {bytes.fromhex(name)}
+        }
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            b"",
+            b"x",
+            b"[]",
+            b'{"event_id": 1}',
+            b'{"event_id": 1, "data": {"type": "stored"}}',
+            b'{"event_id": 1, "data": {"type": [1]}}',
+            b'{"event_id": 1, "data": {"type": "removed", "block_hashes": ["secret"]}}',
+        ],
+    )
+    def test_what_is_none_is_refused(self, line: bytes) -> None:
+        """And not repeated."""
+        with pytest.raises(EventDecodeError) as caught:
+            DictFollower().take(line)
+        assert "secret" not in str(caught.value)
+
+
+def _block(name: int, tokens: Sequence[int]) -> dict[str, Any]:
+    unique = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
+    return {
+        "type": "stored_block",
+        "block_hash": name,
+        "tokens": unique,
+        "cache_level": 0,
+        "priority": 35,
+        "mm_keys": [],
+        "cache_salt": None,
+    }
+
+
+FIRST, SECOND = 924206229973855, 2728178455351807326
+STREAM: list[dict[str, Any]] = [
+    {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [8, 2]}, "window_size": 16},
+    {
+        "event_id": 1,
+        "data": {
+            "type": "stored",
+            "parent_hash": None,
+            "blocks": [_block(FIRST, [1, 2, 3, 4]), _block(SECOND, [5, 6, 7, 8])],
+        },
+        "window_size": 16,
+    },
+    {
+        "event_id": 2,
+        "data": {
+            "type": "updated",
+            "block_hash": FIRST,
+            "cache_level": {"type": "event_diff", "new_value": 1, "old_value": 0},
+            "priority": None,
+        },
+        "window_size": 16,
+    },
+    {"event_id": 3, "data": {"type": "removed", "block_hashes": [SECOND, FIRST]}, "window_size": 16},
+]
