@@ -2,7 +2,8 @@
 
 A batch is one line because it is the unit of atomicity: a reader sees all of it or none. Each is written
 with one system call and no buffer, so ``tail -f`` is up to date and a killed process loses only what was
-queued. A line that the disk takes only in part is cut off again.
+queued. A line that the disk takes only in part is cut off again. With ``?encoding=msgpack`` a batch is a frame
+(`sinks.encodings`), and ``?format=trtllm`` makes other lines (`sinks.trtllm`).
 
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
 only. A file that holds something already is refused unless ``?append=1``: one that a person kept must not
@@ -28,11 +29,11 @@ from typing import Literal
 
 import msgspec
 
-from events.codec import to_json
 from events.log.durable import write_all
 from events.types import EventBatch
 from events.units import parse_bytes
 from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
+from sinks.encodings import Encoding, Frames, JSONLines
 from sinks.trtllm import DictFeed, dict_feed
 
 FILE_MODE = 0o600
@@ -40,7 +41,6 @@ LOOK_SECONDS = 1.0
 """How often the sink looks whether its path still has the file that it writes to."""
 KEEP = 5
 MOST_KEPT = 1000
-_TAIL_BYTES = 1 << 16
 """Each rotation renames all of them."""
 
 
@@ -48,6 +48,7 @@ class FileOptions(msgspec.Struct, frozen=True):
     """Options of the URL."""
 
     format: Literal["native", "trtllm"] = "native"
+    encoding: Literal["json", "msgpack"] = "json"
     tokens: bool = False
     append: bool = False
     max_bytes: str = "0"
@@ -55,18 +56,21 @@ class FileOptions(msgspec.Struct, frozen=True):
 
 
 class FileSink:
-    """Appends batches to a file as JSON lines; one that would grow beyond `max_bytes` (0: any size) is rotated."""
+    """Appends batches to a file; one that would grow beyond `max_bytes` (0: any size) is rotated."""
 
     def __init__(self, path: str | Path, options: FileOptions, key_bytes: int, max_bytes: int = 0) -> None:
         # Whatever the process does, it is the same file.
         self._path = Path(path).absolute()
-        self._key_bytes = key_bytes
-        self.needs_tokens = options.tokens
+        self.needs_tokens = tokens = options.tokens
+        packed = options.encoding == "msgpack"
+        self._encoding: Encoding = Frames(tokens=tokens) if packed else JSONLines(key_bytes, tokens=tokens)
         self._append = options.append
         self._max_bytes, self._keep = max_bytes, options.keep
         self._fd = -1
         self._regular = False
         """Whether it is a file, which can be moved and cut, and not a pipe or a device."""
+        self._begun = False
+        """Whether what is no file has its header."""
         self._looked_at = 0.0
 
     def open(self) -> None:
@@ -81,17 +85,18 @@ class FileSink:
     def resume(self, last_seq: int) -> int:
         """Go on in a file that an earlier process has filled, up to batch `last_seq` or further; returns how far."""
         self._append = True
-        with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-            # A later batch may have been written since somebody took note.
-            return max(last_seq, _read_number(_last_line(self._path)).seq)
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                # A later batch may have been written since somebody took note.
+                return max(last_seq, self._encoding.last_seq(file) or last_seq)
         return last_seq
 
     def write(self, batch: EventBatch) -> None:
-        """Append one line. Raises as `append` does."""
-        self.append(to_json(batch, self._key_bytes, tokens=self.needs_tokens) + b"\n")
+        """Append one batch. Raises as `append` does."""
+        self.append(self._encoding.encode(batch))
 
     def append(self, data: bytes) -> None:
-        """Append whole lines. Raises OSError after cutting off what was written of them."""
+        """Append whole lines, or frames. Raises OSError after cutting off what was written of them."""
         self.tick()
         if self._is_full(len(data)) and not self._is_in_place():
             # What is there now may be another's file, which is not ours to move.
@@ -99,8 +104,10 @@ class FileSink:
         if self._is_full(len(data)):
             self._take(_rotate(self._path, self._keep))
         size = os.fstat(self._fd).st_size
+        is_begun = bool(size) if self._regular else self._begun
         try:
-            write_all(self._fd, [data])
+            write_all(self._fd, [data] if is_begun else [self._encoding.header + data])
+            self._begun = True
         except OSError:
             # Only a file can be cut; a pipe's reader has seen the piece already.
             with contextlib.suppress(OSError):
@@ -160,9 +167,14 @@ class FileSink:
         if not self._append:
             self._refuse_what_was_kept(status.st_size)
         self._refuse_directories()
-        if status.st_size and not self._ends_with_newline():
-            # A writer was killed in the middle of a line. It stays a line of its own.
-            write_all(fd, [b"\n"])
+        if status.st_size:
+            # A writer may have been killed in the middle of a line or frame.
+            with self._path.open("rb") as file:
+                end, first = self._encoding.end(self._path, file)
+            if end < status.st_size:
+                os.ftruncate(fd, end)
+            if first:
+                write_all(fd, [first])
 
     def _refuse_what_was_kept(self, size: int) -> None:
         instead = "remove it, choose another, or add ?append=1"
@@ -182,11 +194,6 @@ class FileSink:
     def _older(self) -> list[Path]:
         count = self._keep if self._max_bytes else 0
         return [_older_file(self._path, number) for number in range(1, count + 1)]
-
-    def _ends_with_newline(self) -> bool:
-        with self._path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read(1) == b"\n"
 
     def _is_in_place(self) -> bool:
         try:
@@ -208,6 +215,8 @@ def create(url: SinkURL, context: SinkContext) -> FileSink | DictFeed:
         raise SinkURLError(str(url), reason)
     if not url.path or url.path.endswith("/"):
         raise SinkURLError(str(url), "a file name is needed, as in file:///tmp/events.jsonl")
+    if options.format == "trtllm" and options.encoding != "json":
+        raise SinkURLError(str(url), "format=trtllm is lines of JSON: leave encoding= out")
     max_bytes = _max_bytes(url, options)
     sink = FileSink(url.file_path(url.path), options, context.key_bytes, max_bytes)
     return dict_feed(url, sink, context, max_bytes) if options.format == "trtllm" else sink
@@ -223,29 +232,6 @@ def _max_bytes(url: SinkURL, options: FileOptions) -> int:
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
     return max_bytes
-
-
-class _Numbered(msgspec.Struct, frozen=True):
-    """What is looked at of a line."""
-
-    seq: int
-
-
-_read_number = msgspec.json.Decoder(_Numbered).decode
-
-
-def _last_line(path: Path) -> bytes:
-    """The last whole line of a file; empty if there is none, or it is no file."""
-    with path.open("rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return b""
-        tail, at = b"", file.seek(0, os.SEEK_END)
-        while at and tail.count(b"\n") < 2:  # the end of the line before it, and its own
-            step = min(at, max(_TAIL_BYTES, len(tail)))
-            at -= step
-            file.seek(at)
-            tail = file.read(step) + tail
-    return tail.rpartition(b"\n")[0].rpartition(b"\n")[2]
 
 
 def _older_file(path: Path, number: int) -> Path:

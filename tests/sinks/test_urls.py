@@ -138,7 +138,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("url", "says"),
         [
-            ("stdout:?format=xml", r"\$\.format`; format is one of text, jsonl; known options"),
+            ("stdout:?format=xml", r"\$\.format`; format is one of text, jsonl, trtllm; known options"),
             (
                 "zmq+pub://127.0.0.1:5557?salts=foo",
                 r"\$\.salts`; salts is one of digest, plain; known options",
