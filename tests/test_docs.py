@@ -18,10 +18,11 @@ import msgspec
 import pytest
 from pydantic import BaseModel
 
-from events.feed.changes import Cleared, Removed, Stored
+from events.feed.changes import Cleared, Created, Removed, Stored, Updated
 from events.feed.life import LIFE
+from events.formats.trtllm_lines import DictLines
 from events.formats.vllm import encode_batch
-from events.types import AllocateReason, AnyEvent, MoveReason, Namespace, RemoveReason
+from events.types import AllocateReason, AnyEvent, GroupCreated, MoveReason, Namespace, RemoveReason
 from kvcache import PrefixIndex, errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
@@ -302,7 +303,8 @@ def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
 
 def test_the_wire_is_as_described() -> None:
     """Each event in docs/wire.md is what is sent for such a change."""
-    told = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", WIRE, re.DOTALL)]
+    blocks = WIRE.partition("## TensorRT-LLM's dicts")[0]
+    told = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", blocks, re.DOTALL)]
     names = b"".join(number.to_bytes(8, "big") for number in told[0]["block_hashes"])
     stored = Stored(0, 0, names, b"", pack_i32(told[0]["token_ids"]), 4, Namespace())
     removed = Removed(0, 1, names[8:] + names[:8])
@@ -310,6 +312,31 @@ def test_the_wire_is_as_described() -> None:
     assert (ts, rank) == (1.5, 3)
     assert events == told
     assert [list(event) for event in events] == [list(event) for event in told]
+
+
+def test_example_of_a_dict_is_what_is_written() -> None:
+    """The line in docs/wire.md is written for such a change."""
+    said = json.loads(snippet(WIRE, "json", "event_id"))
+    group = GroupCreated(16, "full", (0,), (), (8, 2))
+    moved = Updated(0, said["data"]["block_hash"].to_bytes(8, "big"), level=(0, 1))
+    created = Created((group,), "v1_block_key")
+    lines = b"".join(DictLines().pieces([created, moved, moved, moved])).splitlines()
+    assert json.loads(lines[3]) == said
+
+
+def test_examples_that_read_files_run(run_python: RunPython, tmp_path: Path) -> None:
+    """Those of frames and of TensorRT-LLM's dicts, on files that sinks have written."""
+    urls = [f"file:{tmp_path}/e.msgpack?encoding=msgpack", f"file:{tmp_path}/e.jsonl?format=trtllm"]
+    with KVCacheManager(KVCacheConfig(max_sequence_length=64, primary_blocks=8), sinks=urls) as manager:
+        manager.add_sequence(1, [5] * 40)
+        manager.store_context_blocks(1, 40)
+    frames = snippet(EVENTS, "python", "kvevent").replace("events.msgpack", f"{tmp_path}/e.msgpack")
+    done = run_python(frames)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("0 ['CacheCreated'")
+    assert "BlocksStored" in done.stdout
+    done = run_python(snippet(WIRE, "python", "DictFollower").replace("events.jsonl", f"{tmp_path}/e.jsonl"))
+    assert (done.stdout, done.stderr) == (f"{40 // manager.config.tokens_per_block} blocks on the GPU\n", "")
 
 
 LIVE, OTHER = "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"

@@ -46,9 +46,13 @@ class Block(NamedTuple):
 
 
 class DictFollower:
-    """Makes reports of lines. For one stream, of one engine and all its ranks."""
+    """Makes reports of lines. For one stream, of one engine and all its ranks.
 
-    def __init__(self) -> None:
+    With `block_size` blocks of other sizes are left out: the parts of blocks, which these dicts tell of like others.
+    """
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self._block_size = block_size
         self._ranks: dict[int | None, _Rank] = {}
 
     def take(self, line: bytes) -> list[Report]:
@@ -56,12 +60,12 @@ class DictFollower:
         event = decode_line(line)
         if event is None:
             return []
-        return self._ranks.setdefault(event.rank, _Rank(event.rank)).take(event)
+        return self._ranks.setdefault(event.rank, _Rank(event.rank, self._block_size)).take(event)
 
 
 class _Rank:
-    def __init__(self, rank: int | None) -> None:
-        self._rank = rank
+    def __init__(self, rank: int | None, block_size: int | None) -> None:
+        self._rank, self._size = rank, block_size
         self._next: int | None = None
         self._windows: dict[int, int] = {}
         """Layer groups, or windows where these are not told, to numbers of groups."""
@@ -94,16 +98,20 @@ class _Rank:
         blocks = self._blocks.setdefault(group, {})
         match data:
             case Stored():
-                hashes = [hash_of(block.block_hash) for block in data.blocks]
+                wanted = [b for b in data.blocks if self._size in (None, len(b.tokens))]
                 above = None if data.parent_hash is None else hash_of(data.parent_hash)
-                for name, block in zip(hashes, data.blocks, strict=True):
+                for block in wanted:
+                    name = hash_of(block.block_hash)
                     blocks[name] = _known(block, above, (data.lora_id, data.lora_name))
                     above = name
-                yield from _stores(group, window, hashes, blocks)
+                yield from _stores(group, window, [hash_of(block.block_hash) for block in wanted], blocks)
             case Removed():
-                yield from _removals(group, map(hash_of, data.block_hashes), blocks)
+                names = [*map(hash_of, data.block_hashes)]
+                yield from _removals(group, [n for n in names if self._size is None or n in blocks], blocks)
             case Updated() if data.cache_level is not None:
                 name, level = hash_of(data.block_hash), data.cache_level.new_value
+                if self._size is not None and name not in blocks:
+                    return
                 before = blocks.get(name)
                 yield BlockRemoved((name,), _medium(data.cache_level.old_value), group)
                 blocks[name] = (before or Block(level, None, (), (), (None, None), None))._replace(

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from kvcache.tap.tap import Tap
 
 _WORK_SECONDS = 0.2
+_TWICE = "an ENDPOINT is given twice: leave one of them out"
 _EPILOG = """\
 Each ENDPOINT is that of an engine (vLLM, SGLang, TensorRT-LLM, or a zmq+pub: sink), or a place of this machine to which
-many connect (tcp://*:PORT, --bind). Without a replay nothing is known of what an engine has said before, nor what it
-says in a moment that is missed.
+many connect (tcp://*:PORT, --bind). file:PATH is a file of TensorRT-LLM's own event dicts, a JSON object in each line,
+which is followed as it grows; with file:PATH?block_size=N parts of blocks are left out. Of all others, without a replay
+nothing is known of what an engine has said before, nor what it says in a moment that is missed.
 
 The log is of kind feed: `kvcache events`, `replay`, `match` and `audit` read it, and `kvcache publish` feeds routers
 from it, who may then come late and miss nothing. Ctrl-C and SIGTERM end it in good order.
@@ -96,11 +98,19 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
 
 def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
+    from kvcache.tap.lines import SCHEME, LinePlace
     from kvcache.tap.sources import Endpoint
 
+    if len({*args.endpoint}) < len(args.endpoint):
+        raise UsageError(_TWICE)
+    files = [text for text in args.endpoint if text.startswith(SCHEME)]
+    for text in files:
+        LinePlace.read(text)  # raises before anything is made
+        yield Endpoint(text)
+    args.endpoint = [text for text in args.endpoint if text not in files]
     places = places_of(args)
     if len({place.endpoint for place in places}) < len(places):
-        raise UsageError("an ENDPOINT is given twice: leave one of them out")
+        raise UsageError(_TWICE)
     for place in places:
         binds = is_bound(place, args)
         curve = curve_of(args, place, binds=binds)

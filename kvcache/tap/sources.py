@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -155,10 +156,24 @@ def _source(worker: Worker) -> str:
     return f"{worker.topic} {worker.key}" if worker.key else worker.topic
 
 
+class Hears(Protocol):
+    """What listens at one endpoint."""
+
+    @property
+    def address(self) -> str:
+        """Where."""
+
+    def poll(self) -> Sequence[tuple[str, Heard]]:
+        """What was heard, after a moment."""
+
+    def close(self) -> None:
+        """Disconnect."""
+
+
 class Sources:
     """All endpoints, each on its thread; what they hear is taken by one other."""
 
-    def __init__(self, listeners: list[Listener]) -> None:
+    def __init__(self, listeners: Sequence[Hears]) -> None:
         self._listeners = listeners
         self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
         self._stopping = threading.Event()
@@ -189,7 +204,7 @@ class Sources:
             if thread.ident is not None:
                 thread.join()
 
-    def _run(self, listener: Listener) -> None:
+    def _run(self, listener: Hears) -> None:
         try:
             while not self._stopping.is_set():
                 for heard in listener.poll():

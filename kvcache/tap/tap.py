@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -19,8 +19,9 @@ from events.log import LogReader, LogStats, LogWriter
 from events.log.segments import is_log, segment_paths
 from events.told.state import FeedState
 from kvcache._version import __version__
+from kvcache.tap.lines import SCHEME, LineListener
 from kvcache.tap.recorder import FeedRecorder
-from kvcache.tap.sources import Endpoint, Listener, Sources
+from kvcache.tap.sources import Endpoint, Hears, Last, Listener, Sources
 
 
 class Tap:
@@ -52,9 +53,9 @@ class Tap:
             addresses = tuple(endpoint.address for endpoint in endpoints)
             self._recorder = FeedRecorder(writer, addresses, before)
             last = self._recorder.last_heard()
-            listeners: list[Listener] = []
+            listeners: list[Hears] = []
             try:
-                listeners += (Listener(endpoint, last) for endpoint in endpoints)
+                listeners += (_listener(endpoint, last) for endpoint in endpoints)
             except BaseException:
                 for listener in listeners:
                     listener.close()
@@ -101,6 +102,12 @@ class Tap:
         self._sources.close()
         self._recorder.catch_up()
         self._log.close()
+
+
+def _listener(endpoint: Endpoint, last: Mapping[str, Last]) -> Hears:
+    if endpoint.address.startswith(SCHEME):
+        return LineListener(endpoint.address)
+    return Listener(endpoint, last)
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:

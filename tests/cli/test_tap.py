@@ -121,6 +121,8 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
         (["tcp://*:0", "--replay", "tcp://127.0.0.1:3"], "--replay topic"),
         (["tcp://no-such-host.invalid:1"], "cannot be found"),
         (["tcp://127.0.0.1"], "it has no port"),
+        (["file:e.jsonl", "file:e.jsonl"], "given twice"),
+        (["file:e.jsonl?format=vllm"], "format is one of trtllm"),
     ],
 )
 def test_wrong_arguments(kvcache: Kvcache, tmp_path: Path, words: list[str], reason: str) -> None:

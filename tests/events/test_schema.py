@@ -18,7 +18,7 @@ import pytest
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from events.codec import encode_batch, to_json
-from events.schema import json_schema, msgpack_schema
+from events.formats.schema import json_schema, msgpack_schema
 from events.types import EventBatch
 from kvcache import KVCacheManager
 from tests import strategies
