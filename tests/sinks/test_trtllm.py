@@ -90,6 +90,43 @@ def held_in(index: Index) -> Held:
     }
 
 
+def book(lines: Iterable[bytes]) -> dict[tuple[int, int], int]:
+    """(window, hash) to level, as whoever looks at no numbers would keep it."""
+    kept: dict[tuple[int, int], int] = {}
+    for event in map(json.loads, lines):
+        data, window = event["data"], event["window_size"]
+        if data["type"] == "stored":
+            kept |= {(window, block["block_hash"]): block["cache_level"] for block in data["blocks"]}
+        elif data["type"] == "updated" and data["cache_level"] is not None:
+            assert kept[window, data["block_hash"]] == data["cache_level"]["old_value"]
+            kept[window, data["block_hash"]] = data["cache_level"]["new_value"]
+        elif data["type"] == "removed":
+            for name in data["block_hashes"]:
+                kept.pop((window, name), None)
+    return kept
+
+
+def book_of(manager: KVCacheManager) -> dict[tuple[int, int], int]:
+    """What such a one must have."""
+    assert manager.state.created is not None
+    groups = manager.state.created.groups
+    held = held_by(manager).items()
+    return {(groups[group].window, name): level for (group, level), names in held for name in names}
+
+
+def stored_blocks(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], Any]:
+    """(window, hash) to what was said of a block and of the one before it."""
+    found: dict[tuple[int, int], Any] = {}
+    for event in events:
+        if event["data"]["type"] == "stored":
+            parent = event["data"]["parent_hash"]
+            scope = (event["data"]["lora_id"], event["data"]["lora_name"])
+            for block in event["data"]["blocks"]:
+                found[event["window_size"], block["block_hash"]] = (parent, scope, block)
+                parent = block["block_hash"]
+    return found
+
+
 def work(manager: KVCacheManager, seed: int, steps: int = 300) -> BusyEngine:
     engine = BusyEngine(manager, random.Random(seed))
     for _ in range(steps):
@@ -101,7 +138,7 @@ def work(manager: KVCacheManager, seed: int, steps: int = 300) -> BusyEngine:
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_lines_are_what_is_told_who_polls(tmp_path: Path, seed: int, windows: Sequence[int] | None) -> None:
     """Dict by dict, in the same order, under the same numbers: one folds the state, the other the stream."""
     path = tmp_path / "e.jsonl"
@@ -160,6 +197,7 @@ def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path) -> None:
     )
     before = held_by(manager)
     assert any(level for _, level in before)
+    polled = manager.get_latest_events()
     manager.add_sequence("new", [3, 4, 5, 6, 7])
     manager.store_context_blocks("new", 5)
     manager.flush()
@@ -168,6 +206,10 @@ def test_resumed_cache_tells_what_it_begins_with(tmp_path: Path) -> None:
     index, odd = read(path.read_bytes().splitlines())
     assert held_in(index) == held != before
     assert odd == []
+    said = stored_blocks(map(json.loads, path.read_bytes().splitlines()))
+    told = stored_blocks(json.loads(json.dumps(polled)))
+    assert len(told) > 10
+    assert {place: said[place] for place in told} == told
 
 
 def inventory(manager: KVCacheManager) -> Iterator[EventBatch]:
@@ -253,6 +295,7 @@ def test_lines_that_could_not_be_written_are_made_good(seed: int) -> None:
             feed.tick()
         lines.fails = 0
         assert held_in(read(lines.lines)[0]) == held_by(manager)
+        assert book(lines.lines) == book_of(manager)
     _, odd = read(lines.lines)
     assert failures > 1
     assert odd
@@ -386,6 +429,11 @@ class TestReading:
         index, odd = read([texts[1], texts[3]])
         assert [(report.first, report.last) for report in odd] == [(2, 2)]
         assert held_in(index) == {}
+        # What a block was before the hole is not known behind it.
+        changed = json.dumps(STREAM[2] | {"event_id": 5}).encode()
+        index, odd = read([*texts[:2], changed])
+        assert held_in(index) == {(0, 1): {FIRST}}
+        assert index.blocks[0, 1][FIRST].tokens == ()
         index, odd = read([*texts[:2], *texts[:2]])
         assert odd == [Restarted(1, 0)]
         assert len(index.resident()) == 2
