@@ -179,7 +179,7 @@ def _blocks_stored(e: ev.BlocksStored, known: Known) -> str:
     names = _names_in(e.slots, names_of_keys(e.keys, known.key_bytes) if e.keys else b"")
     parent = f" after {_name(e.parent)}" if e.parent else ""
     where = f"group={e.group} {_level(e.level)} {_blocks(e.slots)} first={e.first_block}"
-    return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}"
+    return f"{_whose(e.handle, known)} {where}{names}{parent} priority={e.priority}{_lasting(e.duration)}"
 
 
 def _blocks_filled(e: ev.BlocksFilled, known: Known) -> str:
@@ -188,12 +188,19 @@ def _blocks_filled(e: ev.BlocksFilled, known: Known) -> str:
     if len(e.slots) == len(e.blocks) == SLOT_BYTES:
         where += f" first={int(unpack_u32(e.blocks)[0])}"
         names += f" after {_name(e.parents)}" if e.parents else ""
-    return f"{_sequences(e.handles, known)} {where}{names} priority={e.priority}"
+    return f"{_sequences(e.handles, known)} {where}{names} priority={e.priority}{_lasting(e.duration)}"
 
 
 def _blocks_updated(e: ev.BlocksUpdated, known: Known) -> str:
     updated = f"group={e.group} {_level(e.level)} {_blocks(e.slots)}{_names(e.names)}"
-    return f"{updated} priority={e.old_priority}->{e.priority}{_for(e.handle, known)}"
+    why = "" if e.why == ev.UpdateReason.SET else f" why={e.why}"
+    duration = "" if e.why == ev.UpdateReason.EXPIRED else _lasting(e.duration)
+    return f"{updated} priority={e.old_priority}->{e.priority}{duration}{why}{_for(e.handle, known)}"
+
+
+def _lasting(duration: int | None) -> str:
+    """For how long a priority holds, if not for good."""
+    return f" for={duration / 1e9:g}s" if duration else ""
 
 
 def _blocks_moved(e: ev.BlocksMoved, known: Known) -> str:
