@@ -148,10 +148,11 @@ class BlockManager(WholeCache):
     ) -> list[Replacement]:
         if sequence.retention is None:
             return window.store(sequence, partial=partial)
-        end = sequence.path_ends[window.index].end
+        end, window.adopted = sequence.path_ends[window.index].end, False
         replaced = window.store(sequence, partial=partial)
-        # What another sequence has stored first is kept as this one states, too.
-        restate(window, self._emit, sequence, end, sequence.path_ends[window.index].end)
+        if window.adopted:
+            # What another sequence has stored first is kept as this one states, too.
+            restate(window, self._emit, sequence, end, sequence.path_ends[window.index].end)
         return replaced
 
     def sequence(self, request_id: RequestId) -> Sequence:

@@ -40,11 +40,15 @@ def change_blocks(
 
     One event for each row of blocks that were kept alike. All are noted first: applying one splits and joins runs.
     """
-    first, last = blocks
-    if isinstance(window, SlidingWindowManager):
-        rows = _held_rows(window, sequence, first, last)
-    else:
-        rows = _path_rows(window, sequence, first, last)
+
+    def changes(old: Kept) -> bool:
+        return old.priority != priority or (duration is not None and old.duration != duration)
+
+    rows = (
+        _held_rows(window, sequence, *blocks, changes)
+        if isinstance(window, SlidingWindowManager)
+        else _path_rows(window, sequence, *blocks, changes)
+    )
     events = [
         BlocksUpdated(
             group=window.index,
@@ -58,28 +62,38 @@ def change_blocks(
             duration=duration,
         )
         for level, old, slots, names in rows
-        if slots and old != (priority, old.duration if duration is None else duration)
     ]
     for event in events:
         emit(event)
     return sum(len(event.slots) for event in events) // SLOT_BYTES
 
 
-def _path_rows(window: WindowBlockManager, sequence: Sequence, first: int, last: int) -> Iterator[Row]:
+def _path_rows(
+    window: WindowBlockManager, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+) -> Iterator[Row]:
     """With full attention a sequence holds its whole path, in runs of blocks that are kept alike."""
-    path = list(window.group.path(sequence.path_ends[window.index]))
+    path: list[Run] = []
+    for run in window.group.path(sequence.path_ends[window.index]):
+        if run.end <= first:
+            break
+        if run.start < last:
+            path.append(run)
     path.reverse()
     for (level, old), runs in groupby(path, lambda run: (run.level, Kept(run.priority, run.duration))):
-        yield Row(level, old, *_within(list(runs), first, last, window.group.tree.key_bytes))
+        if changes(old):
+            yield Row(level, old, *_within(list(runs), first, last, window.group.tree.key_bytes))
 
 
-def _held_rows(window: SlidingWindowManager, sequence: Sequence, first: int, last: int) -> Iterator[Row]:
+def _held_rows(
+    window: SlidingWindowManager, sequence: Sequence, first: int, last: int, changes: Callable[[Kept], bool]
+) -> Iterator[Row]:
     """In a sliding window it holds what that has not left behind, each block with a priority of its own."""
     table, group = sequence.tables[window.index], window.sliding
     held = range(max(first, sequence.detached[window.index]), min(last, sequence.path_ends[window.index].end))
-    for old, slots_alike in groupby((table[block] for block in held), group.kept_at):
-        slots = array("i", slots_alike)
-        yield Row(PRIMARY, old, slots, window.names_at(slots))
+    for old, alike in groupby((table[block] for block in held), group.kept_at):
+        if changes(old):
+            slots = array("i", alike)
+            yield Row(PRIMARY, old, slots, window.names_at(slots))
 
 
 def _within(runs: list[Run], first: int, last: int, key_bytes: int) -> tuple[array[int], bytes]:

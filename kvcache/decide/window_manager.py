@@ -7,7 +7,6 @@ is counted before the first event of a call; after that no step can fail.
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence as Items
 
 from events import types as ev
@@ -53,16 +52,24 @@ class WindowBlockManager(WindowAdmission):
         """
         if not self._reuse or self._group.shared:
             return list(sequences)
-        plain = [each for each in sequences if each.retention is None and not each.inherited]
-        if len(plain) == len(sequences):
-            return self._fill(plain, DEFAULT)
-        alike = defaultdict[Kept, list[Sequence]](list)
+        alike: dict[tuple[int, int], list[Sequence]] = {}
         index, size = self.index, self.tokens_per_block
+        how: tuple[int, int]
         for sequence in sequences:
-            alike[kept(sequence, index, sequence.path_ends[index].end, size)].append(sequence)
-        return [other for how, several in alike.items() for other in self._fill(several, how)]
+            retention, block = sequence.retention, sequence.path_ends[index].end
+            if retention is None and not sequence.inherited:
+                how = DEFAULT
+            elif retention is not None and block * size >= sequence.num_prompt_tokens:
+                how = (retention.priority, retention.duration)
+            else:
+                how = kept(sequence, index, block, size)
+            if how in alike:
+                alike[how].append(sequence)
+            else:
+                alike[how] = [sequence]
+        return [other for how, several in alike.items() for other in self._fill(several, *how)]
 
-    def _fill(self, sequences: Items[Sequence], how: Kept) -> list[Sequence]:
+    def _fill(self, sequences: Items[Sequence], priority: int, duration: int) -> list[Sequence]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known = self.tokens_per_block, self._chain, self._known_keys
@@ -76,7 +83,7 @@ class WindowBlockManager(WindowAdmission):
                 block != len(table) - 2
                 or len(named) != block * key_bytes + known
                 or sequence.handle in rich
-                or not tail.grows(*how)
+                or not tail.grows(priority, duration)
             ):
                 others.append(sequence)
                 continue
@@ -98,8 +105,8 @@ class WindowBlockManager(WindowAdmission):
                     parents=b"".join(parents),
                     keys=b"".join(keys),
                     slots=array("i", slots).tobytes(),
-                    priority=how.priority,
-                    duration=how.duration,
+                    priority=priority,
+                    duration=duration,
                 )
             )
         return others
@@ -125,6 +132,7 @@ class WindowBlockManager(WindowAdmission):
 
     def _take_stored(self, sequence: Sequence, blocks: BlockNames, swaps: list[Replacement]) -> None:
         """Hold another sequence's blocks instead of own ones; what lies in secondary moves to these."""
+        self.adopted = True
         first, last = blocks.first, blocks.first + len(blocks.slots)
         own = sequence.tables[self.index][first:last]
         if blocks.level == SECONDARY:

@@ -6,7 +6,6 @@ A block takes what its request states for its first token. A copy takes what its
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
 from typing import NamedTuple
 
 from kvcache.fold.sequence import Sequence
@@ -44,6 +43,22 @@ def rows(sequence: Sequence, group: int, first: int, last: int, size: int) -> It
     if sequence.retention is None and not sequence.inherited:
         yield first, last, DEFAULT
         return
-    for how, alike in groupby(range(first, last), lambda block: kept(sequence, group, block, size)):
-        blocks = list(alike)
-        yield blocks[0], blocks[-1] + 1, how
+    begin, how = first, kept(sequence, group, first, size)
+    for cut in _cuts(sequence, size):
+        if begin < cut < last:
+            beyond = kept(sequence, group, cut, size)
+            if beyond != how:
+                yield begin, cut, how
+                begin, how = cut, beyond
+    yield begin, last, how
+
+
+def _cuts(sequence: Sequence, size: int) -> list[int]:
+    """The blocks before which what is stated may change, ascending."""
+    cuts = {-(-sequence.num_prompt_tokens // size)}
+    for stated in sequence.retention.ranges if sequence.retention is not None else ():
+        cuts.add(-(-stated.start // size))
+        cuts.add(-(-(stated.stop or 0) // size))
+    for copied in sequence.inherited:
+        cuts |= {copied.block, copied.block + 1}
+    return sorted(cuts)
