@@ -100,20 +100,20 @@ class Sink(Protocol):
     # One that does not say, or says None, gets them unless `log.record_tokens` is false. `can_open`:
     # False while one that `folds` has not heard yet as whom it is to open; `needs_cache`: True if other
     # kinds of logs mean nothing to it. And `watch(probe)`, by which a process that knows more of the cache than its
-    # events say lets itself be asked (`Probe`).
+    # events say lets itself be asked (`Probe`); in `kvcache publish`, that is for sinks that fold.
 
 
 class Probe(Protocol):
-    """What any thread may ask of the process in which a cache lives: of a manager its monitor."""
+    """What any thread may ask of who knows a cache: a manager's monitor, or a fold of its log, which knows less."""
 
     step_times: Histogram | None
-    """What the manager's calls take of each engine step, once somebody has asked for it."""
+    """What the manager's calls take of each engine step, once somebody has asked for it; None: unknown."""
 
     def stats(self) -> Any:
         """Counters and gauges of the last flush (`kvcache.stats.Stats`)."""
 
     def log_stats(self) -> Any:
-        """Progress of the log (`events.log.LogStats`); None without one."""
+        """Progress of the log (`events.log.LogStats`); None without one, and in place of fields that are unknown."""
 
     def sink_stats(self) -> Any:
         """Progress of the sinks (`sinks.SinkStats`)."""

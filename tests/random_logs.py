@@ -87,15 +87,24 @@ class Program:
     def begin(self, state: Any) -> None:
         if state is not None:
             self.copier = LateCopier(NoBytes(), 0)
-            self.manager = KVCacheManager.resume(state, log=self.log, wall_ns=self.clock.__next__)
+            self.manager = KVCacheManager.resume(state, **self.outputs())
             return
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(self.rng)), self.rng.choice([0, 2, 5]))
-        self.manager = KVCacheManager(
-            self.settings, log=self.log, copier=self.copier, wall_ns=self.clock.__next__
-        )
+        self.manager = KVCacheManager(self.settings, copier=self.copier, **self.outputs())
         self.lengths, self.computed = {}, {}
 
+    def outputs(self) -> dict[str, Any]:
+        """Where a manager's events go, and its clock."""
+        return {"log": self.log, "wall_ns": self.clock.__next__}
+
     def run(self, steps: int) -> None:
+        """Work, and end in order."""
+        self.work(steps)
+        self.log.losing = False
+        self.manager.close()
+
+    def work(self, steps: int) -> None:
+        """Random commands."""
         # Some engines leave it to decoding to say what is computed; then windows leave blocks behind before.
         reports = self.rng.choice([1, 6, 6])
         usual = [self.admit] * 8 + [self.compute] * reports + [self.end] * 6 + [self.decode] * 6
@@ -104,8 +113,6 @@ class Program:
         for _ in range(steps):
             with suppress(*ROOM):
                 self.rng.choice(seldom if self.rng.random() < 0.02 else usual)()
-        self.log.losing = False
-        self.manager.close()
 
     # -- requests
 

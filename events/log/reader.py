@@ -73,6 +73,10 @@ class LogReader:
         self._kind = kind
         self.closed = False
         """Whether what was read last is the mark of an orderly end: nothing comes but a new epoch."""
+        self.bytes_read = 0
+        """So far, headers of segments and frames included; without what is before `start`."""
+        self._place: Segment | None = None
+        """Where reading is, or has ended."""
         self._epoch = -1
         """The one that reading begins with. A later one may begin below `start`, if a crash took batches back."""
         self._end: LogEnd | None = None
@@ -87,12 +91,21 @@ class LogReader:
             raise RuntimeError("the log has not been read to its end")
         return self._end
 
+    def bytes_left(self) -> int:
+        """Bytes in the files behind what was read so far. For any thread; raises OSError."""
+        place, left = self._place, 0
+        for path in segment_paths(self.directory):
+            if place is None or path >= place.path:
+                with suppress(FileNotFoundError):
+                    left += path.stat().st_size - (place.offset if place and path == place.path else 0)
+        return max(left, 0)
+
     def __iter__(self) -> Iterator[EventBatch]:
         if not is_log(self.directory):
             raise NotALog(self.directory)
         self._end = self._last_seq = None
         self._key_bytes = NAME_BYTES
-        self.closed = False
+        self.closed, self.bytes_read = False, 0
         end = LogEnd("open", None, self.directory, 0, 0)
         chain, previous = self._beginning()
         while (path := self._next(previous)) is not None:
@@ -148,16 +161,17 @@ class LogReader:
         """Yield the batches of one segment, then say where it ends and what to do next."""
         if not self._enter(segment, chain):
             return LogEnd("torn", self._last_seq, segment.path, 0, chain.seq), "stop"
+        self._place, self.bytes_read = segment, self.bytes_read + segment.offset
         looked_again, wanted = False, self._start or 0
         while True:
             found = segment.read(chain)
             if isinstance(found, Frame):
                 looked_again = False
                 self.closed = chain.closed
-                if not found.header.flags & CLOSED and (
-                    found.header.seq >= wanted or chain.epoch != self._epoch
-                ):
-                    yield self._batch(segment, found)
+                if found.header.seq >= wanted or chain.epoch != self._epoch:
+                    self.bytes_read += segment.offset - found.offset
+                    if not found.header.flags & CLOSED:
+                        yield self._batch(segment, found)
                 continue
             has_successor = self._behind(segment.path) is not None
             if has_successor or self._was_whole(segment, found, chain):

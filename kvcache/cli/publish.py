@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, duration
+from kvcache.cli.output import Output, count, duration, size
 from kvcache.cli.parser import seconds
 from kvcache.cli.process import StopSignals
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
-from kvcache.publish.follower import Until
+from kvcache.publish.follower import CatchUp, Until
 from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 
 _LIVE_SECONDS = 0.2
@@ -26,7 +26,8 @@ engine may restart (and continue its log), and so may this: every sink goes on w
 routers are told "cleared" and the whole state whenever this starts.
 
 A sink that is slow, fails or hangs falls behind in the log, holds up no other, and loses nothing: what it did not take
-is offered again. How far each is behind is told on stderr, in one line on a terminal.
+is offered again. How far each is behind is told on stderr, in one line on a terminal. Feeds and metrics first fold the
+last epoch of the log: until then they are not open, and it is told how much of the log is left.
 
 Ctrl-C and SIGTERM end it in good order. Exit code 1: the log is damaged, or its beginning was removed. The routers of
 a feed are told "cleared" then.
@@ -92,11 +93,14 @@ class _Teller:
         self._due = 0.0
         self._said = ""
         self._found = self._waited = False
+        self._opened: set[str] = set()
 
     def tell(self, stats: PublishStats) -> None:
         """To be called often."""
         if not self._found:
             self._note_log(stats)
+        if not (self._live or self._as_json):
+            self._note_opened(stats)
         now = time.monotonic()
         if now < self._due or not self._found:
             return
@@ -120,6 +124,13 @@ class _Teller:
         elif not self._waited:
             self._waited = True
             self._out.note(f"waiting for {self._log}: no log is there yet")
+
+    def _note_opened(self, stats: PublishStats) -> None:
+        """For who waits for that: ports are closed before."""
+        for sink in (lag.follower for lag in stats.sinks):
+            if sink.is_open and sink.sink not in self._opened:
+                self._opened.add(sink.sink)
+                self._out.note(f"{printable(sink.sink)} is open")
 
     def _say(self, stats: PublishStats) -> None:
         """A line for each report in which something has changed."""
@@ -157,9 +168,17 @@ def _described(lag: SinkLag) -> str:
         text += f"{count(lag.batches, 'batch', 'batches')}{by} behind"
     else:
         text += "up to date"
-    if sink.state in ("catching up", "failing"):
-        text += f", {sink.state}"
-    return f"{text}: {sink.last_error}" if sink.state == "failing" else text
+    if lag.catch_up is not None:
+        text += _progress(lag.catch_up) + ("" if sink.is_open else "; not open before")
+    return f"{text}, failing: {sink.last_error}" if sink.state == "failing" else text
+
+
+def _progress(catch_up: CatchUp) -> str:
+    """How long that may take; the pace is unknown at first."""
+    text = f", catching up: {size(catch_up.bytes_left)} of the log left"
+    if catch_up.seconds_left is None:
+        return text
+    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"
 
 
 def to_json(stats: PublishStats) -> dict[str, object]:
@@ -181,6 +200,10 @@ def to_json(stats: PublishStats) -> dict[str, object]:
                 "lag_seconds": lag.seconds,
                 "batches": lag.follower.batches,
                 "events": lag.follower.events,
+                "open": lag.follower.is_open,
+                "bytes_left": None if lag.catch_up is None else lag.catch_up.bytes_left,
+                "batches_per_second": None if lag.catch_up is None else lag.catch_up.batches_per_second,
+                "lost_batches": lag.follower.lost_batches,
                 "errors": lag.follower.errors,
                 "last_error": lag.follower.last_error,
             }

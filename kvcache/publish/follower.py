@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from kvcache.publish.delivery import Delivery
 from kvcache.publish.epoch import Epoch, Start, behind, last_epoch
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.position import Position, PositionFile
-from sinks import Sink, SinkContext, SinkURL, open_sink
+from kvcache.publish.probe import LogProbe
+from sinks import Sink, SinkContext, SinkStats, SinkURL, open_sink
 from sinks.router.feed import RouterFeed
 
 _SAVE_SECONDS = 0.5
@@ -36,6 +38,21 @@ Until = Literal["stopped", "end", "closed"]
 """When the work is done: never, at the log's end as it is, or when the log's writer has closed it."""
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """How a sink comes to the end of the log that is there."""
+
+    bytes_left: int
+    """To be read; of files that are removed meanwhile, nothing."""
+    bytes_per_second: float
+    batches_per_second: float
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this pace; None: nothing was read yet."""
+        return self.bytes_left / self.bytes_per_second if self.bytes_per_second else None
 
 
 @dataclass(frozen=True)
@@ -54,22 +71,34 @@ class FollowerStats:
     errors: int
     """Times that it raised."""
     last_error: str | None
+    is_open: bool = False
+    """Whether it is at work for others; one that folds is opened when it has caught up."""
+    lost_batches: int = 0
+    """Not there any more when they were to be read, or without the tokens that the sink needs."""
 
 
 class SinkFollower:
     """Gives the batches of a log to the sink that `url` names, on a thread of its own.
 
-    Raises SinkURLError, and NotPublishable for what only an engine can know.
+    `sink_stats` is what a sink may ask of all that are served with it. Raises SinkURLError, and NotPublishable for what
+    only an engine can know.
     """
 
     def __init__(
-        self, log: Path, url: str, state_dir: Path, *, until: Until = "stopped", poll_seconds: float = 0.005
+        self,
+        log: Path,
+        url: str,
+        state_dir: Path,
+        *,
+        until: Until = "stopped",
+        poll_seconds: float = 0.005,
+        sink_stats: Callable[[], tuple[SinkStats, ...]] = tuple,
     ) -> None:
         self.name = str(SinkURL.parse(url))
         self.failure: BaseException | None = None
         """Why it has ended, if not because it was told to, or came to the end."""
         self._log, self._url, self._state_dir = log, url, state_dir
-        self._until, self._poll_seconds = until, poll_seconds
+        self._until, self._poll_seconds, self._sink_stats = until, poll_seconds, sink_stats
         self._sink: Sink = self._made(SinkContext(0, 1, kind=None, state_dir=state_dir))
         self._stopping = threading.Event()
         self._delivery = Delivery(self.name, self._stopping)
@@ -86,7 +115,11 @@ class SinkFollower:
         self._saved: Position | None = None
         self._saved_at = 0.0
         self._state: State = "waiting"
-        self._batches = self._events = 0
+        self._batches = self._events = self._lost = 0
+        self._probe: LogProbe | None = None
+        """What the sink may ask of the cache; None: it does not want to, or does not hear all of an epoch."""
+        self._reader: LogReader | None = None
+        self._read_since, self._batches_before = 0.0, 0
         self._thread = threading.Thread(target=self._run, name=f"kvcache-publish-{self.name}", daemon=True)
 
     # --- any thread -------------------------------------------------------------------------------------
@@ -117,7 +150,9 @@ class SinkFollower:
     def stats(self) -> FollowerStats:
         """The counters of this moment."""
         delivery = self._delivery
-        state: State = "failing" if delivery.failures and self._state == "running" else self._state
+        state: State = self._state
+        if delivery.failures and state in ("catching up", "running"):
+            state = "failing"
         return FollowerStats(
             self.name,
             state,
@@ -127,7 +162,18 @@ class SinkFollower:
             self._events,
             delivery.errors,
             delivery.last_error,
+            self._is_live and delivery.is_open,
+            self._lost,
         )
+
+    def catch_up(self) -> CatchUp | None:
+        """How far it is from the end of the log; None: it was there before, or has not begun. Raises OSError."""
+        reader = self._reader
+        if self._state != "catching up" or reader is None:
+            return None
+        seconds = max(time.monotonic() - self._read_since, 1e-3)
+        read, batches = reader.bytes_read, self._batches - self._batches_before
+        return CatchUp(reader.bytes_left(), read / seconds, batches / seconds)
 
     # --- its thread: where to begin ---------------------------------------------------------------------
 
@@ -165,6 +211,7 @@ class SinkFollower:
             poll_seconds=self._poll_seconds,
             kind=None,
         )
+        self._reader, self._read_since, self._batches_before = reader, time.monotonic(), self._batches
         try:
             for batch in reader:
                 if self._stopping.is_set() or not self._meet(batch) or not self._give(batch):
@@ -183,6 +230,7 @@ class SinkFollower:
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
         made_anew, self._has_begun, self._is_live = self._has_begun, True, self._file is not None
+        self._let_ask(sink, epoch)
         if not self._is_live:
             if made_anew and hasattr(sink, "resume"):
                 sink.resume(first - 1)
@@ -209,6 +257,14 @@ class SinkFollower:
             raise NotPublishable(self.name, reason)
         return sink
 
+    def _let_ask(self, sink: Sink, epoch: Epoch) -> None:
+        """Have the log folded for a sink that wants to know more of the cache than its events say."""
+        watch = getattr(sink, "watch", None)
+        self._probe = None
+        if self._folds and epoch.kind == "cache" and callable(watch):
+            self._probe = LogProbe(lambda: self._reader.bytes_read if self._reader else 0, self._sink_stats)
+            watch(self._probe)
+
     def _was_cut(self) -> bool:
         """Whether the segments were removed that would have been read next."""
         paths = segment_paths(self._log)
@@ -233,6 +289,8 @@ class SinkFollower:
     def _give(self, batch: EventBatch) -> bool:
         """Have the sink take a batch; False if it was told to stop before."""
         given = self._as_given(batch)
+        if self._probe is not None:
+            self._probe.fold(batch)
         if self._folds:
             # That is done once or not at all; the sink may not be open yet.
             self._sink.write(given)
@@ -249,11 +307,13 @@ class SinkFollower:
 
     def _as_given(self, batch: EventBatch) -> EventBatch:
         if self._concealed:
+            self._lost += 1
             return _gap(batch.seq, batch.seq, batch.ts, "the log has no token ids")
         return batch_without_tokens(batch) if getattr(self._sink, "needs_tokens", None) is False else batch
 
     def _tell_of_gap(self, start: Start) -> None:
         last = start.seq - 1
+        self._lost += start.removed
         _log.warning(
             "log_was_cut",
             log=str(self._log),

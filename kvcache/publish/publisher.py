@@ -13,15 +13,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from events.diagnostics import get_logger
 from events.errors import NotALog
 from events.log.head import Head, LogHead
 from events.log.segments import holds_foreign_files, is_log
 from kvcache.publish.errors import LogReplaced, NotPublishable
-from kvcache.publish.follower import FollowerStats, SinkFollower, Until
+from kvcache.publish.follower import CatchUp, FollowerStats, SinkFollower, Until
+from sinks import SinkStats
 
 _LOOK_SECONDS = 0.05
 _CLOSE_SECONDS = 5.0
@@ -38,6 +41,8 @@ class SinkLag:
     batches: int
     seconds: float | None
     """Between the last batch of the log and the last one that the sink has had, by the log's clock. None: unknown."""
+    catch_up: CatchUp | None = None
+    """While it comes to the end of a log that was there before."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,14 @@ class Publisher:
         self._directory = Path(log)
         state_dir = self._directory if state_dir is None else state_dir
         self._followers = [
-            SinkFollower(self._directory, url, state_dir, until=until, poll_seconds=poll_seconds)
+            SinkFollower(
+                self._directory,
+                url,
+                state_dir,
+                until=until,
+                poll_seconds=poll_seconds,
+                sink_stats=self._sink_stats,
+            )
             for url in sinks
         ]
         names = [follower.name for follower in self._followers]
@@ -109,7 +121,11 @@ class Publisher:
     def stats(self) -> PublishStats:
         """How far each sink is. For any thread."""
         head = self._head
-        return PublishStats(head, tuple(_lag(head, follower.stats()) for follower in self._followers))
+        return PublishStats(head, tuple(_lag(head, follower) for follower in self._followers))
+
+    def _sink_stats(self) -> tuple[SinkStats, ...]:
+        """The same as an engine has it of its own sinks."""
+        return tuple(_as_runner(lag) for lag in self.stats().sinks)
 
     def _await_log(self, stop: Callable[[], bool], tell: Callable[[PublishStats], None]) -> bool:
         """Wait until there is a log; False if that is not wanted any more. Raises NotALog."""
@@ -156,12 +172,36 @@ class Publisher:
                 )
 
 
-def _lag(head: Head | None, follower: FollowerStats) -> SinkLag:
+def _lag(head: Head | None, follower: SinkFollower) -> SinkLag:
+    stats = follower.stats()
     if head is None:
-        return SinkLag(follower, 0, 0.0)
-    behind = max(0, head.seq - follower.seq)
+        return SinkLag(stats, 0, 0.0)
+    catch_up = None
+    with suppress(OSError):  # who reads the log tells of that
+        catch_up = follower.catch_up()
+    behind = max(0, head.seq - stats.seq)
     if not behind:
-        return SinkLag(follower, 0, 0.0)
-    if head.ts is None or follower.ts is None:
-        return SinkLag(follower, behind, None)
-    return SinkLag(follower, behind, max(0.0, (head.ts - follower.ts) / 1e9))
+        return SinkLag(stats, 0, 0.0, catch_up)
+    if head.ts is None or stats.ts is None:
+        return SinkLag(stats, behind, None, catch_up)
+    return SinkLag(stats, behind, max(0.0, (head.ts - stats.ts) / 1e9), catch_up)
+
+
+def _as_runner(lag: SinkLag) -> SinkStats:
+    sink = lag.follower
+    state: Literal["running", "quarantined", "closed"] = "running"
+    if sink.state == "ended":
+        state = "closed"
+    elif not sink.is_open or sink.state == "failing":
+        state = "quarantined"
+    return SinkStats(
+        sink.sink,
+        sink.batches,
+        sink.events,
+        sink.lost_batches,
+        0,
+        sink.errors,
+        lag.batches,
+        state,
+        sink.last_error,
+    )

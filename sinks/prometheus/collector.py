@@ -27,7 +27,7 @@ class Collector:
     def __init__(self, blocks: BlockMetrics, model: str) -> None:
         self._blocks, self._labels = blocks, {"model": model}
         self.probe: Probe | None = None
-        """Of the process in which the manager lives; None: what only that knows is left out."""
+        """Of a manager, or of a fold of its log; None: what only they know is left out."""
         self.last_batch_ns = 0
         """When the last batch was made."""
 
@@ -127,15 +127,18 @@ class Collector:
     def _of_log(self, log: Any) -> Iterator[Metric]:
         if log is None:
             return
+        # Who only reads the log does not know what its writer has before itself.
         text = "Batches in the log's files; durable, unless the log is set to fsync=never."
         yield self._counter("log_batches", text, [({}, log.batches)])
         yield self._counter("log_bytes", "Bytes in the log's files.", [({}, log.bytes)])
         yield self._counter(
             "log_dropped_batches", "Batches that the log has lost.", [({}, log.dropped_batches)]
         )
-        yield self._gauge("log_lag_batches", "Batches that wait to be written.", [({}, log.lag_batches)])
-        text = "Whether the log is written: 0 while the disk refuses."
-        yield self._gauge("log_up", text, [({}, float(log.state == "running"))])
+        if log.lag_batches is not None:
+            yield self._gauge("log_lag_batches", "Batches that wait to be written.", [({}, log.lag_batches)])
+        if log.state is not None:
+            text = "Whether the log is written: 0 while the disk refuses."
+            yield self._gauge("log_up", text, [({}, float(log.state == "running"))])
 
     def _of_sinks(self, sinks: Any) -> Iterator[Metric]:
         text = "Batches that a sink has taken."

@@ -48,7 +48,7 @@ class PrometheusSink:
         self._thread: threading.Thread | None = None
 
     def watch(self, probe: Probe) -> None:
-        """Serve also what only the manager's process knows: gauges, step times, log and sinks."""
+        """Serve also what events do not say: gauges, step times, log and sinks, as far as the probe knows."""
         self.collector.probe = probe
 
     @property

@@ -19,7 +19,7 @@ from events.codec import to_json
 from events.log import LogReader
 from kvcache.cli.publish import to_json as spelled
 from kvcache.publish.publisher import PublishStats
-from tests.chaos import wait_until
+from tests.chaos import free_port, wait_until
 from tests.cli.conftest import Kvcache, Start, segments
 from tests.conftest import ROOT
 
@@ -49,6 +49,22 @@ def test_stdout_and_quiet(kvcache: Kvcache, start: Start, copy: Path) -> None:
     assert out == "".join(f"{line}\n" for line in out.splitlines())
     assert len(out.splitlines()) == sum(len(batch.events) for batch in LogReader(copy))
     assert kvcache("publish", copy, "--json", "--sink", "stdout:").code == 2
+
+
+def test_a_feed_that_is_open_is_told(start: Start, copy: Path) -> None:
+    """Once, behind what is said while the log is folded."""
+    url = f"zmq+pub://127.0.0.1:{free_port()}"
+    process = start("publish", copy, "--sink", url, "--every", "0.01")
+    assert process.stderr is not None
+    said = [process.stderr.readline()]
+    while "up to date" not in said[-1] or "left" in said[-1]:
+        said.append(process.stderr.readline())
+    process.terminate()
+    said += process.communicate(timeout=30)[1].splitlines(keepends=True)
+    assert said[0] == f"kvcache: publishing {copy}\n"
+    assert said.count(f"kvcache: {url} is open\n") == 1
+    opened = said.index(f"kvcache: {url} is open\n")
+    assert not any("not open before" in line for line in said[opened + 1 :])
 
 
 def test_json(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
@@ -135,8 +151,6 @@ def test_errors(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(start: Start, copy: Path, tmp_path: Path) -> None:
     """The second one of two on a port is told so, and ends; the first one does not notice."""
-    from tests.chaos import free_port
-
     url = f"zmq+pub://127.0.0.1:{free_port()}"
     first = start("publish", copy, "--sink", url, "--state", tmp_path / "a", "--every", "0.05")
     assert first.stderr is not None

@@ -13,8 +13,8 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -355,37 +355,43 @@ def test_dashboard_and_alerts_ask_for_what_is_served(tmp_path: Path) -> None:
 
 def test_a_real_prometheus_scrapes_them_and_knows_the_rules(tmp_path: Path) -> None:
     """Debian's: the counters arrive, all rules evaluate, and every expression of the dashboard is understood."""
-    prometheus = program("prometheus")
     with KVCacheManager(cache(), log=tmp_path / "log", sinks=["prometheus://127.0.0.1:0"]) as manager:
         serve_some(manager)
         settled(manager)
-        (tmp_path / "prometheus.yml").write_text(
-            "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}\n"
-            "scrape_configs:\n"
-            "  - job_name: kvcache\n"
-            f"    static_configs: [{{targets: ['127.0.0.1:{sink_of(manager).port}']}}]\n"
-            f"rule_files: ['{DOCS / 'monitoring' / 'alerts.yml'}']\n"
-        )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        command = [prometheus, f"--config.file={tmp_path / 'prometheus.yml'}"]
-        command += [f"--storage.tsdb.path={tmp_path / 'db'}", f"--web.listen-address=127.0.0.1:{port}"]
-        server = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            ask_prometheus(f"http://127.0.0.1:{port}/api/v1")
-        finally:
-            server.terminate()
-            server.wait(WAIT)
+        with a_real_prometheus(tmp_path, sink_of(manager).port) as asked:
+            ask_prometheus(asked)
 
 
-def ask_prometheus(api: str) -> None:
+@contextmanager
+def a_real_prometheus(directory: Path, port: int) -> Iterator[Callable[[str], Any]]:
+    """One that fetches metrics from that port and has the alerts; what its API answers to a path."""
+    prometheus = program("prometheus")
+    (directory / "prometheus.yml").write_text(
+        "global: {scrape_interval: 200ms, scrape_timeout: 200ms, evaluation_interval: 200ms}\n"
+        "scrape_configs:\n"
+        "  - job_name: kvcache\n"
+        f"    static_configs: [{{targets: ['127.0.0.1:{port}']}}]\n"
+        f"rule_files: ['{DOCS / 'monitoring' / 'alerts.yml'}']\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [prometheus, f"--config.file={directory / 'prometheus.yml'}"]
+    command += [f"--storage.tsdb.path={directory / 'db'}", f"--web.listen-address={address}"]
+
     def asked(path: str) -> Any:
-        with urllib.request.urlopen(f"{api}/{path}", timeout=WAIT) as answer:
+        with urllib.request.urlopen(f"http://{address}/api/v1/{path}", timeout=WAIT) as answer:
             return json.loads(answer.read())["data"]
+
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield asked
+    finally:
+        server.terminate()
+        server.wait(WAIT)
+
+
+def ask_prometheus(asked: Callable[[str], Any]) -> set[str]:
+    """Check what it has; returns the dashboard's expressions to which there is an answer."""
 
     def query(expression: str) -> Any:
         return asked("query?" + urllib.parse.urlencode({"query": expression}))["result"]
@@ -397,12 +403,15 @@ def ask_prometheus(api: str) -> None:
     assert found[0]["metric"]["model"] == "llama"
     assert len(rules) == 9
     dashboard = json.loads((DOCS / "monitoring" / "dashboard.json").read_text())
+    answered = set()
     for panel in dashboard["panels"]:
         for target in panel.get("targets", ()):
             expression = target["expr"].replace("$__rate_interval", "5m")
             for variable in ("$model", "$instance"):
                 expression = expression.replace(variable, ".*")
-            query(expression)  # what is not understood is an HTTP error
+            if query(expression):  # what is not understood is an HTTP error
+                answered.add(target["expr"])
+    return answered
 
 
 def until_fetched(ask: Callable[[], Any]) -> Any:

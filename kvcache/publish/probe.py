@@ -1,0 +1,76 @@
+"""What a sink may ask of a cache that lives in another process: the state as its log has it, folded beside the sink.
+
+A manager answers such questions from what it holds (`kvcache.record.monitor`). Here the same counters hear the same
+events, and gauges are those of the same fold. What never gets into a log is not known: step times, batches that wait
+to be written, and whether the disk refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from events.bus import EventBus
+from events.types import EventBatch, Gap
+from kvcache.fold.state import CacheState
+from kvcache.record.counting import StatsCounter
+from kvcache.replay import Replayed
+from kvcache.stats import Stats
+from sinks import SinkStats
+
+
+@dataclass(frozen=True)
+class ReadLog:
+    """Of `events.log.LogStats` what the log itself tells."""
+
+    batches: int
+    """That were read of it, from the beginning of an epoch on."""
+    dropped_batches: int
+    """Lost to the log, by the gaps in it."""
+    bytes: int
+    """Read."""
+    lag_batches: None = None
+    """Only the writer knows."""
+    state: None = None
+    """Only the writer knows."""
+
+
+class LogProbe:
+    """A fold of a log from the beginning of an epoch on. One thread folds, any asks (`sinks.base.Probe`).
+
+    - `read_bytes`: how much of the log was read.
+    - `sink_stats`: progress of all sinks of this process.
+    """
+
+    step_times = None
+    """No log tells what the manager takes of a step."""
+
+    def __init__(
+        self, read_bytes: Callable[[], int], sink_stats: Callable[[], tuple[SinkStats, ...]]
+    ) -> None:
+        self._read_bytes, self._sink_stats = read_bytes, sink_stats
+        self._bus = EventBus()
+        self._counter = StatsCounter(self._bus)
+        self._replayed = Replayed(CacheState())
+        self._lost = 0
+
+    def fold(self, batch: EventBatch) -> None:
+        """Take a batch in, with its tokens if the log has them. Raises what `kvcache.replay` does of lying logs."""
+        self._replayed.fold(batch, verify=False)
+        for event in batch.events:
+            self._bus.publish(event)
+            if type(event) is Gap:
+                self._lost += event.last_seq - event.first_seq + 1
+        self._counter.publish(self._replayed.state, len(self._bus.take_events()))
+
+    def stats(self) -> Stats:
+        """Counters and gauges as of the last batch."""
+        return self._counter.read()
+
+    def log_stats(self) -> ReadLog:
+        """What was read of the log."""
+        return ReadLog(self._replayed.batches, self._lost, self._read_bytes())
+
+    def sink_stats(self) -> tuple[SinkStats, ...]:
+        """Progress of the sinks of this process."""
+        return self._sink_stats()
