@@ -83,9 +83,9 @@ def test_progress(tmp_path: Path, sinks: dict[str, Any], folds: bool) -> None:
         text = _line(running.publisher.stats())
         assert " KiB of the log left, " in text
         assert text.endswith("; not open before") is folds
-        [said] = to_json(running.publisher.stats())["sinks"]  # type: ignore[misc]
-        assert said["open"] is not folds
-        assert said["bytes_left"] == lag.catch_up.bytes_left
+        said: Any = to_json(running.publisher.stats())["sinks"]
+        assert said[0]["open"] is not folds
+        assert said[0]["bytes_left"] == lag.catch_up.bytes_left
         gate.set()
         wait_until(lambda: running.publisher.stats().sinks[0].follower.state == "running", "it stays")
         [lag] = running.publisher.stats().sinks
