@@ -46,25 +46,29 @@ class Oracle:
         self.said: dict[Block, Any] = {}
 
     def take(self, payload: bytes) -> None:
+        """Count what a payload says."""
         for event in msgspec.msgpack.decode(payload)[1]:
-            kind = event.pop("type")
-            if kind == "AllBlocksCleared":
-                self.copies.clear()
-                continue
-            place = (
-                event["medium"],
-                event.get("group_idx") or 0,
-                event.get("locality"),
-                event.get("ownership"),
-            )
-            keys = [(*place, name) for name in event["block_hashes"]]
-            if kind == "BlockRemoved":
-                self.copies.subtract(keys)
-                continue
-            for at, key in enumerate(keys):
-                if not self.copies[key]:
-                    self.said[key] = self._of_block(event, at)
-            self.copies.update(keys)
+            self.tell(event)
+
+    def tell(self, event: dict[str, Any]) -> None:
+        kind = event.pop("type")
+        if kind == "AllBlocksCleared":
+            self.copies.clear()
+            return
+        place = (
+            event.get("medium"),
+            event.get("group_idx") or 0,
+            event.get("locality"),
+            event.get("ownership"),
+        )
+        keys = [(*place, name) for name in event["block_hashes"]]
+        if kind == "BlockRemoved":
+            self.copies.subtract(keys)
+            return
+        for at, key in enumerate(keys):
+            if not self.copies[key]:
+                self.said[key] = self._of_block(event, at)
+        self.copies.update(keys)
 
     def _of_block(self, event: dict[str, Any], at: int) -> Any:
         hashes, size, tokens = event["block_hashes"], event["block_size"], event["token_ids"]
@@ -83,10 +87,10 @@ class Oracle:
 
 
 @contextmanager
-def published(log: Path) -> Iterator[str]:
-    """The endpoint of a feed of the log."""
+def published(log: Path, url: str | None = None) -> Iterator[str]:
+    """The endpoint of a feed of the log; or that of somewhere else, named by its URL."""
     port, stop = free_port(), threading.Event()
-    sidecar = Sidecar(log, [f"zmq+pub://127.0.0.1:{port}"])
+    sidecar = Sidecar(log, [url or f"zmq+pub://127.0.0.1:{port}"])
     thread = threading.Thread(target=sidecar.run, args=(stop.is_set,))
     thread.start()
     try:

@@ -45,7 +45,7 @@ def encode_sglang(
                 }
             )
         elif isinstance(change, Told):
-            told = msgspec.msgpack.decode(change.encoded)
+            told = _with_signed_hashes(msgspec.msgpack.decode(change.encoded))
             events.append({key: value for key, value in told.items() if value is not None or key in _ALWAYS})
         else:
             events.append({"type": "AllBlocksCleared"})
@@ -65,6 +65,18 @@ def _stored_map(stored: Stored, salts: Salts | None) -> dict[str, Any]:
     adapter, salt = adapter_name(stored.namespace), told_salt(stored.namespace, salts)
     more = {"lora_name": adapter, "cache_salt": salt}
     return event | {key: value for key, value in more.items() if value is not None}
+
+
+def _with_signed_hashes(told: dict[str, Any]) -> dict[str, Any]:
+    """What an engine told, with 64-bit hashes as SGLang's readers take them; whole digests stay."""
+    told["block_hashes"] = list(map(_as_signed, told["block_hashes"]))
+    if "parent_block_hash" in told:
+        told["parent_block_hash"] = _as_signed(told["parent_block_hash"])
+    return told
+
+
+def _as_signed(value: Any) -> Any:
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
 def _signed(names: bytes) -> list[int]:

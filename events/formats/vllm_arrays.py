@@ -22,6 +22,8 @@ from events.types import SLIDING, GroupCreated, Namespace
 Salts = Callable[[bytes], str | None]
 _SHORTEST = 7
 """Fields of a stored block up to its medium, its name among them: what every reader of arrays expects."""
+_PER_BLOCK = ("extra_keys", "lookahead_token_ids")
+"""Fields with an entry for each block."""
 _pack = msgspec.msgpack.encode
 
 
@@ -42,7 +44,7 @@ def encode_arrays(
             group = [change.group] if change.group else []
             events.append(["BlockRemoved", unpack_names(change.names).tolist(), MEDIA[change.level], *group])
         elif isinstance(change, Told):
-            events.append(_array_of(change))
+            events += map(_array_of, _single_blocks(msgspec.msgpack.decode(change.encoded)))
         else:
             events.append(["AllBlocksCleared"])
     return _pack([ts, events, rank])
@@ -66,15 +68,29 @@ def _stored_arrays(
         parent = name
 
 
-def _array_of(told: Told) -> list[Any]:
+def _array_of(event: dict[str, Any]) -> list[Any]:
     """What an engine told, as an array: fields that arrays have no place for are left out."""
-    event = msgspec.msgpack.decode(told.encoded)
-    fields = positions(event["type"])
-    array = [event["type"], *(event.get(name) for name in fields)]
+    array = [event["type"], *(event.get(name) for name in positions(event["type"]))]
     least = _SHORTEST if event["type"] == "BlockStored" else len(("BlockRemoved", "hashes", "medium"))
     while len(array) > least and array[-1] is None:
         array.pop()
     return array
+
+
+def _single_blocks(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Stored blocks one by one, as far as it is known whose the tokens are; a salt where arrays have it."""
+    names, tokens, size = event["block_hashes"], event.get("token_ids") or [], event.get("block_size", 0)
+    if event["type"] != "BlockStored" or (tokens and len(tokens) != len(names) * size):
+        yield event
+        return
+    parent, salt = event.get("parent_block_hash"), event.get("cache_salt")
+    if parent is None and salt is not None and event.get("extra_keys") is None:
+        event["extra_keys"] = [[salt], *[None] * (len(names) - 1)]
+    for at, name in enumerate(names):
+        own = {field: [event[field][at]] for field in _PER_BLOCK if event.get(field)}
+        block = tokens[at * size : (at + 1) * size]
+        yield event | own | {"block_hashes": [name], "parent_block_hash": parent, "token_ids": block}
+        parent = name
 
 
 def _trimmed(event: list[Any]) -> list[Any]:
