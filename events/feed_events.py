@@ -1,5 +1,7 @@
 """The events of a log of kind `feed`: what engines told of their caches, as `kvcache tap` heard it.
 
+They are folded in `events.told`; `events.feed` has nothing to do with them, but makes such a feed of a cache's events.
+
 The words are the wire's own: blocks are known by the hashes, and levels by the names, that the engine gives them.
 Numbers are those of the publisher, not of the log.
 

@@ -1,1 +1,4 @@
-"""Records what engines tell of their caches into a log of kind `feed` ([docs/tap.md])."""
+"""Recording what other engines tell: their live streams come in, and a log of kind `feed` comes out.
+
+From that, as from any log, `kvcache.publish` feeds routers.
+"""
