@@ -23,6 +23,7 @@ _BUILT_IN = {
     "file": "sinks.file",
     "kafka": "sinks.brokers.kafka_sink",
     "nats": "sinks.brokers.nats_sink",
+    "otel": "sinks.otel.sink",
     "prometheus": "sinks.prometheus.sink",
     "redis": "sinks.brokers.redis_sink",
     "stdout": "sinks.stdout",

@@ -1,0 +1,156 @@
+"""Requests as spans: a fold that begins one when a sequence is added, and ends it when that is removed.
+
+Times are those of the batches. Spans hold counts, levels and the sequence's handle, by which it is found in a log; no
+tokens, names of blocks and salts, and ids of requests only if that is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from events import types as ev
+from events.packed import SLOT_BYTES
+from events.structs import LEVEL_NAMES
+from events.types import EventBatch, MoveReason, RequestId
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+REMEMBERED_REFUSALS = 4096
+_PREFIX = "kvcache."
+
+
+@dataclass
+class _Request:
+    """A running sequence."""
+
+    span: Span
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("blocks_allocated", "blocks_stored", "blocks_evicted"), 0)
+    )
+    """Blocks that it got and stored, and that were removed or offloaded to make room for it."""
+
+
+class RequestSpans:
+    """Makes spans with a tracer. `with_ids`: whether they have the requests' ids."""
+
+    def __init__(self, tracer: Tracer, *, with_ids: bool = False) -> None:
+        self._tracer, self._with_ids = tracer, with_ids
+        self._running: dict[int, _Request] = {}
+        self._refused: dict[RequestId, tuple[int, ev.AdmissionRefused]] = {}
+        self._waiting: dict[int, int] = {}
+        """Copies that a sequence waits for, by their numbers: its handle."""
+        self._now = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.CacheCreated: lambda event: self.end_all(),
+            ev.Gap: lambda event: self.end_all(),
+            ev.AdmissionRefused: self._refuse,
+            ev.SequenceAdded: self._begin,
+            ev.SequenceRemoved: self._end,
+            ev.BlocksAllocated: self._allocate,
+            ev.BlocksStored: lambda event: self._count(event.handle, "blocks_stored", event.slots),
+            ev.BlocksFilled: self._fill,
+            ev.BlocksMoved: self._move,
+            ev.BlocksRemoved: lambda event: self._count(event.handle, "blocks_evicted", event.slots),
+            ev.TransferLanded: self._land,
+            ev.TransferFailed: self._fail,
+        }
+
+    def fold(self, batch: EventBatch) -> None:
+        """Take a batch in."""
+        self._now = batch.ts
+        for event in batch.events:
+            if (handler := self._handlers.get(type(event))) is not None:
+                handler(event)
+
+    def end_all(self) -> None:
+        """End what runs, as not known to its end; also where batches are lost, since ends may be among them."""
+        for handle in list(self._running):
+            self._close(handle, {"incomplete": True})
+        self._waiting.clear()
+
+    # -- requests
+
+    def _refuse(self, event: ev.AdmissionRefused) -> None:
+        self._refused[event.request_id] = self._now, event
+        if len(self._refused) > REMEMBERED_REFUSALS:
+            del self._refused[next(iter(self._refused))]
+
+    def _begin(self, event: ev.SequenceAdded) -> None:
+        secondary = max(event.reused_secondary)
+        said: dict[str, Any] = {
+            "handle": event.handle,
+            "windows": len(event.reused_primary),
+            "prompt_tokens": event.num_tokens,
+            "reused_tokens.primary": event.reused - event.reused_partial - secondary,
+            "reused_tokens.secondary": secondary,
+            "reused_tokens.partial": event.reused_partial,
+        }
+        if self._with_ids:
+            said["request_id"] = event.request_id
+        request = _Request(
+            self._tracer.start_span("kvcache.request", attributes=_named(said), start_time=self._now)
+        )
+        self._running[event.handle] = request
+        if (refused := self._refused.pop(event.request_id, None)) is not None:
+            since, why = refused
+            needed = {"blocks_needed": list(why.needed), "blocks_available": list(why.available)}
+            request.span.add_event("admission refused", _named(needed), since)
+
+    def _end(self, event: ev.SequenceRemoved) -> None:
+        said = {"tokens": event.num_tokens, "computed_tokens": event.computed, "ended": str(event.why)}
+        self._close(event.handle, said)
+
+    def _close(self, handle: int, said: dict[str, Any]) -> None:
+        request = self._running.pop(handle, None)
+        if request is not None:
+            request.span.set_attributes(_named({**request.counts, **said}))
+            request.span.end(self._now)
+
+    # -- blocks
+
+    def _allocate(self, event: ev.BlocksAllocated) -> None:
+        handles = array("q", event.handles)
+        for handle, blocks in zip(handles, array("I", event.counts) or [1] * len(handles), strict=True):
+            self._add(handle, "blocks_allocated", blocks)
+
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        for handle in array("q", event.handles):
+            self._add(handle, "blocks_stored", 1)
+
+    def _count(self, handle: int | None, name: str, slots: bytes) -> None:
+        self._add(handle, name, len(slots) // SLOT_BYTES)
+
+    def _add(self, handle: int | None, name: str, blocks: int) -> None:
+        if handle is not None and (request := self._running.get(handle)) is not None:
+            request.counts[name] += blocks
+
+    def _move(self, event: ev.BlocksMoved) -> None:
+        if event.why == MoveReason.OFFLOAD:
+            self._count(event.handle, "blocks_evicted", event.from_slots)
+        if event.handle is not None and event.why != MoveReason.RECOMPUTED:
+            blocks = len(event.from_slots) // SLOT_BYTES
+            self._note(event.handle, str(event.why), blocks=blocks, from_level=LEVEL_NAMES[event.from_level])
+            if event.why == MoveReason.ONBOARD:
+                self._waiting[event.transfer] = event.handle
+
+    def _land(self, event: ev.TransferLanded) -> None:
+        for transfer in array("q", event.transfers):
+            if (handle := self._waiting.pop(transfer, None)) is not None:
+                self._note(handle, "onboard landed")
+
+    def _fail(self, event: ev.TransferFailed) -> None:
+        for handle in self._running:
+            self._note(handle, "copies failed")
+        self._waiting.clear()
+
+    def _note(self, handle: int, name: str, **said: Any) -> None:
+        if (request := self._running.get(handle)) is not None:
+            request.span.add_event(name, _named(said), self._now)
+
+
+def _named(said: dict[str, Any]) -> dict[str, Any]:
+    return {f"{_PREFIX}{name}": value for name, value in said.items()}
