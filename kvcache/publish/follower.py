@@ -251,9 +251,7 @@ class SinkFollower:
             reason = "salts=plain needs the salts themselves, of which a log has digests only: leave it out"
             raise NotPublishable(self.name, reason)
         if context.kind == "feed" and getattr(sink, "needs_cache", False):
-            reason = (
-                "it counts what a cache does, of which a log of what engines told knows nothing: leave it out"
-            )
+            reason = "it is about what a cache does, of which a log of what engines told knows nothing: leave it out"
             raise NotPublishable(self.name, reason)
         return sink
 
