@@ -108,7 +108,7 @@ class BlocksUpdated(Event, frozen=True):
     why: UpdateReason = UpdateReason.SET
     duration: int | None = None
     """From now on; None: as before."""
-    time: int = 0
+    clock: int = 0
     """When a time was over; else 0."""
 
 
@@ -153,4 +153,4 @@ class BlocksDetached(Event, frozen=True):
     """Where the blocks lie, shallowest first."""
     freed: Slots
     """Slots among these that become blank, because they are not cached."""
-    time: int = 0
+    clock: int = 0

@@ -28,7 +28,7 @@ class SequenceAdded(Event, frozen=True):
     """The request had run before, and goes on: what it computed then and finds again is no hit."""
     retention: Retention | None = None
     """None: priority 35, for good."""
-    time: int = 0
+    clock: int = 0
     """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events
     tell it which let go of blocks."""
 
@@ -61,7 +61,7 @@ class SequenceRemoved(Event, frozen=True):
     num_tokens: int
     computed: int
     why: EndReason = EndReason.FINISHED
-    time: int = 0
+    clock: int = 0
 
 
 class AdmissionRefused(Event, frozen=True):

@@ -157,7 +157,7 @@ def _add(
             reused_partial=each.reused_partial,
             resumed=request.resumed,
             retention=request.retention,
-            time=time,
+            clock=time,
         )
     )
     sequence = state.sequences[handle]

@@ -313,7 +313,7 @@ class BlockManager(WholeCache):
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
                 why=why,
-                time=self._expiry.told(),
+                clock=self._expiry.told(),
             )
         )
 

@@ -130,7 +130,7 @@ class Expiry:
             priority=DEFAULT_PRIORITY,
             why=UpdateReason.EXPIRED,
             duration=0,
-            time=now,
+            clock=now,
         )
 
     def check(self) -> None:

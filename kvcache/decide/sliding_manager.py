@@ -86,7 +86,7 @@ class SlidingWindowManager(WindowBlockManager):
                     group=index,
                     slots=array("i", slots).tobytes(),
                     freed=self._unshared(uncached).tobytes() if uncached else b"",
-                    time=time,
+                    clock=time,
                 )
             )
 

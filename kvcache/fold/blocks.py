@@ -121,7 +121,7 @@ class BlockFold(Contents):
         slots, group = array("i", event.slots), self.groups[event.group]
         change = event.level, slots, event.old_priority, event.priority
         if event.why == ev.UpdateReason.EXPIRED:
-            self.tell_time(event.time)
+            self.tell_time(event.clock)
             self.releases = group.expire(*change, self.releases)
         else:
             group.update(*change, event.duration)
@@ -172,7 +172,7 @@ class BlockFold(Contents):
     def _detach(self, event: ev.BlocksDetached) -> None:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]
         counts = array("I", event.counts) if event.counts else None
-        self.tell_time(event.time)
+        self.tell_time(event.clock)
         slots, freed = self.groups[event.group].detach(sequences, counts, self.releases, self.clock)
         self.releases += len(sequences)
         agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed

@@ -114,7 +114,7 @@ class CacheState(BlockFold):
         invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
         sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
         sequence.computed, sequence.retention = event.reused, event.retention
-        self.tell_time(event.time)
+        self.tell_time(event.clock)
         self.sequences[event.handle] = sequence
         self.handles[event.request_id] = event.handle
         self.refused.pop(event.request_id, None)
@@ -162,7 +162,7 @@ class CacheState(BlockFold):
         self.rich.pop(event.handle, None)
         self.running.forget_row()
         self.releases += 1
-        self.tell_time(event.time)
+        self.tell_time(event.clock)
         for index, group in enumerate(self.groups):
             freed = group.end(sequence, self.releases, self.clock)
             invariant(freed.tobytes() == event.freed[index], "other slots were freed")

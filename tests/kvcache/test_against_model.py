@@ -259,7 +259,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def order_of_expiry(self, events: Sequence[Event]) -> list[dict[Path, int]]:
         """In which order the manager has told of blocks whose time was over, by window."""
         told = [event for event in events if isinstance(event, BlocksUpdated)]
-        assert all(event.why == UpdateReason.EXPIRED and event.time == self.ticks.now for event in told)
+        assert all(event.why == UpdateReason.EXPIRED and event.clock == self.ticks.now for event in told)
         order = []
         for index, window in enumerate(self.model.windows):
             names = [name for event in told if event.group == index for name in split_names(event.names)]

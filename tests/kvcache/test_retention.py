@@ -97,10 +97,10 @@ def test_without_durations_no_event_tells_the_time() -> None:
     rig = Rig(8)
     rig.ticks.now = 7
     rig.run("a", [1] * 8, keep((0, None, 80)))
-    assert {event.time for event in rig.events if isinstance(event, SequenceAdded | SequenceRemoved)} == {0}
+    assert {event.clock for event in rig.events if isinstance(event, SequenceAdded | SequenceRemoved)} == {0}
     rig.events.clear()
     rig.run("b", [2] * 8, keep((0, None, 80, 10)))
-    assert {event.time for event in rig.events if isinstance(event, SequenceAdded | SequenceRemoved)} == {7}
+    assert {event.clock for event in rig.events if isinstance(event, SequenceAdded | SequenceRemoved)} == {7}
 
 
 def test_time_goes_on_after_a_resume(tmp_path: Path) -> None:
