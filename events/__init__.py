@@ -32,9 +32,11 @@ from events.types import BlocksCopied as BlocksCopied
 from events.types import BlocksDetached as BlocksDetached
 from events.types import BlocksFilled as BlocksFilled
 from events.types import BlocksMoved as BlocksMoved
+from events.types import BlocksPinned as BlocksPinned
 from events.types import BlocksRemoved as BlocksRemoved
 from events.types import BlocksReused as BlocksReused
 from events.types import BlocksStored as BlocksStored
+from events.types import BlocksUnpinned as BlocksUnpinned
 from events.types import BlocksUpdated as BlocksUpdated
 from events.types import CacheCleared as CacheCleared
 from events.types import CacheCreated as CacheCreated

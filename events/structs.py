@@ -172,6 +172,18 @@ class SequenceExported(Part, frozen=True):
     inherited: tuple[Inherited, ...] = ()
 
 
+class PinExported(Part, frozen=True):
+    """Blocks that are held beside those of running sequences."""
+
+    pin: int
+    request_id: RequestId
+    """Whose blocks they were."""
+    named: bool
+    """Whether they are still cached."""
+    slots: tuple[Slots, ...]
+    """Per group, in primary, shallowest first."""
+
+
 class TransferExported(Part, frozen=True):
     """A copy whose landing is not yet known."""
 

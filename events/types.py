@@ -31,9 +31,11 @@ from events.kinds.blocks import BlocksCopied as BlocksCopied
 from events.kinds.blocks import BlocksDetached as BlocksDetached
 from events.kinds.blocks import BlocksFilled as BlocksFilled
 from events.kinds.blocks import BlocksMoved as BlocksMoved
+from events.kinds.blocks import BlocksPinned as BlocksPinned
 from events.kinds.blocks import BlocksRemoved as BlocksRemoved
 from events.kinds.blocks import BlocksReused as BlocksReused
 from events.kinds.blocks import BlocksStored as BlocksStored
+from events.kinds.blocks import BlocksUnpinned as BlocksUnpinned
 from events.kinds.blocks import BlocksUpdated as BlocksUpdated
 from events.kinds.cache import FORMAT_VERSION as FORMAT_VERSION
 from events.kinds.cache import CacheCleared as CacheCleared
@@ -62,6 +64,7 @@ from events.structs import GroupExported as GroupExported
 from events.structs import Inherited as Inherited
 from events.structs import Namespace as Namespace
 from events.structs import Pages as Pages
+from events.structs import PinExported as PinExported
 from events.structs import PoolCreated as PoolCreated
 from events.structs import RequestId as RequestId
 from events.structs import Retention as Retention
@@ -89,6 +92,8 @@ AnyEvent = (
     | BlocksUpdated
     | BlocksMoved
     | BlocksRemoved
+    | BlocksPinned
+    | BlocksUnpinned
     | TokensAppended
     | ContextComputed
     | BlocksDetached

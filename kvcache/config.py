@@ -290,6 +290,8 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     at the end."""
     event_buffer_max_size: _Natural = 0
     """Events kept for polling consumers; 0: none."""
+    max_pinned_share: Annotated[float, Field(ge=0, le=1), Accepts("a number from 0 to 1")] = 0.5
+    """How much of each window's primary blocks may be pinned: what is pinned is not evicted, whatever needs room."""
     debug_fill_blank: _Flag = False
     """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
     reading K/V that was never written shows. Costs a write of each new block; copies are then started in more

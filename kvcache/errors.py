@@ -23,6 +23,7 @@
     │   ├── PromptTooLong
     │   ├── OutOfSymbols
     │   ├── OutOfNumbers
+    │   ├── PinsExceeded
     │   └── NotEnoughMemory
     └── InternalError         a bug of this library; the manager must not be used any further
         ├── InvariantViolated
@@ -257,6 +258,24 @@ class OutOfBlocks(CapacityError):
         )
         fewer = f"pass only what comes before entry {self.index} of the call, " if self.index else ""
         return f"too few primary blocks: {short}; {fewer}remove a sequence, or raise {self.settings}"
+
+
+@dataclass(eq=False, repr=False)
+class PinsExceeded(CapacityError):
+    """More blocks of a window, which is in tokens, would be pinned than may be."""
+
+    blocks: int
+    most: int
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__init__(self.blocks, self.most, self.window)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.blocks} blocks would be pinned in the window of {self.window} tokens, where {self.most} may be: "
+            "unpin others, pin less, or raise max_pinned_share"
+        )
 
 
 @dataclass(eq=False, repr=False)

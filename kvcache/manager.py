@@ -177,6 +177,7 @@ class KVCacheManager:
     count_reusable = _of_query(Query.count_reusable)
     block_table = _of_query(Query.block_table)
     block_tables = _of_query(Query.block_tables)
+    pins = _of_query(Query.pins)
     fingerprint = _of_query(Query.fingerprint)
     check = _of_query(Query.check)
     num_free_blocks_per_window = _of_query(Query.num_free_blocks_per_window)
@@ -302,6 +303,8 @@ class KVCacheManager:
     store_context_blocks = _of_running(Running.store_context_blocks)
     add_tokens = _of_running(Running.add_tokens)
     set_priority = _of_running(Running.set_priority)
+    pin = _of_running(Running.pin)
+    unpin = _of_running(Running.unpin)
     remove_sequence = _of_running(Running.remove_sequence)
 
     # -- the whole cache

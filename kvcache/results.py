@@ -91,6 +91,18 @@ class StoreResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Pinned:
+    """What one pin holds."""
+
+    request_id: RequestId
+    """Whose blocks they were when they were pinned."""
+    blocks: dict[int, int]
+    """How many, by the window in tokens."""
+    named: bool
+    """Whether they are cached; False since the cache was cleared."""
+
+
+@dataclass(frozen=True, slots=True)
 class PollResult:
     """Copies whose end was seen."""
 

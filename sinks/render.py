@@ -214,6 +214,11 @@ def _blocks_removed(e: ev.BlocksRemoved, known: Known) -> str:
     return f"{removed} why={e.why}{_for(e.handle, known)}"
 
 
+def _blocks_pinned(e: ev.BlocksPinned, known: Known) -> str:
+    blocks = [len(slots) // SLOT_BYTES for slots in e.slots]
+    return f"{_whose(e.handle, known)} pin={e.pin} blocks={_per_group(blocks)}"
+
+
 def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
@@ -287,6 +292,10 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksUpdated: _blocks_updated,
     ev.BlocksMoved: _blocks_moved,
     ev.BlocksRemoved: _blocks_removed,
+    ev.BlocksPinned: _blocks_pinned,
+    ev.BlocksUnpinned: lambda e, known: (
+        f"pin={e.pin} freed={_per_group([len(slots) // SLOT_BYTES for slots in e.freed])}"
+    ),
     ev.TokensAppended: _tokens_appended,
     ev.ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
     ev.BlocksDetached: lambda e, known: (

@@ -14,6 +14,7 @@ from events import types as ev
 from events.types import PRIMARY, CacheCreated, Event
 from kvcache.errors import CapacityError, ComputationLost, TransfersPending
 from kvcache.inputs.requests import Request
+from kvcache.inputs.retention import Retention, RetentionRange
 from kvcache.manager import KVCacheManager
 from tests import strategies
 from tests.columns import pack_i32
@@ -95,7 +96,7 @@ class Witness:
 def explore(witness: Callable[[CacheCreated], Witness], allowed: set[Step], programs: int) -> set[Step]:
     """The steps of so many programs, and of more if it takes more to meet all that are allowed."""
     met: set[Step] = set()
-    for seed in range(600):
+    for seed in range(900):
         if seed >= programs and met >= allowed:
             break
         program = Program(seed)
@@ -113,6 +114,8 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
+        self.keeps = seed % 3 == 2
+        """Whether blocks are pinned, and kept for a time: every third program, since that leaves less to the rest."""
         settings = strategies.config(
             tokens_per_block=rng.choice([1, 2, 4]),
             primary_blocks=rng.randint(4, 12),
@@ -121,7 +124,8 @@ class Program:
             max_attention_window=rng.choice([None, None, 3, 5]),
         )
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
-        self.manager = KVCacheManager(settings, copier=self.copier)
+        self.ticks = strategies.Ticks()
+        self.manager = KVCacheManager(settings, copier=self.copier, monotonic_ns=self.ticks)
         # Requests begin in a few ways, so that they meet.
         self.beginnings = [rng.choices(range(2), k=4 * settings.tokens_per_block) for _ in range(3)]
         self.running: list[int] = []
@@ -130,6 +134,8 @@ class Program:
     def run(self, steps: int) -> None:
         commands = [self.admit, self.compute, self.end] * 4 + [self.decode] * 3
         commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
+        if self.keeps:
+            commands += [self.pin, self.unpin]
         for _ in range(steps):
             with suppress(CapacityError, TransfersPending, ComputationLost):
                 self.rng.choice(commands)()
@@ -142,10 +148,26 @@ class Program:
         count = self.rng.choice([1, 1, 2, 3])
         ids = range(self.admitted, self.admitted + count)
         self.admitted += count
-        self.manager.add_sequences([Request(request_id, self.prompt()) for request_id in ids])
+        requests = [Request(each, self.prompt(), retention=self.retention()) for each in ids]
+        self.manager.add_sequences(requests)
         self.running += ids
         if self.rng.random() < 0.8:
             self.manager.start_transfers()
+
+    def retention(self) -> Retention | None:
+        """For one in three, all blocks for a millisecond or for good."""
+        if not self.keeps:
+            return None
+        kept = [RetentionRange(0, None, self.rng.choice([20, 80]), self.rng.choice([1, None]))]
+        return Retention(kept) if self.rng.random() < 0.3 else None
+
+    def pin(self) -> None:
+        for request_id in self.some()[:1]:
+            self.manager.pin(request_id, self.rng.randint(0, 4))
+
+    def unpin(self) -> None:
+        for pin in list(self.manager.pins())[:1]:
+            self.manager.unpin(pin)
 
     def prompt(self) -> list[int]:
         beginning = self.rng.choice(self.beginnings)
@@ -179,6 +201,7 @@ class Program:
         self.manager.poll()
 
     def flush(self) -> None:
+        self.ticks.now += strategies.MS // 2
         self.manager.flush()
         self.manager.check()
 

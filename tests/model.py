@@ -77,6 +77,7 @@ class Model:
         self.running: dict[Hashable, Running] = {}
         self.stamp = 0
         self.now = 0
+        self.next_pin = 0
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -197,6 +198,24 @@ class Model:
     def set_priority(self, request_id: Hashable, priority: int, start: int, stop: int) -> list[list[Path]]:
         """Returns for each window the blocks that had another priority, shallowest first."""
         return [window.set_priority(request_id, priority, start, stop) for window in self.windows]
+
+    def pin(self, request_id: Hashable, start: int, stop: int, share: float) -> int:
+        """Returns the number; raises `Refused` beyond a share of the blocks of some window."""
+        wanted = [window.to_pin(request_id, start, stop) for window in self.windows]
+        for window, entries in zip(self.windows, wanted, strict=True):
+            if len({*entries, *(entry for pin in window.pins.values() for entry in pin)}) > int(
+                share * window.blocks[PRIMARY]
+            ):
+                raise Refused
+        self.next_pin += 1
+        for window, entries in zip(self.windows, wanted, strict=True):
+            window.pin(self.next_pin, entries)
+        return self.next_pin
+
+    def unpin(self, number: int) -> None:
+        self.stamp += 1
+        for window in self.windows:
+            window.unpin(number, self.stamp, self.now)
 
     def end(self, request_id: Hashable, *, store: bool) -> None:
         sequence = self.running.pop(request_id)

@@ -88,6 +88,7 @@ def configs(
         enable_partial_reuse=st.booleans(),
         secondary_offload_min_priority=st.sampled_from([0, 35, 35, 36]),
         eviction_policy=st.sampled_from(["lru", "levels"]),
+        max_pinned_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
     )
 
 

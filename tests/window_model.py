@@ -106,6 +106,8 @@ class Window:
     removed: list[set[Path]] = field(default_factory=list)
     """Each set may go in any order that has children before parents."""
     offloaded: list[Path] = field(default_factory=list)
+    pins: dict[int, list[Entry]] = field(default_factory=dict)
+    """By number: what is held beside the tables of sequences."""
     copies: dict[Hashable, tuple[int, Kept]] = field(default_factory=dict)
     """Of a sequence the block that is a copy of a cached one, and how that was kept."""
     let_go: list[tuple[Hashable, int]] = field(default_factory=list)
@@ -116,8 +118,12 @@ class Window:
     def blank(self, level: int) -> int:
         used = {block.id for block in self.cached.values() if block.level == level}
         if level == PRIMARY:
-            used.update(entry for table in self.tables.values() for entry in table if isinstance(entry, int))
+            used.update(entry for table in self.held() for entry in table if isinstance(entry, int))
         return self.blocks[level] - len(used)
+
+    def held(self) -> list[list[Entry]]:
+        """All that is held: tables and pins."""
+        return [*self.tables.values(), *self.pins.values()]
 
     def idle(self, level: int) -> int:
         return sum(block.level == level and not block.refs for block in self.cached.values())
@@ -250,7 +256,7 @@ class Window:
 
     def clear(self) -> None:
         """What sequences hold is theirs, or shared by them; nothing is cached."""
-        for table in self.tables.values():
+        for table in self.held():
             table[:] = [self.cached[each].id if isinstance(each, tuple) else each for each in table]
         self.cached.clear()
 
@@ -263,6 +269,23 @@ class Window:
                 self.cached[entry].priority = priority
                 changed.append(entry)
         return changed
+
+    def to_pin(self, request_id: Hashable, start: int, stop: int) -> list[Entry]:
+        """The cached blocks that overlap the tokens; with full attention those before them, too."""
+        table = self.tables[request_id]
+        first, last = start // self.size, -(-stop // self.size)
+        wanted = table[:last] if start < stop and first < len(table) else []
+        if not self.sliding:
+            cached = list(takewhile(lambda entry: isinstance(entry, tuple), wanted))
+            return cached if first < len(cached) else []
+        return [entry for entry in wanted[first:] if isinstance(entry, tuple)]
+
+    def pin(self, number: int, entries: list[Entry]) -> None:
+        self.pins[number] = [self.hold(entry) if isinstance(entry, tuple) else entry for entry in entries]
+
+    def unpin(self, number: int, stamp: int, now: int) -> None:
+        for entry in reversed(self.pins.pop(number)):
+            self.release(entry, stamp, now)
 
     def restate(self, request_id: Hashable, sequence: Running, first: int, last: int) -> None:
         """What the request states holds of the cached blocks, too, that it has come to hold."""
@@ -303,7 +326,7 @@ class Window:
 
     def may_store(self, request_id: Hashable) -> bool:
         """Whether the next block is the sequence's alone."""
-        holders = Counter(entry for table in self.tables.values() for entry in table)
+        holders = Counter(entry for table in self.held() for entry in table)
         at = self.stored(request_id)
         table = self.tables[request_id]
         return self.reuse and at < len(table) and holders[table[at]] == 1

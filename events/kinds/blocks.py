@@ -154,3 +154,22 @@ class BlocksDetached(Event, frozen=True):
     freed: Slots
     """Slots among these that become blank, because they are not cached."""
     clock: int = 0
+
+
+class BlocksPinned(Event, frozen=True):
+    """Cached blocks of a sequence are held by a reference that outlives it."""
+
+    pin: int
+    """Its number: 1, 2, ... in a log."""
+    handle: Handle
+    slots: tuple[Slots, ...]
+    """Per group, in primary, shallowest first; with full attention from the first block of the prompt on."""
+
+
+class BlocksUnpinned(Event, frozen=True):
+    """A pin's references are released."""
+
+    pin: int
+    freed: tuple[Slots, ...]
+    """Per group: slots that become blank, deepest first: none unless the cache was cleared meanwhile."""
+    clock: int = 0

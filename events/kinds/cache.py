@@ -9,6 +9,7 @@ from events.structs import (
     GroupExported,
     JsonText,
     Pages,
+    PinExported,
     RequestId,
     SequenceExported,
     TransferExported,
@@ -65,6 +66,8 @@ class StateExported(Event, frozen=True):
     """Requests whose refusal was noted, oldest first, that were not admitted since: it is not noted again."""
     clock: int = 0
     """The last time that an event has told."""
+    pins: tuple[PinExported, ...] = ()
+    next_pin: int = 1
 
 
 class Gap(Event, frozen=True):

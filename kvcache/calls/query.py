@@ -26,7 +26,7 @@ from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.requests import Request, RequestChecker, namespace_of
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Layout
-from kvcache.results import Admission, BlockTable, Match
+from kvcache.results import Admission, BlockTable, Match, Pinned
 
 if TYPE_CHECKING:
     from kvcache.pools import Pools
@@ -195,6 +195,15 @@ class Query:
     def num_sequences(self) -> int:
         """Running sequences."""
         return len(self._state.sequences)
+
+    @exclusive
+    def pins(self) -> dict[int, Pinned]:
+        """What is pinned, by the numbers of the pins."""
+        windows = [window.window for window in self._blocks.windows]
+        return {
+            number: Pinned(pin.request_id, dict(zip(windows, map(len, pin.slots), strict=True)), pin.named)
+            for number, pin in self._state.pins.items()
+        }
 
     @exclusive
     def fingerprint(self) -> bytes:

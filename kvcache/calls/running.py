@@ -100,6 +100,30 @@ class Running:
             return self._blocks.set_priority(sequence, priority, start, stop)
 
     @exclusive
+    def pin(self, request_id: RequestId, start: int = 0, stop: int | None = None) -> int:
+        """Hold a running sequence's cached blocks that overlap its tokens [start, stop), also when it has ended.
+
+        Pinned blocks are reused like all others, and are not evicted before `unpin` of the number that this returns.
+        With full attention the blocks before them are pinned as well, without which none is reached. `clear` takes
+        their names, not the blocks. Raises `PinsExceeded` beyond `max_pinned_share`.
+        """
+        start, stop = checked_range(start, stop, self._checker.max_tokens)
+        sequence = self._blocks.sequence(request_id)
+        with self._guard:
+            return self._blocks.pin(sequence, start, stop)
+
+    @exclusive
+    def unpin(self, pin: int) -> None:
+        """Let go of what `pin` holds: what no one else holds may be evicted from now on. Raises `UsageError` for a
+        number that no pin has.
+        """
+        number = checked_integer(pin, "a pin")
+        if number not in self._blocks.pins:
+            raise UsageError(f"there is no pin {number}: it was let go of, or never made")
+        with self._guard:
+            self._blocks.unpin(number)
+
+    @exclusive
     def remove_sequence(self, request_id: RequestId, store: bool = True, *, why: str = "finished") -> None:
         """End a request. With `store`, all that it computed stays reusable, its partial last block too.
 

@@ -22,6 +22,7 @@ from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.expiry import Expiry
 from kvcache.decide.interning import intern, missing_pages
+from kvcache.decide.pins import pin, unpin
 from kvcache.decide.priorities import change_blocks
 from kvcache.decide.retention import lasts_a_time, restate
 from kvcache.decide.reuse_levels import ORDERS
@@ -30,6 +31,7 @@ from kvcache.decide.whole_cache import WholeCache
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, OutOfNumbers, UnknownRequest, UsageError
 from kvcache.fold.check import check
+from kvcache.fold.pin import Pin
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
@@ -300,6 +302,20 @@ class BlockManager(WholeCache):
             change_blocks(window, self._emit, sequence, (first, last), priority, None, ev.UpdateReason.SET)
             for window in self.windows
         )
+
+    def pin(self, sequence: Sequence, start: int, stop: int) -> int:
+        """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""
+        blocks = start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0
+        return pin(self.windows, self._state, self._emit, sequence, blocks, self._config.max_pinned_share)
+
+    @property
+    def pins(self) -> dict[int, Pin]:
+        """By their numbers."""
+        return self._state.pins
+
+    def unpin(self, number: int) -> None:
+        """Let go of what a pin holds."""
+        unpin(self._state, self._emit, number, self._expiry.told())
 
     def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""

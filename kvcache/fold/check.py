@@ -19,6 +19,7 @@ from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
+from kvcache.fold.pin import Pin
 from kvcache.fold.prefix_tree import Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_check import arriving, check_places, check_references
@@ -46,9 +47,9 @@ def check_slots(state: Contents) -> None:
         for sequence in state.sequences.values():
             _check_table(group, sequence)
         if isinstance(group, SlidingGroup):
-            check_references(group, state.sequences.values())
+            check_references(group, state.sequences.values(), state.pins.values())
         else:
-            _check_references(group, state.sequences.values())
+            _check_references(group, state.sequences.values(), state.pins.values())
         for level, states in zip(group.levels, slot_states(state, index), strict=True):
             _check_level(level, states)
         if not isinstance(group, SlidingGroup):
@@ -136,8 +137,15 @@ def _check_table(group: AnyGroup, sequence: Sequence) -> None:
     invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
 
 
-def _check_references(group: GroupState, sequences: Iterable[Sequence]) -> None:
+def _check_references(group: GroupState, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
     references: Counter[int] = Counter()
+    for pin in pins:
+        end = pin.ends[group.index]
+        above = list(group.path(end)) if end is not None else []
+        slots = array("i", [slot for run in reversed(above) for slot in run.slots])
+        agree = slots == pin.slots[group.index] or not pin.named
+        invariant(agree, "a pin and the path that it holds disagree")
+        references.update(run.id for run in above)
     for sequence in sequences:
         table, tail = sequence.tables[group.index], sequence.path_ends[group.index]
         path = list(group.path(tail))

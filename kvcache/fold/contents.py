@@ -14,6 +14,7 @@ from events.types import SLIDING, Namespace, RequestId
 from kvcache.errors import invariant
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
+from kvcache.fold.pin import Pin
 from kvcache.fold.prefix_tree import Node
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import counts_uses
@@ -68,6 +69,8 @@ class Contents:
         """Raised by each release."""
         self.clock = 0
         """The last time that an event has told; 0 as long as nothing is kept for a time."""
+        self.pins: dict[int, Pin] = {}
+        self.next_pin = 1
         self.changed_blocks = 0
         """Blocks stored, updated, moved and removed since the last checkpoint."""
 

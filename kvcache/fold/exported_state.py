@@ -12,12 +12,21 @@ from collections.abc import Iterator
 from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
 from events.packed import TOKEN_BYTES
 from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
-from events.types import PRIMARY, SECONDARY, GroupExported, SequenceExported, StateExported, TransferExported
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    GroupExported,
+    PinExported,
+    SequenceExported,
+    StateExported,
+    TransferExported,
+)
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
 from kvcache.fold.contents import AnyGroup, Contents, Transfer
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
+from kvcache.fold.pin import Pin
 from kvcache.fold.prefix_tree import Node, PathEnd, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -41,6 +50,11 @@ def export(state: Contents) -> StateExported:
         forget_symbols_at=state.symbols.forget_at,
         refused=tuple(state.refused),
         clock=state.clock,
+        pins=tuple(
+            PinExported(number, pin.request_id, pin.named, tuple(slots.tobytes() for slots in pin.slots))
+            for number, pin in state.pins.items()
+        ),
+        next_pin=state.next_pin,
     )
 
 
@@ -123,7 +137,22 @@ def install(state: Contents, event: StateExported) -> None:
     state.releases, state.changed_blocks, state.clock = event.releases, event.changed_blocks, event.clock
     counting = any(isinstance(group, CountingGroup) for group in state.groups)
     invariant(not counting or 0 <= state.releases <= MAX_TURN, "no cache has released so often")
+    _install_pins(state, event)
     check_slots(state)
+
+
+def _install_pins(state: Contents, event: StateExported) -> None:
+    state.pins.clear()
+    for entry in event.pins:
+        invariant(0 < entry.pin < event.next_pin, "a pin has a number of the future")
+        slots, ends = [array("i", packed) for packed in entry.slots], list[Run | None]()
+        invariant(len(slots) == len(state.groups), "a pin holds blocks of other windows")
+        for group, own in zip(state.groups, slots, strict=True):
+            full = entry.named and len(own) and not isinstance(group, SlidingGroup)
+            ends.append(group.run_at(PRIMARY, own[-1]) if full else None)  # type: ignore[union-attr]
+        state.pins[entry.pin] = pin = Pin(entry.request_id, slots, ends)
+        pin.named = entry.named
+    state.next_pin = event.next_pin
 
 
 def _install_group(state: Contents, group: AnyGroup, exported: GroupExported) -> None:

@@ -38,7 +38,13 @@ def fingerprint(state: Contents) -> bytes:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
-    digest.update(array("q", [state.next_handle, state.next_transfer, state.releases, state.clock]))
+    for number, pin in sorted(state.pins.items()):
+        digest.update(array("q", [number, pin.named, *map(len, pin.slots)]))
+        for slots in pin.slots:
+            digest.update(slots)
+    digest.update(
+        array("q", [state.next_handle, state.next_transfer, state.releases, state.clock, state.next_pin])
+    )
     return digest.digest()
 
 

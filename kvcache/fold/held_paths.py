@@ -106,6 +106,29 @@ class HeldPaths(Group):
             self.watcher.held(run.level, run.slots)
         run.refs += 1
 
+    def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
+        """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
+        if not slots:
+            return None
+        node = sequence.path_ends[self.index]
+        invariant(node.end >= len(slots), "a pinned block is not cached")
+        while isinstance(node, Run) and node.start >= len(slots):
+            node = node.parent
+        assert isinstance(node, Run)
+        if len(slots) < node.end:
+            node = self.split(node, len(slots) - node.start)
+        path = list(self.path(node))
+        held = array("i", [slot for run in reversed(path) for slot in run.slots])
+        invariant(held == slots, "other blocks were pinned than the sequence has cached")
+        for run in path:
+            self.reference(run)
+        return node
+
+    def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
+        """A pin lets go of cached blocks."""
+        if end is not None:
+            self.release(end, stamp, now)
+
     def end(self, sequence: Sequence, stamp: int, now: int) -> array[int]:
         """A sequence lets go of everything; returns the slots that become blank, deepest first."""
         tail = sequence.path_ends[self.index]

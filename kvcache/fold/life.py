@@ -25,7 +25,8 @@ class SlotState(IntEnum):
     BLANK = 0
     """Nobody's."""
     HELD = 1
-    """A sequence's own, and not cached. A copy into it that has not landed is the sequence's business."""
+    """A sequence's own or, after the cache was cleared, only a pin's; not cached. A copy into it that has not landed is
+    the sequence's business."""
     SHARED = 2
     """Held by several sequences, and not cached any more: the cache was cleared."""
     REFERENCED = 3
@@ -55,19 +56,27 @@ IN_PRIMARY: Life = {
         ev.BlocksReused: {BLANK},  # given back for a cached one
         ev.BlocksDetached: {BLANK},
         ev.SequenceRemoved: {BLANK},
+        ev.BlocksUnpinned: {BLANK},
     },
-    SHARED: {ev.BlocksDetached: {SHARED, HELD, BLANK}, ev.SequenceRemoved: {SHARED, HELD}},
+    SHARED: {
+        ev.BlocksDetached: {SHARED, HELD, BLANK},
+        ev.SequenceRemoved: {SHARED, HELD},
+        ev.BlocksUnpinned: {SHARED, HELD},
+    },
     REFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {REFERENCED},
         ev.BlocksUpdated: {REFERENCED},
         ev.BlocksDetached: {REFERENCED, UNREFERENCED},
         ev.SequenceRemoved: {REFERENCED, UNREFERENCED},
+        ev.BlocksPinned: {REFERENCED},
+        ev.BlocksUnpinned: {REFERENCED, UNREFERENCED},
         ev.CacheCleared: {HELD, SHARED},
     },
     UNREFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {UNREFERENCED},
+        ev.BlocksUpdated: {UNREFERENCED},
         MoveReason.OFFLOAD: {BLANK},
         ev.BlocksRemoved: {BLANK},
         ev.CacheCleared: {BLANK},
@@ -79,12 +88,15 @@ IN_PRIMARY: Life = {
         ev.BlocksUpdated: {REFERENCED_IN_FLIGHT},
         ev.BlocksDetached: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.SequenceRemoved: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
+        ev.BlocksPinned: {REFERENCED_IN_FLIGHT},
+        ev.BlocksUnpinned: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.CacheCleared: {HELD, SHARED},
     },
     UNREFERENCED_IN_FLIGHT: {
         ev.TransferLanded: {UNREFERENCED},
         ev.BlocksReused: {REFERENCED_IN_FLIGHT},
         ev.BlocksCopied: {UNREFERENCED_IN_FLIGHT},
+        ev.BlocksUpdated: {UNREFERENCED_IN_FLIGHT},
         MoveReason.OFFLOAD: {BLANK},
         ev.BlocksRemoved: {BLANK},
         ev.CacheCleared: {BLANK},
@@ -98,6 +110,7 @@ IN_SECONDARY: Life = {
     UNREFERENCED: {
         ev.BlocksReused: {REFERENCED},
         ev.BlocksCopied: {UNREFERENCED},
+        ev.BlocksUpdated: {UNREFERENCED},
         MoveReason.RECOMPUTED: {BLANK},
         ev.BlocksRemoved: {BLANK},
         ev.CacheCleared: {BLANK},
@@ -111,6 +124,7 @@ IN_SECONDARY: Life = {
         ev.TransferLanded: {UNREFERENCED},
         ev.BlocksReused: {REFERENCED_IN_FLIGHT},
         ev.BlocksCopied: {UNREFERENCED_IN_FLIGHT},
+        ev.BlocksUpdated: {UNREFERENCED_IN_FLIGHT},
         MoveReason.RECOMPUTED: {BLANK},
         ev.BlocksRemoved: {BLANK},
         ev.CacheCleared: {BLANK},
@@ -127,6 +141,9 @@ def slot_states(state: Contents, index: int) -> tuple[States, States]:
     for sequence in state.sequences.values():
         cached = max(sequence.path_ends[index].end, sequence.detached[index])
         holders.update(sequence.tables[index][cached:])
+    for pin in state.pins.values():
+        if not pin.named:
+            holders.update(pin.slots[index])
     shared = {slot: count for slot, count in holders.items() if count > 1}
     invariant(shared == group.shared, "uncached blocks are shared by others than noted")
     primary, secondary = ([(level.blank, BLANK)] for level in group.levels)

@@ -10,6 +10,7 @@ import numpy as np
 from events.types import PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.matching import match
+from kvcache.fold.pin import Pin
 from kvcache.fold.places import HOLE, position_of
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
@@ -34,9 +35,9 @@ def check_places(group: SlidingGroup, run: Run) -> None:
         invariant(timed, "a block expires that is held, or kept for good")
 
 
-def check_references(group: SlidingGroup, sequences: Iterable[Sequence]) -> None:
+def check_references(group: SlidingGroup, sequences: Iterable[Sequence], pins: Iterable[Pin]) -> None:
     """Verify that references are those of the sequences, and that each holds blocks of its own content."""
-    references: Counter[int] = Counter()
+    references = Counter(slot for pin in pins if pin.named for slot in pin.slots[group.index])
     for sequence in sequences:
         first, end = sequence.detached[group.index], sequence.path_ends[group.index].end
         table = sequence.tables[group.index]

@@ -153,6 +153,16 @@ class SlidingGroup(SlidingTree):
         self._release(table[first:cached], stamp, now)
         return freed
 
+    def pin(self, sequence: Sequence, slots: array[int]) -> None:
+        """One more reference on cached blocks that a sequence holds."""
+        own = set(sequence.tables[self.index][: sequence.path_ends[self.index].end])
+        invariant(own.issuperset(slots), "a pinned block is not cached, or not the sequence's")
+        self._reference(slots)
+
+    def unpin(self, slots: array[int], end: Run | None, stamp: int, now: int) -> None:
+        """A pin lets go of cached blocks."""
+        self._release(slots, stamp, now)
+
     def _release(self, slots: array[int], stamp: int, now: int) -> None:
         """One sequence fewer holds these primary blocks, shallowest first."""
         if len(slots) <= FEW:

@@ -17,8 +17,8 @@ from events.ids import MAX_NUMBER
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.blocks import BlockFold
 from kvcache.fold.exported_state import install
+from kvcache.fold.pin_fold import PinFold
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_sequence
 
@@ -26,7 +26,7 @@ REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
 
 
-class CacheState(BlockFold):
+class CacheState(PinFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
@@ -45,6 +45,8 @@ class CacheState(BlockFold):
             ev.BlocksUpdated: self._update,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
+            ev.BlocksPinned: self._pin,
+            ev.BlocksUnpinned: self._unpin,
             ev.TokensAppended: self._append_tokens,
             ev.ContextComputed: self._compute,
             ev.BlocksDetached: self._detach,
@@ -82,6 +84,8 @@ class CacheState(BlockFold):
         self.rich.clear()
         self.refused.clear()
         self.changed_blocks = self.clock = 0
+        self.pins.clear()
+        self.next_pin = 1
 
     def _start_epoch(self, event: ev.EpochStarted) -> None:
         self.epoch = event.epoch
@@ -101,6 +105,7 @@ class CacheState(BlockFold):
         invariant(removed == event.removed and unnamed == event.unnamed, "another state was cleared")
         for sequence in self.sequences.values():
             sequence.path_ends = self.roots(sequence.namespace)
+        self._forget_names_of_pins()
         self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
 
     # -- sequences

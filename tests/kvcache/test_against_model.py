@@ -35,7 +35,7 @@ from events.types import (
 )
 from kvcache.config import KVCacheConfig
 from kvcache.decide import block_manager
-from kvcache.errors import KVCacheError, OutOfBlocks, PromptTooLong
+from kvcache.errors import KVCacheError, OutOfBlocks, PinsExceeded, PromptTooLong
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
@@ -255,6 +255,30 @@ class ManagerBesideModel(RuleBasedStateMachine):
         if batch is not None:
             self.fingerprints[batch.seq] = self.manager.fingerprint()
         agreement.gauges_agree(self.manager.stats(), self.model)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data(), start=st.integers(0, 8), length=st.none() | st.integers(0, 12))
+    def pin(self, data: st.DataObject, start: int, length: int | None) -> None:
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        stop = None if length is None else start + length
+        try:
+            number = self.model.pin(
+                request_id, start, strategies.LIMIT if stop is None else stop, self.config.max_pinned_share
+            )
+        except Refused:
+            with pytest.raises(PinsExceeded):
+                self.both("pin", request_id, start, stop)
+            return
+        assert self.both("pin", request_id, start, stop) == number
+        pinned = self.manager.pins()[number]
+        assert list(pinned.blocks.values()) == [len(each.pins[number]) for each in self.model.windows]
+
+    @precondition(lambda self: self.model.windows[0].pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.model.windows[0].pins)))
+        self.model.unpin(number)
+        self.both("unpin", number)
 
     def order_of_expiry(self, events: Sequence[Event]) -> list[dict[Path, int]]:
         """In which order the manager has told of blocks whose time was over, by window."""

@@ -27,6 +27,7 @@ from kvcache.errors import (
     OutOfBlocks,
     OutOfNumbers,
     OutOfSymbols,
+    PinsExceeded,
     Poisoned,
     PromptTooLong,
     SnapshotDamaged,
@@ -77,6 +78,7 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     },
     OutOfNumbers(): {},
     OutOfSymbols(3, 2): {"needed": 3, "available": 2},
+    PinsExceeded(5, 4, 128): {"blocks": 5, "most": 4, "window": 128},
     NotEnoughMemory(2048, 1024, "GPU memory", "primary_blocks"): {
         "needed": 2048,
         "free": 1024,

@@ -7,7 +7,15 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from cuda_ops.simulated import LateCopier
-from events.types import PRIMARY, SECONDARY, CacheCreated, Event, SequenceRemoved
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    BlocksPinned,
+    BlocksUnpinned,
+    CacheCreated,
+    Event,
+    SequenceRemoved,
+)
 from kvcache.errors import InvariantViolated
 from kvcache.fold.check import check, check_slots
 from kvcache.fold.group_state import GroupState
@@ -33,6 +41,10 @@ class FoldWitness(Witness):
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         if isinstance(event, SequenceRemoved):
             return [(PRIMARY, self.state.sequences[event.handle].tables[0].tobytes())]
+        if isinstance(event, BlocksPinned):
+            return [(PRIMARY, event.slots[0])]
+        if isinstance(event, BlocksUnpinned):
+            return [(PRIMARY, self.state.pins[event.pin].slots[0].tobytes())]
         return super().named(event)
 
 

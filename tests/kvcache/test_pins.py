@@ -1,0 +1,100 @@
+"""Pins: references that outlive the sequence for which they were taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import KVCacheManager, Request
+from kvcache.errors import OutOfBlocks, PinsExceeded, UnknownRequest, UsageError
+from kvcache.replay import replay
+from tests import strategies
+from tests.conformance.rig import Rig
+
+
+def test_pinned_blocks_outlive_what_needs_room() -> None:
+    """Everything else is evicted; the pinned prefix is reused, and goes like all others once it is let go of."""
+    rig = Rig(6, max_pinned_share=0.5)
+    rig.prefill("a", [1] * 13)
+    pin = rig.manager.pin("a", stop=8)
+    assert rig.manager.pins()[pin].blocks == {24: 2}
+    rig.end("a")
+    for number in range(5):
+        rig.run(number, [10 + number] * 16)
+    assert rig.free == 4
+    assert rig.add("again", [1] * 13) == 8
+    rig.end("again")
+    rig.manager.unpin(pin)
+    assert rig.free == 6
+    rig.run("large", [50] * 24)
+    assert rig.add("once more", [1] * 13) == 0
+    rig.manager.check()
+
+
+def test_pins_are_refused_beyond_their_share() -> None:
+    """What is pinned already counts, the same block once; a refusal changes nothing."""
+    rig = Rig(8, max_pinned_share=0.5)
+    rig.prefill("a", [1] * 24)
+    first = rig.manager.pin("a", 0, 12)
+    rig.manager.pin("a", 4, 16)
+    before = rig.manager.fingerprint()
+    with pytest.raises(
+        PinsExceeded, match="5 blocks would be pinned in the window of 32 tokens, where 4 may be"
+    ):
+        rig.manager.pin("a", 0, 20)
+    assert rig.manager.fingerprint() == before
+    rig.manager.unpin(first)
+    with pytest.raises(PinsExceeded):
+        rig.manager.pin("a", 0, 20)
+    assert set(rig.manager.pins()) == {2}
+
+
+def test_clear_takes_the_names_and_not_the_blocks() -> None:
+    """After it nothing is reused; the slots come back with the pin."""
+    rig = Rig(6)
+    rig.run("a", [1] * 13)
+    rig.prefill("b", [1] * 9)
+    pin = rig.manager.pin("b")
+    rig.end("b")
+    rig.manager.clear()
+    assert (rig.free, rig.manager.pins()[pin].named) == (4, False)
+    assert rig.add("c", [1] * 9) == 0
+    rig.end("c")
+    rig.manager.unpin(pin)
+    assert rig.free == 6
+    rig.manager.check()
+
+
+@pytest.mark.parametrize("number", [0, 2, -1, 2**70, True, "1", None])
+def test_only_pins_that_there_are_can_be_let_go_of(number: Any) -> None:
+    """Any other number is refused, one that was let go of too."""
+    rig = Rig(4)
+    rig.prefill("a", [1] * 5)
+    rig.manager.unpin(rig.manager.pin("a"))
+    with pytest.raises(UsageError):
+        rig.manager.unpin(1)
+    with pytest.raises(UsageError):
+        rig.manager.unpin(number)
+    with pytest.raises(UnknownRequest):
+        rig.manager.pin("b")
+    with pytest.raises(UsageError, match="start <= stop"):
+        rig.manager.pin("a", 5, 4)
+
+
+def test_pins_replay(tmp_path: Path) -> None:
+    """A replayed state holds them, and a manager that goes on from it lets go of them."""
+    manager = KVCacheManager(strategies.config(tokens_per_block=4), log=tmp_path)
+    manager.add_sequence("a", [1] * 9)
+    manager.store_context_blocks("a", 9)
+    manager.pin("a")
+    manager.remove_sequence("a")
+    manager.close()
+    resumed = KVCacheManager.resume(replay(tmp_path, verify=True).state)
+    assert resumed.pins()[1].blocks == {24: 2}
+    with pytest.raises(OutOfBlocks):
+        resumed.add_sequences([Request("b", [2] * 20), Request("c", [3] * 8)])
+    resumed.unpin(1)
+    resumed.check()
+    assert resumed.num_free_blocks == 8
