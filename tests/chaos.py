@@ -133,6 +133,15 @@ def residency(manager: KVCacheManager) -> Told:
     return told
 
 
+def told_by(index: Index) -> Told:
+    """What an index holds, to be compared with a residency."""
+    return {
+        (group, level, name, block.parent, block.tokens)
+        for (group, level), blocks in index.blocks.items()
+        for name, block in blocks.items()
+    }
+
+
 class NoBytes:
     """Copies nothing, at once."""
 
@@ -399,11 +408,7 @@ class Router:
     @property
     def told(self) -> Told:
         """What it believes to be resident."""
-        return {
-            (group, level, name, block.parent, block.tokens)
-            for (group, level), blocks in self.index.blocks.items()
-            for name, block in blocks.items()
-        }
+        return told_by(self.index)
 
 
 class LossyForwarder:

@@ -168,7 +168,8 @@ def main(log: str, seed: str, *sinks: str) -> None:
         if word == "settle":
             told, seq = engine.settle()
             print(json.dumps([sorted(told, key=str), seq]), flush=True)
-            select.select([0], [], [])
+            while not select.select([0], [], [], 0.01)[0]:
+                engine.manager.flush()  # a sink that has missed something is told the state so
         else:
             engine.manager.close()
             return

@@ -2,70 +2,76 @@
 
 from __future__ import annotations
 
-import signal
-import socket
-import subprocess
-import time
+import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import nats
+import nats.errors
+
+from tests.brokers.server import STREAM, Server
 from tests.servers import program
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class NATSServer(Server):
+    """With default settings, and what is given as `extra`."""
 
-
-def wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-        except OSError:
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server does not listen"
-            time.sleep(0.02)
-        else:
-            return
-
-
-class NATSServer:
-    """Keeps its files in a directory, and its port."""
+    scheme = "nats"
+    store = "js"
 
     def __init__(self, directory: Path, extra: str = "", *, jetstream: bool = True) -> None:
-        self.port = free_port()
-        self._config = directory / "nats.conf"
-        store = f'jetstream {{ store_dir: "{directory}/js" }}' if jetstream else ""
-        self._config.write_text(f"listen: 127.0.0.1:{self.port}\n{store}\n{extra}\n")
-        self._program = program("nats-server")
+        super().__init__(directory)
+        config = directory / "nats.conf"
+        store = f'jetstream {{ store_dir: "{directory}/{self.store}" }}' if jetstream else ""
+        config.write_text(f"listen: 127.0.0.1:{self.port}\n{store}\n{extra}\n")
+        self.command = [program("nats-server"), "-c", str(config)]
 
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
+    @classmethod
+    def with_password(cls, directory: Path, user: str, password: str) -> Self:
+        users = f'authorization {{ users = [ {{ user: {user}, password: "{password}" }} ] }}'
+        return cls(directory, users)
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
+    @classmethod
+    def with_tls(cls, directory: Path, certificate: Path, key: Path) -> Self:
+        return cls(directory, f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}')
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    def empty(self) -> None:
+        self.ask(lambda js: js.purge_stream(STREAM))
 
-    def start(self) -> None:
-        self._process = subprocess.Popen(
-            [self._program, "-c", str(self._config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        wait_until_listening(self.port, self._process)
+    def drop(self, worker: str) -> None:
+        self.ask(lambda js: js.purge_stream(STREAM, subject=f"{STREAM}.{worker}"))
 
-    def kill(self) -> None:
-        """As by kill -9."""
-        self._process.kill()
-        self._process.wait()
+    def ask(self, question: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Past our own client."""
 
-    def stop(self) -> None:
-        """It stands still, with its connections open."""
-        self._process.send_signal(signal.SIGSTOP)
+        async def work() -> Any:
+            client = await nats.connect(self.url)
+            try:
+                return await question(client.jetstream())
+            finally:
+                await client.close()
 
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        return asyncio.run(work())
+
+    def state(self) -> Any:
+        return self.ask(lambda js: js.stream_info(STREAM)).state
+
+    def records(self, worker: str) -> list[tuple[str, bytes]]:
+        async def fetch(js: Any) -> list[tuple[str, bytes]]:
+            last = (await js.stream_info(STREAM)).state.last_seq
+            pull = await js.pull_subscribe(f"{STREAM}.{worker}", stream=STREAM)
+            found: list[tuple[str, bytes]] = []
+            while True:
+                try:
+                    batch = await pull.fetch(100, timeout=0.3)
+                except nats.errors.TimeoutError:
+                    return found
+                for message in batch:
+                    await message.ack()
+                    found.append((message.headers["Kvcache-Record"], message.data))
+                if batch[-1].metadata.sequence.stream >= last:
+                    return found
+
+        found: list[tuple[str, bytes]] = self.ask(fetch)
+        return found

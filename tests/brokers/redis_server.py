@@ -2,59 +2,66 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
 from typing import Self
 
-from tests.brokers.nats_server import free_port, wait_until_listening
+from redis import BusyLoadingError, Redis, RedisError
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from tests.brokers.server import STREAM, Server
 from tests.servers import program
 
 
-class RedisServer:
-    """Keeps its files in a directory, and its port. Everything that it acknowledges is on the disk."""
+class RedisServer(Server):
+    """Everything that it acknowledges is on the disk."""
+
+    scheme = "redis"
+    store = "appendonlydir"
 
     def __init__(self, directory: Path, *extra: str, tls: tuple[Path, Path] | None = None) -> None:
-        self.port = free_port()
+        super().__init__(directory)
+        self._can_ask = tls is None
         ports = ["--port", str(self.port)]
         if tls is not None:
             ports = ["--port", "0", "--tls-port", str(self.port), "--tls-auth-clients", "no"]
             ports += ["--tls-cert-file", str(tls[0]), "--tls-key-file", str(tls[1])]
         durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        self._command = [
-            program("redis-server"),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(directory),
-            *ports,
-            *durable,
-        ]
-        self._command += extra
+        where = ["--bind", "127.0.0.1", "--dir", str(directory)]
+        self.command = [program("redis-server"), *where, *ports, *durable, *extra]
 
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
+    @classmethod
+    def with_password(cls, directory: Path, user: str, password: str) -> Self:
+        return cls(
+            directory, "--user", user, "on", f">{password}", "~*", "&*", "+@all", "--user", "default", "off"
+        )
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
+    @classmethod
+    def with_tls(cls, directory: Path, certificate: Path, key: Path) -> Self:
+        return cls(directory, tls=(certificate, key))
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    def answers(self) -> bool:
+        """It listens before it has read its files, and refuses meanwhile."""
+        if not self._can_ask or not super().answers():
+            return super().answers()
+        with Redis(port=self.port, retry=Retry(NoBackoff(), 0)) as client:
+            try:
+                client.ping()
+            except BusyLoadingError:
+                return False
+            except RedisError:
+                return True
+        return True
 
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until_listening(self.port, self._process)
+    def empty(self) -> None:
+        with Redis(port=self.port) as client:
+            client.flushall()
 
-    def kill(self) -> None:
-        """As by kill -9."""
-        self._process.kill()
-        self._process.wait()
+    def drop(self, worker: str) -> None:
+        with Redis(port=self.port) as client:
+            client.delete(f"{STREAM}:{worker}")
 
-    def stop(self) -> None:
-        """It stands still, with its connections open."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+    def records(self, worker: str) -> list[tuple[str, bytes]]:
+        with Redis(port=self.port) as client:
+            entries = client.xrange(f"{STREAM}:{worker}")
+            return [(fields[b"record"].decode(), fields[b"payload"]) for _, fields in entries]

@@ -1,107 +1,26 @@
-"""Feeds by way of Kafka's protocol: the broker is librdkafka's own mock cluster, inside this process.
-
-No server of Kafka is packaged for Debian. The mock speaks the real protocol over TCP; but it keeps everything in
-memory, 5 MiB of each partition, and cannot be killed and started again.
-"""
+"""What is particular to feeds by way of Kafka's protocol, at librdkafka's mock cluster; the rest: test_feeds.py."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
 
 from events.brokers.address import BrokerError
 from events.brokers.records import Record
 from sinks import SinkOpenError
 from sinks.brokers.kafka import KafkaStream
 from tests.brokers.fleet import FeedingWorker, StreamReader
-from tests.brokers.nats_server import free_port
-from tests.sinks.feed_source import Reader
-
-
-class MockCluster:
-    """A broker that listens on this machine; clients that are not ours talk to it as well."""
-
-    def __init__(self) -> None:
-        self._home = Producer({"test.mock.num.brokers": 1, "bootstrap.servers": "mock", "log_level": 0})
-        (broker,) = self._home.list_topics(timeout=10).brokers.values()
-        self.server = f"{broker.host}:{broker.port}"
-        self.url = f"kafka://{self.server}"
-
-    def records(self, worker: str) -> list[tuple[int, str, bytes]]:
-        """Partition, tag and payload of all that a worker has in the topic, past our reader."""
-        consumer = Consumer({"bootstrap.servers": self.server, "group.id": "test", "log_level": 0})
-        partitions = consumer.list_topics("kvcache", timeout=10).topics["kvcache"].partitions
-        found = []
-        for partition in partitions:
-            first, last = consumer.get_watermark_offsets(TopicPartition("kvcache", partition), timeout=10)
-            consumer.assign([TopicPartition("kvcache", partition, first)])
-            seen = first
-            while seen < last:
-                for message in consumer.consume(last - seen, 1.0):
-                    seen += 1
-                    if message.key() == worker.encode():
-                        headers: Any = message.headers()
-                        found.append((partition, dict(headers)["record"].decode(), message.value() or b""))
-        consumer.close()
-        return found
+from tests.brokers.kafka_cluster import MockCluster
+from tests.brokers.server import free_port
 
 
 @pytest.fixture
-def cluster() -> Iterator[MockCluster]:
-    cluster = MockCluster()
-    yield cluster
-    del cluster._home
-
-
-def test_what_workers_have_is_what_readers_know(cluster: MockCluster) -> None:
-    """At the mock cluster: five workers of one topic, known to a reader from the start and to a late one."""
-    rng = random.Random(1)
-    with ExitStack() as stack, StreamReader(cluster.url) as early:
-        workers = [
-            stack.enter_context(FeedingWorker(cluster.url, f"w{number}", min_bytes=4000))
-            for number in range(5)
-        ]
-        for _ in range(200):
-            for worker in workers:
-                worker.step(rng)
-            early.read(1)
-        early.check(*workers)
-        with StreamReader(cluster.url) as late:
-            late.check(*workers)
-        with StreamReader(f"{cluster.url}?worker=w1") as one:
-            one.check(workers[1])
-            assert list(one.indexes) == ["w1"]
-        assert [worker.runner.stats().errors for worker in workers] == [0] * 5
-        for worker in workers:
-            records = cluster.records(worker.name)
-            assert len({partition for partition, _, _ in records}) == 1
-            assert len({tag for _, tag, _ in records}) == len(records)
-
-
-def test_late_in_the_middle(cluster: MockCluster) -> None:
-    """At the mock cluster: whatever was trimmed, a reader of its own has all from the first whole state on."""
-    rng = random.Random(2)
-    with FeedingWorker(cluster.url, "w", min_bytes=3000) as worker:
-        for _ in range(200):
-            worker.step(rng)
-            worker.settle()
-        records = [(tag, payload) for _, tag, payload in cluster.records("w")]
-        states = [at for at, (tag, _) in enumerate(records) if tag.endswith("/0/last")]
-        assert len(states) > 3
-        for begin in (1, states[1] + 1, states[-1]):
-            reader, at = Reader(), None
-            for tag, payload in records[begin:]:
-                is_state, number = tag.endswith("/0/last"), int(tag.partition("/")[0])
-                if (is_state and at is None) or (not is_state and at is not None):
-                    assert at is None or number == at + 1
-                    reader.take_payload(payload)
-                    at = number
-            assert {int.from_bytes(block) for _, block in reader.state} == worker.resident
+def cluster(tmp_path: Path) -> Iterator[MockCluster]:
+    with MockCluster(tmp_path) as cluster:
+        yield cluster
 
 
 def test_after_trimming(cluster: MockCluster) -> None:
@@ -118,8 +37,8 @@ def test_after_trimming(cluster: MockCluster) -> None:
             worker.settle()
             early.read(0)
         early.check(worker)
-        records = cluster.records("w")
-        assert int(records[0][1].partition("/")[0]) > first, "nothing was trimmed"
+        assert cluster.numbers("w")[0] > first, "nothing was trimmed"
+        assert len({partition for partition, _, _ in cluster.placed("w")}) == 1
         with StreamReader(cluster.url) as late:
             late.check(worker)
         assert worker.runner.stats().errors == 0

@@ -1,0 +1,51 @@
+"""Whatever happens to engine, sidecar, broker, network and routers: when it is quiet, routers know what is cached.
+
+Processes are killed, stopped and restarted at random, connections are late and break, and servers lose what they had
+acknowledged. What routers hold at the end is compared with the manager's own state. A seed repeats the misfortunes,
+not the moments at which processes are met by them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.brokers.chaos import Scene
+from tests.brokers.conftest import REAL, scheme
+from tests.brokers.kafka_cluster import MockCluster
+from tests.brokers.server import Server
+
+KINDS: list[type[Server]] = [*REAL, MockCluster]
+
+
+def endure(kind: type[Server], seed: int, directory: Path, seconds: float) -> None:
+    directory.mkdir(exist_ok=True)
+    with ExitStack() as resources:
+        broker = resources.enter_context(kind(directory))
+        scene = Scene(directory, seed, broker, resources)
+        try:
+            scene.run(seconds)
+            scene.check()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, after {', '.join(scene.happened)}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=scheme)
+def test_routers_know_what_is_cached_whatever_happened(kind: type[Server], tmp_path: Path) -> None:
+    """After some seconds of misfortunes each index equals the residency, and none saw nonsense."""
+    endure(kind, 1, tmp_path, 4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", KINDS, ids=scheme)
+def test_routers_know_what_is_cached_after_a_minute(kind: type[Server], tmp_path: Path) -> None:
+    """The same for a minute, at random."""
+    seed, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + 60
+    while time.monotonic() < end:
+        endure(kind, seed, tmp_path / str(seed), 15)
+        seed += 1
