@@ -58,4 +58,6 @@ def told(address: BrokerAddress, error: KafkaError | None) -> BrokerError:
     if name in ("_UNKNOWN_TOPIC", "UNKNOWN_TOPIC_OR_PART"):
         reason = f"there is no topic {address.stream}: make one, with a retention.ms of three times restate or more"
         return BrokerUnavailable(where, reason)
+    if name in ("_TRANSPORT", "_ALL_BROKERS_DOWN"):
+        return BrokerUnavailable(where, "it cannot be reached")
     return BrokerUnavailable(where, name.strip("_").replace("_", " ").lower())

@@ -25,7 +25,7 @@ from events.errors import EventDecodeError
 from events.formats.vllm import AllBlocksCleared, Message, VLLMBatch, decode_batch
 
 HELD_MAX = 10_000
-"""Live messages held during a replay; more are left to the socket's own queue."""
+"""Live messages held during a replay. More are left to the socket's own queue, where it is one publisher's alone."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -108,11 +108,16 @@ class Continuity:
         return len(self._held)
 
     def live(self, message: Message) -> None:
-        """A message of the stream."""
+        """A message of the stream. While as many are held as may be, it takes the place of the last one.
+
+        So it shows a gap later, for which is asked again.
+        """
         if self._asked is None:
             self._accept(message)
-        else:
-            self._held.append(message)
+            return
+        if len(self._held) >= HELD_MAX:
+            self._held.pop()
+        self._held.append(message)
 
     def answer(self, message: Message) -> None:
         """A message of the replay."""

@@ -10,7 +10,8 @@ A publisher is known by the topic of its messages and, where they are encrypted,
 nobody can speak for another. Two that share a topic, and a key or none, cannot be told apart.
 
 A replay is asked for at the publisher itself, at the address that `replay` finds for it. It has to have the very key
-that its messages came with.
+that its messages came with. One that does not answer holds up nobody else: of its messages at most so many wait as
+`events.subscribe.continuity` holds, and it is asked again for the others.
 """
 
 from __future__ import annotations
@@ -165,14 +166,12 @@ class Gathering:
         Returns after how many seconds that must be anyway; None: it need not.
         """
         waits = [follower.wait(poller) for follower in self._followers.values()]
-        if self._has_room:
-            waits.append(self._live.wait(poller))
-        return shortest(waits, None)
+        return shortest([*waits, self._live.wait(poller)], None)
 
     def _read_live(self) -> None:
         self._live.look()
         read = 0
-        while read < READ_AT_ONCE and self._has_room and (message := self._live.receive_from()) is not None:
+        while read < READ_AT_ONCE and (message := self._live.receive_from()) is not None:
             frames, key = message
             read += weight(frames)
             follower = self._follower(Worker(frames[0].decode(errors="replace"), key))
@@ -180,11 +179,6 @@ class Gathering:
                 self.ignored += 1
             else:
                 follower.live(frames)
-
-    @property
-    def _has_room(self) -> bool:
-        """One that is waited for holds up the others in the end: there is one queue for all."""
-        return all(follower.has_room for follower in self._followers.values())
 
     def _follower(self, worker: Worker) -> Follower | None:
         found = self._followers.get(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +134,7 @@ class Scene:
         """Have routers read for so long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
+            self._tend_sidecar()
             for number, reader in enumerate(self.readers):
                 if self.asleep[number]:
                     self.asleep[number] -= 1
@@ -202,6 +204,14 @@ class Scene:
         self.sidecar = Sidecar(self.log, self._url("side"))
         return self.sidecar
 
+    def _tend_sidecar(self) -> None:
+        """One that did not find the broker when it started has ended, and is started again as by who deploys it."""
+        code = self.sidecar.process.poll()
+        if code is not None and "sidecar" not in self._repairs:
+            assert code == 1, self.sidecar.said
+            assert f"error: {self.broker.scheme}://" in self.sidecar.said.splitlines()[-1], self.sidecar.said
+            self._start_sidecar()
+
     def _url(self, worker: str) -> str:
         return f"{self._urls[1]}?worker={worker}&{OPTIONS}"
 
@@ -222,7 +232,9 @@ class Scene:
         self._for_a_while("sidecar", self._start_sidecar)
 
     def _stop_sidecar(self) -> None:
-        self.sidecar.stop()
+        self.sidecar.process.terminate()
+        code = self.sidecar.process.wait(30)
+        assert code in (143, -signal.SIGTERM, 1), self.sidecar.said
         self._for_a_while("sidecar", self._start_sidecar)
 
     def _suspend_sidecar(self) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from events.formats.vllm import Message
+from events.subscribe import continuity as continuity_module
 from events.subscribe.continuity import Continuity, Missed, Received, Restarted, Restated
 from tests.events.publisher import CLEARED, batch
 
@@ -104,6 +106,24 @@ class TestReplay:
         continuity.live(message(6))
         continuity.end_of_replay()
         assert brief(continuity.take()) == ["-2", "-3", "-4", recovered(2, 3), 5, 6]
+
+    def test_more_than_can_be_held_is_asked_for_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While nobody answers only so many wait; the last one shows what was let go, and the next answer has it."""
+        monkeypatch.setattr(continuity_module, "HELD_MAX", 3)
+        continuity = Continuity(0, can_ask=True)
+        assert continuity.take_request() == 0
+        for seq in range(10):
+            continuity.live(message(seq))
+        assert continuity.holding == 3
+        continuity.end_of_replay(complete=False)
+        assert (continuity.take_request(), continuity.holding) == (2, 1)
+        for seq in range(2, 10):
+            continuity.answer(message(seq))
+        continuity.end_of_replay()
+        continuity.live(message(10))
+        assert brief(continuity.take()) == [
+            *(0, 1, *(f"-{seq}" for seq in range(2, 10)), recovered(2, 8), 10),
+        ]
 
     def test_answer_counts_beyond_what_is_held(self) -> None:
         """An answer is used up to its end: it may hold the state as of then, which live messages would repeat."""

@@ -6,20 +6,24 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Self
 
 import pytest
+import zmq
 
 from events.formats.vllm import Hash
 from events.sockets import gate
 from events.sockets.curve import Curve
+from events.subscribe.continuity import HELD_MAX
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.gathering import Gathering, InsecureEndpoint, replay_in_topic
 from events.subscribe.gathering import Worker as Heard
 from events.subscribe.index import Index
 from sinks import open_sink
 from sinks.router.feed import RouterFeed
+from tests.events.publisher import ReplayServer, batch, stored
 from tests.sinks.feed_source import names, split
 from tests.sinks.helpers import WAIT
 from tests.sinks.keys import Keys
@@ -132,6 +136,30 @@ def test_each_worker_is_known_exactly(port: int, keys: Keys, replay: bool, encry
     finally:
         for worker in workers.values():
             worker.runner.close()
+
+
+@pytest.mark.parametrize("flood", [10, HELD_MAX + 1000])
+def test_who_does_not_answer_holds_up_nobody_else(port: int, flood: int) -> None:
+    """One worker's replay hangs while it floods the router: another one is heard at once all the same."""
+    with (
+        closing(ReplayServer({}, silent=True)) as silent,
+        Router(port, replay=lambda heard: silent.endpoint if heard.topic == "silent" else None) as router,
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as publisher,
+    ):
+        publisher.sndhwm = publisher.linger = 0
+        publisher.connect(f"tcp://127.0.0.1:{port}")
+        payload = batch(stored(1))
+        router.hears(
+            lambda: publisher.send_multipart([b"first", bytes(8), payload]) is None and bool(router.indexes)
+        )
+        for seq in range(1, flood):
+            publisher.send_multipart([b"silent", seq.to_bytes(8, "big"), payload])
+        publisher.send_multipart([b"other", bytes(8), payload])
+        began = time.monotonic()
+        assert router.hears(lambda: any(heard.topic == "other" for heard in router.indexes))
+        assert time.monotonic() - began < 2.5  # half of what an answer is waited for
+        assert not any(heard.topic == "silent" for heard in router.indexes)
 
 
 def test_the_replay_is_found_in_the_topic(port: int) -> None:
