@@ -208,7 +208,7 @@ class Scene:
         """One that did not find the broker when it started has ended, and is started again as by who deploys it."""
         code = self.sidecar.process.poll()
         if code is not None and "sidecar" not in self._repairs:
-            assert code == 1, self.sidecar.said
+            assert code == 2, (code, self.sidecar.said)
             assert f"error: {self.broker.scheme}://" in self.sidecar.said.splitlines()[-1], self.sidecar.said
             self._start_sidecar()
 
@@ -234,7 +234,7 @@ class Scene:
     def _stop_sidecar(self) -> None:
         self.sidecar.process.terminate()
         code = self.sidecar.process.wait(30)
-        assert code in (143, -signal.SIGTERM, 1), self.sidecar.said
+        assert code in (143, -signal.SIGTERM, 2), (code, self.sidecar.said)
         self._for_a_while("sidecar", self._start_sidecar)
 
     def _suspend_sidecar(self) -> None:
