@@ -16,7 +16,7 @@ from tests.brokers.server import Server
 from tests.chaos import Told, told_by
 from tests.sidecars import EngineProcess, Sidecar
 
-OPTIONS = "heartbeat=100ms&coalesce=5ms&timeout=1s&restate=500ms&max_batch=1KiB"
+OPTIONS = "heartbeat=100ms&coalesce=5ms&timeout=1s&max_batch=1KiB"
 WORKERS = ("own", "side")
 """The engine's own feed, and the sidecar's."""
 WAIT = 40.0
@@ -92,6 +92,8 @@ class Scene:
 
     def __init__(self, directory: Path, seed: int, broker: Server, resources: ExitStack) -> None:
         self.rng, self.log, self.broker = random.Random(seed), directory / "log", broker
+        self._restate = ["300ms", "10min"][seed % 2]
+        """Often, so that states are told and trimmed all the time; or so late that who misses one batch stays wrong."""
         self.happened: list[str] = []
         self._repairs: dict[str, tuple[float, Callable[[], object]]] = {}
         """When what is in trouble comes back, and how."""
@@ -213,7 +215,7 @@ class Scene:
             self._start_sidecar()
 
     def _url(self, worker: str) -> str:
-        return f"{self._urls[1]}?worker={worker}&{OPTIONS}"
+        return f"{self._urls[1]}?worker={worker}&{OPTIONS}&restate={self._restate}"
 
     def _kill_engine(self) -> None:
         self.engine.kill()

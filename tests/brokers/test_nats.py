@@ -22,8 +22,13 @@ def server(tmp_path: Path) -> Iterator[NATSServer]:
 
 class TestStream:
     def test_what_others_trimmed_makes_late_but_not_wrong(self, server: NATSServer) -> None:
-        """A stream whose beginning somebody removed tells nothing until the next whole state; then all is right."""
-        with FeedingWorker(f"{server.url}?restate=3s&retain=1min", "w") as worker:
+        """A worker whose beginning somebody removed is not known until its next whole state; others are, meanwhile."""
+        with (
+            FeedingWorker(f"{server.url}?restate=3s&retain=1min", "w") as worker,
+            FeedingWorker(server.url, "other") as other,
+        ):
+            other.store(2)
+            other.settle()
             worker.store(5)
             worker.settle()
             last = server.state().last_seq
@@ -32,6 +37,8 @@ class TestStream:
             worker.settle()
             with StreamReader(server.url) as late:
                 late.read_until(lambda: bool(late.subscriber.waiting))
+                late.check(other)
+                assert [waiting.topic for waiting in late.subscriber.waiting] == ["w"]
                 assert late.indexes["w"].blocks == {}
                 late.read_until(lambda: late.indexes["w"].resident() == worker.resident)
                 assert late.subscriber.waiting == ()
