@@ -87,12 +87,17 @@ class EngineProcess(Process):
         assert self.process.stdout.readline() == "ready\n"
 
     def settle(self) -> tuple[Told, int]:
-        """End the work; returns what is resident, and the log's last batch. It stays alive."""
+        """End the work, until `work`; returns what is resident, and the log's last batch."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         print("settle", file=self.process.stdin, flush=True)
         blocks, seq = json.loads(self.process.stdout.readline())
         return {(*place, tuple(tokens)) for *place, tokens in blocks}, seq
+
+    def work(self) -> None:
+        """Go on with what `settle` has ended."""
+        assert self.process.stdin is not None
+        print("work", file=self.process.stdin, flush=True)
 
     def stop(self) -> None:
         """An orderly end, which closes the log."""
@@ -170,7 +175,7 @@ def main(log: str, seed: str, *sinks: str) -> None:
             print(json.dumps([sorted(told, key=str), seq]), flush=True)
             while not select.select([0], [], [], 0.01)[0]:
                 engine.manager.flush()  # a sink that has missed something is told the state so
-        else:
+        elif word != "work":
             engine.manager.close()
             return
 

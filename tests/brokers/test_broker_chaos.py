@@ -1,8 +1,8 @@
 """Whatever happens to engine, sidecar, broker, network and routers: when it is quiet, routers know what is cached.
 
 Processes are killed, stopped and restarted at random, connections are late and break, and servers lose what they had
-acknowledged. What routers hold at the end is compared with the manager's own state. A seed repeats the misfortunes,
-not the moments at which processes are met by them.
+acknowledged. What routers hold when it is quiet is compared with the manager's own state. A seed repeats the
+misfortunes, not the moments at which processes are met by them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def endure(kind: type[Server], seed: int, directory: Path, seconds: float) -> No
         scene = Scene(directory, seed, broker, resources)
         try:
             scene.run(seconds)
-            scene.check()
         except Exception as error:
             raise AssertionError(f"seed {seed}, after {', '.join(scene.happened)}: {error}") from error
 
@@ -37,7 +36,7 @@ def endure(kind: type[Server], seed: int, directory: Path, seconds: float) -> No
 @pytest.mark.parametrize("kind", KINDS, ids=scheme)
 def test_routers_know_what_is_cached_whatever_happened(kind: type[Server], tmp_path: Path) -> None:
     """After some seconds of misfortunes each index equals the residency, and none saw nonsense."""
-    endure(kind, 1, tmp_path, 4)
+    endure(kind, 3, tmp_path, 8)
 
 
 @pytest.mark.long
