@@ -169,15 +169,15 @@ def main(log: str, seed: str, *sinks: str) -> None:
         if not select.select([0], [], [], 0.001)[0]:
             engine.step()
             continue
-        word = os.read(0, 4096).decode().strip()
-        if word == "settle":
-            told, seq = engine.settle()
-            print(json.dumps([sorted(told, key=str), seq]), flush=True)
-            while not select.select([0], [], [], 0.01)[0]:
-                engine.manager.flush()  # a sink that has missed something is told the state so
-        elif word != "work":
-            engine.manager.close()
-            return
+        for word in os.read(0, 4096).decode().split() or ["stop"]:
+            if word == "settle":
+                told, seq = engine.settle()
+                print(json.dumps([sorted(told, key=str), seq]), flush=True)
+                while not select.select([0], [], [], 0.01)[0]:
+                    engine.manager.flush()  # a sink that has missed something is told the state so
+            elif word == "stop":
+                engine.manager.close()
+                return
 
 
 if __name__ == "__main__":
