@@ -3,49 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 
 from events.brokers.records import Record
 from tests.brokers.fleet import FeedingWorker, StreamReader
-from tests.brokers.nats_server import NATSServer
-from tests.brokers.redis_server import RedisServer
-from tests.brokers.test_kafka import MockCluster
+from tests.brokers.server import Server
 
 FORMS = ["format=vllm", "style=array", "format=sglang"]
-BROKERS: dict[str, Callable[[Path], NATSServer | RedisServer]] = {"nats": NATSServer, "redis": RedisServer}
-
-
-@contextmanager
-def broker(kind: str, directory: Path) -> Iterator[str]:
-    """The URL of one that runs."""
-    if kind == "kafka":
-        cluster = MockCluster()
-        yield cluster.url
-        del cluster._home
-    else:
-        with BROKERS[kind](directory) as server:
-            yield server.url
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["nats", "redis", "kafka"])
-def test_readers_of_any_form_know_what_workers_have(tmp_path: Path, kind: str, form: str) -> None:
+def test_readers_of_any_form_know_what_workers_have(broker: Server, form: str) -> None:
     """One from the start, and one that comes when the state was told in pieces; nothing is odd on the way."""
-    rng = random.Random(f"{kind} {form}")
+    rng = random.Random(f"{broker.scheme} {form}")
     with ExitStack() as stack:
-        url = stack.enter_context(broker(kind, tmp_path))
-        early = stack.enter_context(StreamReader(url))
-        worker = stack.enter_context(FeedingWorker(f"{url}?{form}", "w", min_bytes=4000))
+        early = stack.enter_context(StreamReader(broker.url))
+        worker = stack.enter_context(FeedingWorker(f"{broker.url}?{form}", "w", min_bytes=4000))
         for _ in range(12):
             for _ in range(30):
                 worker.step(rng)
             early.catch_up(worker)
-        late = stack.enter_context(StreamReader(url))
+        late = stack.enter_context(StreamReader(broker.url))
         late.catch_up(worker)
         for reader in (early, late):
             index = reader.indexes["w"]
@@ -56,11 +38,10 @@ def test_readers_of_any_form_know_what_workers_have(tmp_path: Path, kind: str, f
         assert worker.runner.stats().errors == 0
 
 
-@pytest.mark.parametrize("kind", ["nats", "redis", "kafka"])
-def test_form_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+def test_form_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, broker: Server) -> None:
     """Arrays and SGLang's maps, read as plain msgpack, in batches that keep their bound."""
     for form in FORMS:
-        with broker(kind, tmp_path) as url, FeedingWorker(f"{url}?{form}&max_batch=2KiB", "w") as worker:
+        with FeedingWorker(f"{broker.url}?{form}&max_batch=2KiB", "w") as worker:
             sent: list[bytes] = []
             stream = worker.transport._stream
             append = stream.append

@@ -113,7 +113,7 @@ class Source:
     def exported(self) -> EventBatch:
         runs, symbols, slots, keys = [], b"", [], b""
         for handle, held in self.slots.items():
-            runs += [-1, len(held), self.block, 0, 35, -1, 0, 0, 0]
+            runs += [-1, len(held), self.block, 0, 35, 0, 0, -1, 0, 0]
             symbols += tokens(handle, len(held), self.block)
             slots += held
             keys += names(handle, len(held))
