@@ -229,13 +229,12 @@ def redis(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def kafka(directory: Path) -> Iterator[str]:
-    """Librdkafka's own mock cluster, as in `tests/brokers/test_kafka.py`."""
+    """Librdkafka's own mock cluster."""
     pytest.importorskip("confluent_kafka")
-    from tests.brokers.test_kafka import MockCluster
+    from tests.brokers.kafka_cluster import MockCluster
 
-    cluster = MockCluster()
-    yield cluster.url
-    del cluster._home
+    with MockCluster(directory) as cluster:
+        yield cluster.url
 
 
 @pytest.mark.parametrize("broker", [nats, redis, kafka], ids=["nats", "redis", "kafka"])
