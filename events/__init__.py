@@ -63,6 +63,7 @@ from events.types import RemoveReason as RemoveReason
 from events.types import RequestId as RequestId
 from events.types import SequenceAdded as SequenceAdded
 from events.types import SequenceExported as SequenceExported
+from events.types import SequenceForked as SequenceForked
 from events.types import SequenceRemoved as SequenceRemoved
 from events.types import StateExported as StateExported
 from events.types import SymbolPage as SymbolPage

@@ -11,6 +11,8 @@ class AllocateReason(StrEnum):
     PROMPT = "prompt"
     DECODE = "decode"
     COPY = "copy"
+    FORK = "fork"
+    """For a branch of a sequence: what it does not share."""
 
 
 class MoveReason(StrEnum):

@@ -51,6 +51,7 @@ from events.kinds.cache import TransferLanded as TransferLanded
 from events.kinds.sequences import AdmissionRefused as AdmissionRefused
 from events.kinds.sequences import ContextComputed as ContextComputed
 from events.kinds.sequences import SequenceAdded as SequenceAdded
+from events.kinds.sequences import SequenceForked as SequenceForked
 from events.kinds.sequences import SequenceRemoved as SequenceRemoved
 from events.kinds.sequences import TokensAppended as TokensAppended
 from events.reasons import AllocateReason as AllocateReason
@@ -97,6 +98,7 @@ AnyEvent = (
     | TokensAppended
     | ContextComputed
     | BlocksDetached
+    | SequenceForked
     | SequenceRemoved
     | TransferLanded
     | TransferFailed

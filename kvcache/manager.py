@@ -303,6 +303,7 @@ class KVCacheManager:
     store_context_blocks = _of_running(Running.store_context_blocks)
     add_tokens = _of_running(Running.add_tokens)
     set_priority = _of_running(Running.set_priority)
+    fork = _of_running(Running.fork)
     pin = _of_running(Running.pin)
     unpin = _of_running(Running.unpin)
     remove_sequence = _of_running(Running.remove_sequence)

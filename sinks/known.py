@@ -12,6 +12,7 @@ from events.types import (
     CacheCreated,
     RequestId,
     SequenceAdded,
+    SequenceForked,
     SequenceRemoved,
     StateExported,
     WorkerSeen,
@@ -47,6 +48,8 @@ class Known:
             self._ended = None
         if isinstance(event, SequenceAdded):
             self._add(event.handle, event.request_id)
+        elif isinstance(event, SequenceForked):
+            self._add(event.child, event.request_id)
         elif isinstance(event, SequenceRemoved):
             self._ended = event.handle
         elif isinstance(event, StateExported):

@@ -301,6 +301,9 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksDetached: lambda e, known: (
         f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} freed={len(e.freed) // SLOT_BYTES}"
     ),
+    ev.SequenceForked: lambda e, known: (
+        f"{_whose(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
+    ),
     ev.SequenceRemoved: _sequence_removed,
     ev.TransferLanded: lambda e, known: _transfers(e.transfers),
     ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",

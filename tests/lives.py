@@ -122,6 +122,7 @@ class Program:
             secondary_blocks=rng.choice([0, 2, 4, 8]),
             secondary_offload_min_priority=rng.choice([0, 35]),
             max_attention_window=rng.choice([None, None, 3, 5]),
+            enable_block_reuse=not self.keeps or rng.random() < 0.7,
         )
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
         self.ticks = strategies.Ticks()
@@ -135,7 +136,7 @@ class Program:
         commands = [self.admit, self.compute, self.end] * 4 + [self.decode] * 3
         commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
         if self.keeps:
-            commands += [self.pin, self.unpin]
+            commands += [self.pin, self.unpin, self.fork]
         for _ in range(steps):
             with suppress(CapacityError, TransfersPending, ComputationLost):
                 self.rng.choice(commands)()
@@ -164,6 +165,12 @@ class Program:
     def pin(self) -> None:
         for request_id in self.some()[:1]:
             self.manager.pin(request_id, self.rng.randint(0, 4))
+
+    def fork(self) -> None:
+        for request_id in self.some()[:1]:
+            self.manager.fork(request_id, self.admitted)
+            self.running.append(self.admitted)
+            self.admitted += 1
 
     def unpin(self) -> None:
         for pin in list(self.manager.pins())[:1]:

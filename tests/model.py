@@ -8,6 +8,7 @@ so a mistake would have to be made twice, in two shapes, to stay unseen.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from events.types import PRIMARY, SECONDARY
@@ -198,6 +199,18 @@ class Model:
     def set_priority(self, request_id: Hashable, priority: int, start: int, stop: int) -> list[list[Path]]:
         """Returns for each window the blocks that had another priority, shallowest first."""
         return [window.set_priority(request_id, priority, start, stop) for window in self.windows]
+
+    def fork(self, parent: Hashable, child: Hashable) -> list[list[int]]:
+        """Returns for each window the parent's blocks that were swapped for another's."""
+        sequence = self.running[parent]
+        new = self.blocks_for(len(sequence.tokens)) - sequence.computed // self.size
+        if any(new > window.available() for window in self.windows):
+            raise Refused
+        swapped = [window.store(parent, sequence) for window in self.windows]
+        self.running[child] = replace(sequence, tokens=sequence.tokens[:])
+        for window in self.windows:
+            window.fork(parent, child, sequence)
+        return swapped
 
     def pin(self, request_id: Hashable, start: int, stop: int, share: float) -> int:
         """Returns the number; raises `Refused` beyond a share of the blocks of some window."""

@@ -308,6 +308,10 @@ class NaiveAudit:
             case ev.TransferFailed():
                 for running in self.running.values():
                     running.computed = 0
+            case ev.SequenceForked():
+                parent = self.running[event.handle]
+                child = Running(parent.prompt, list(parent.tokens), parent.computed)
+                self.running[event.child] = child
             case ev.SequenceRemoved():
                 del self.running[event.handle]
             case ev.BlocksStored():

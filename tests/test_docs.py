@@ -22,7 +22,16 @@ from events.feed.changes import Cleared, Created, Removed, Stored, Updated
 from events.feed.life import LIFE
 from events.formats.trtllm_lines import DictLines
 from events.formats.vllm import encode_batch
-from events.types import AllocateReason, AnyEvent, GroupCreated, MoveReason, Namespace, RemoveReason
+from events.types import (
+    AllocateReason,
+    AnyEvent,
+    EndReason,
+    GroupCreated,
+    MoveReason,
+    Namespace,
+    RemoveReason,
+    UpdateReason,
+)
 from kvcache import PrefixIndex, errors
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
@@ -196,7 +205,7 @@ def test_every_event_is_in_its_table() -> None:
 def test_every_reason_is_in_the_legend() -> None:
     """The legend of the lines for people names each value of why=."""
     [row] = table(EVENTS, "## Lines for people")["why="]
-    for reason in (*AllocateReason, *MoveReason, *RemoveReason):
+    for reason in (*AllocateReason, *MoveReason, *RemoveReason, *UpdateReason, *EndReason):
         assert re.search(rf"\b{reason}\b", row), reason
 
 

@@ -270,6 +270,18 @@ class Window:
                 changed.append(entry)
         return changed
 
+    def fork(self, parent: Hashable, child: Hashable, sequence: Running) -> None:
+        """The child holds what is computed, and has blocks of its own for the rest."""
+        table, (blocks, begun) = self.tables[parent], divmod(sequence.computed, self.size)
+        shared = [self.hold(entry) if isinstance(entry, tuple) else entry for entry in table[:blocks]]
+        if begun:
+            self.copies[child] = blocks, self.kept(parent, sequence, blocks)
+        elif parent in self.copies:
+            self.copies[child] = self.copies[parent]
+        self.tables[child] = shared
+        self.evict(len(table) - blocks)
+        self.grow(child, len(table) - blocks)
+
     def to_pin(self, request_id: Hashable, start: int, stop: int) -> list[Entry]:
         """The cached blocks that overlap the tokens; with full attention those before them, too."""
         table = self.tables[request_id]

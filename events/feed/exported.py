@@ -90,12 +90,15 @@ def exported_blocks(
     exported: GroupExported, tokens_per_block: int, key_bytes: int, *, slides: bool
 ) -> Iterator[tuple[bytes, Block]]:
     """All cached blocks with their names, those of which there is a part too, parents first."""
-    columns = np.frombuffer(exported.blocks, np.int64).reshape(-1, 6)[:, :2].tolist() if slides else []
+    columns = (
+        np.frombuffer(exported.blocks, np.int64).reshape(-1, BLOCK_COLUMNS)[:, :2].tolist() if slides else []
+    )
     slots = array("i", exported.slots)
     names = names_of_keys(exported.keys, key_bytes)
     tokens_at = block = 0
     ends: list[tuple[bytes, Namespace]] = []
-    for parent, count, last_tokens, *state in np.frombuffer(exported.runs, np.int64).reshape(-1, 9).tolist():
+    numbers = np.frombuffer(exported.runs, np.int64).reshape(-1, RUN_COLUMNS).tolist()
+    for parent, count, last_tokens, *state in numbers:
         above, namespace = ends[parent] if parent >= 0 else (b"", exported.namespaces[-1 - parent])
         for number in range(block, block + count):
             size = (tokens_per_block if number < block + count - 1 else last_tokens) * TOKEN_BYTES

@@ -64,6 +64,7 @@ class Feed:
             ev.CacheCreated: self._create,
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
+            ev.SequenceForked: self._fork,
             ev.TokensAppended: self._running.append,
             ev.BlocksReused: self._reuse,
             ev.BlocksStored: self._store,
@@ -146,6 +147,9 @@ class Feed:
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
         self._sequences[event.handle] = NamedTokens(array("i", event.tokens), event.namespace)
+
+    def _fork(self, event: ev.SequenceForked) -> None:
+        self._sequences[event.child] = self._sequences[event.handle].branch()
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]

@@ -64,6 +64,16 @@ class SequenceRemoved(Event, frozen=True):
     clock: int = 0
 
 
+class SequenceForked(Event, frozen=True):
+    """A sequence branched: another one has the same tokens, and holds the same blocks as far as they are computed."""
+
+    handle: Handle
+    child: Handle
+    """The new one."""
+    request_id: RequestId
+    """The new one's."""
+
+
 class AdmissionRefused(Event, frozen=True):
     """A note: a request did not fit. Not repeated until it is admitted, or 4,096 others were refused."""
 

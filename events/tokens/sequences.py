@@ -44,6 +44,10 @@ class SequenceTokens:
             self.sampled.clear()
         return self._tokens[first:stop].tobytes()
 
+    def copy_tokens(self) -> array[int]:
+        """The same tokens, for another sequence."""
+        return self.tokens[:]
+
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""
 
@@ -58,6 +62,10 @@ class NamedTokens(SequenceTokens):
         self.namespace = namespace
         self.names = bytearray(names)
         """Of its leading blocks, 8 bytes each; zeros where no event has told."""
+
+    def branch(self) -> NamedTokens:
+        """Another sequence with the same tokens."""
+        return NamedTokens(self.copy_tokens(), self.namespace, bytes(self.names))
 
     def name(self, first: int, names: bytes) -> None:
         """Note the names of its blocks from `first` on."""

@@ -54,6 +54,7 @@ class HistoryFold(History):
             ev.BlocksDetached: self._on_detached,
             ev.TokensAppended: self._on_appended,
             ev.ContextComputed: self._on_computed,
+            ev.SequenceForked: self._on_forked,
             ev.SequenceRemoved: self._on_ended,
             ev.TransferFailed: self._on_failed,
             ev.CacheCleared: self._on_cleared,
@@ -229,6 +230,15 @@ class HistoryFold(History):
     def _zeros(self, event: ev.TokensAppended) -> bytes:
         counts = array("I", event.counts) if event.counts else repeat(1, len(event.handles) // 8)
         return bytes(TOKEN_BYTES * sum(counts))
+
+    def _on_forked(self, event: ev.SequenceForked) -> None:
+        """No admission: the branch has looked nothing up."""
+        child = self.running[event.handle].branch_as(self._numbered(event.request_id), event.request_id)
+        self.running[event.child] = child
+        self._tokens.forget_row()
+        self._set_computed(child, child.computed, added=True)
+        for window, held in zip(self.windows, child.held, strict=True):
+            window.reuse(held[held >= 0], self.now)
 
     def _on_ended(self, event: ev.SequenceRemoved) -> None:
         sequence = self.running.pop(event.handle)

@@ -34,6 +34,15 @@ class Running(NamedTokens):
         """Per window: leading blocks that it has left behind."""
         self._ids, self._chain = array("q"), 0
 
+    def branch_as(self, number: int, request_id: RequestId) -> Running:
+        """Another sequence with the same tokens, which holds what this one holds."""
+        child = Running(number, request_id, self.copy_tokens(), self.namespace, len(self.held))
+        child.num_prompt_tokens, child.computed = self.num_prompt_tokens, self.computed
+        child.names[:] = self.names
+        child.held, child.left = [held.copy() for held in self.held], self.left[:]
+        child._ids, child._chain = self._ids[:], self._chain
+        return child
+
     def contents(self, known: ContentIds, stop: int, tokens_per_block: int) -> Ids:
         """The contents of its first `stop` full blocks."""
         have = len(self._ids)

@@ -11,7 +11,14 @@ from kvcache.device.readiness import Readiness
 from kvcache.errors import UsageError
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.guard import Guard, exclusive
-from kvcache.inputs.arguments import checked_choice, checked_flag, checked_integer, checked_range, listed
+from kvcache.inputs.arguments import (
+    checked_choice,
+    checked_flag,
+    checked_integer,
+    checked_range,
+    checked_request_id,
+    listed,
+)
 from kvcache.inputs.requests import RequestChecker
 from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
 from kvcache.results import StoreResult
@@ -98,6 +105,23 @@ class Running:
         sequence = self._blocks.sequence(request_id)
         with self._guard:
             return self._blocks.set_priority(sequence, priority, start, stop)
+
+    @exclusive
+    def fork(self, request_id: RequestId, child_id: RequestId) -> StoreResult:
+        """Branch a running sequence: `child_id` has the same tokens, and both go on, as for beam search or n-best.
+
+        What is computed is stored first, as by `store_context_blocks` (the result says what that changed in the
+        parent's tables). The child holds the same blocks, and has its own ones for what is not computed yet: the block
+        that is computed in part is copied (`start_transfers`). Raises `OutOfBlocks` if these cannot be had,
+        `DuplicateRequest`, and as `store_context_blocks` does where the parent's own copies have not been started or
+        have failed.
+        """
+        parent, child = self._blocks.sequence(request_id), checked_request_id(child_id)
+        self._checker.refuse_running(child)
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([parent])
+        with self._guard:
+            return self._blocks.fork(parent, child)
 
     @exclusive
     def pin(self, request_id: RequestId, start: int = 0, stop: int | None = None) -> int:

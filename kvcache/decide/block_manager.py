@@ -21,6 +21,7 @@ from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.expiry import Expiry
+from kvcache.decide.forking import fork, own_blocks
 from kvcache.decide.interning import intern, missing_pages
 from kvcache.decide.pins import pin, unpin
 from kvcache.decide.priorities import change_blocks
@@ -302,6 +303,18 @@ class BlockManager(WholeCache):
             change_blocks(window, self._emit, sequence, (first, last), priority, None, ev.UpdateReason.SET)
             for window in self.windows
         )
+
+    def fork(self, parent: Sequence, request_id: RequestId) -> StoreResult:
+        """Branch a sequence, after storing what it has computed; returns what that changed in its tables."""
+        needed = own_blocks(parent, self._state.tokens_per_block)
+        available = tuple(window.primary.available for window in self.windows)
+        if needed > min(available):
+            raise self._out_of_blocks(0, (needed,) * len(available), available)
+        if not self._numbers_left():
+            raise OutOfNumbers
+        replaced = self._store_in_all(parent)
+        fork(self._state, self.windows, self._emit, parent, request_id)
+        return StoreResult(min(parent.stored), replaced)
 
     def pin(self, sequence: Sequence, start: int, stop: int) -> int:
         """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""

@@ -134,7 +134,12 @@ class SlidingWindowManager(WindowBlockManager):
             else:
                 longer.add(run.id)
                 filled.append(sequence)
-        return others + super().store_filled(filled)
+        left = super().store_filled(filled)
+        if others and left:
+            # Who comes first stores, and the next one finds it.
+            rest = {*others, *left}
+            return [sequence for sequence in sequences if sequence in rest]
+        return others + left
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""

@@ -67,7 +67,11 @@ class WindowBlockManager(WindowAdmission):
                 alike[how].append(sequence)
             else:
                 alike[how] = [sequence]
-        return [other for how, several in alike.items() for other in self._fill(several, *how)]
+        others = [other for how, several in alike.items() for other in self._fill(several, *how)]
+        if len(alike) > 1 and others:
+            # Who comes first stores, and the next one finds it.
+            others = [sequence for sequence in sequences if sequence in others]
+        return others
 
     def _fill(self, sequences: Items[Sequence], priority: int, duration: int) -> list[Sequence]:
         """`store_filled` of blocks that are to be kept alike."""

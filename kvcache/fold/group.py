@@ -96,6 +96,11 @@ class Group:
         if size and len(sequence.keys) < blocks * size:
             sequence.keys += self.keys_between(node, len(sequence.keys) // size, blocks)
 
+    def share_uncached(self, slots: array[int]) -> None:
+        """One more sequence holds these uncached blocks."""
+        for slot in slots:
+            self.shared[slot] = self.shared.get(slot, 1) + 1
+
     def return_uncached(self, slots: array[int]) -> array[int]:
         """A sequence lets go of uncached slots; returns those that nobody else holds, which are blank now."""
         if self.shared:

@@ -106,6 +106,14 @@ class HeldPaths(Group):
             self.watcher.held(run.level, run.slots)
         run.refs += 1
 
+    def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
+        """A branch of a sequence holds its first `blocks` blocks, too."""
+        end = parent.path_ends[self.index]
+        invariant(end.end <= blocks, "a cached block is not computed")
+        for run in self.path(end):
+            self.reference(run)
+        self.share_uncached(child.tables[self.index][end.end :])
+
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
         """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
         if not slots:

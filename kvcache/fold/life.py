@@ -28,7 +28,7 @@ class SlotState(IntEnum):
     """A sequence's own or, after the cache was cleared, only a pin's; not cached. A copy into it that has not landed is
     the sequence's business."""
     SHARED = 2
-    """Held by several sequences, and not cached any more: the cache was cleared."""
+    """Held by several sequences, and not cached: without reuse, or since the cache was cleared."""
     REFERENCED = 3
     """Cached, and held by sequences."""
     UNREFERENCED = 4
@@ -57,8 +57,10 @@ IN_PRIMARY: Life = {
         ev.BlocksDetached: {BLANK},
         ev.SequenceRemoved: {BLANK},
         ev.BlocksUnpinned: {BLANK},
+        ev.SequenceForked: {SHARED},
     },
     SHARED: {
+        ev.SequenceForked: {SHARED},
         ev.BlocksDetached: {SHARED, HELD, BLANK},
         ev.SequenceRemoved: {SHARED, HELD},
         ev.BlocksUnpinned: {SHARED, HELD},
@@ -70,6 +72,7 @@ IN_PRIMARY: Life = {
         ev.BlocksDetached: {REFERENCED, UNREFERENCED},
         ev.SequenceRemoved: {REFERENCED, UNREFERENCED},
         ev.BlocksPinned: {REFERENCED},
+        ev.SequenceForked: {REFERENCED},
         ev.BlocksUnpinned: {REFERENCED, UNREFERENCED},
         ev.CacheCleared: {HELD, SHARED},
     },
@@ -89,6 +92,7 @@ IN_PRIMARY: Life = {
         ev.BlocksDetached: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.SequenceRemoved: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.BlocksPinned: {REFERENCED_IN_FLIGHT},
+        ev.SequenceForked: {REFERENCED_IN_FLIGHT},
         ev.BlocksUnpinned: {REFERENCED_IN_FLIGHT, UNREFERENCED_IN_FLIGHT},
         ev.CacheCleared: {HELD, SHARED},
     },

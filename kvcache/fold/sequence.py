@@ -62,6 +62,15 @@ class Sequence(SequenceTokens):
         self.keys = bytearray()
         """Of its leading blocks, as far as any group has needed them: made once, recorded once."""
 
+    def branch(self, handle: Handle, request_id: RequestId, blocks: int) -> Sequence:
+        """Another sequence with the same tokens and the same first `blocks` blocks."""
+        child = Sequence(handle, request_id, self.namespace, self.copy_tokens(), self.path_ends[:])
+        child.computed, child.num_prompt_tokens = self.computed, self.num_prompt_tokens
+        child.retention, child.inherited = self.retention, self.inherited
+        child.tables, child.detached = [table[:blocks] for table in self.tables], self.detached[:]
+        child.keys = self.keys[:]
+        return child
+
     @property
     def computed(self) -> int:
         """Leading tokens whose K/V is written: while it decodes, all but the one sampled last."""

@@ -153,6 +153,15 @@ class SlidingGroup(SlidingTree):
         self._release(table[first:cached], stamp, now)
         return freed
 
+    def share(self, parent: Sequence, child: Sequence, blocks: int) -> None:
+        """A branch of a sequence holds its first `blocks` blocks, too, as far as the window has not left them."""
+        end, first = parent.path_ends[self.index].end, parent.detached[self.index]
+        invariant(end <= blocks, "a cached block is not computed")
+        child.path_ends[self.index] = PathEnd(end)
+        table = child.tables[self.index]
+        self._reference(table[first:end])
+        self.share_uncached(table[max(first, end) :])
+
     def pin(self, sequence: Sequence, slots: array[int]) -> None:
         """One more reference on cached blocks that a sequence holds."""
         own = set(sequence.tables[self.index][: sequence.path_ends[self.index].end])

@@ -18,7 +18,7 @@ from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.exported_state import install
-from kvcache.fold.pin_fold import PinFold
+from kvcache.fold.fork_fold import ForkFold
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_sequence
 
@@ -26,7 +26,7 @@ REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
 
 
-class CacheState(PinFold):
+class CacheState(ForkFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
@@ -50,6 +50,7 @@ class CacheState(PinFold):
             ev.TokensAppended: self._append_tokens,
             ev.ContextComputed: self._compute,
             ev.BlocksDetached: self._detach,
+            ev.SequenceForked: self._fork,
             ev.SequenceRemoved: self._remove_sequence,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,

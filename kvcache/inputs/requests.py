@@ -113,6 +113,11 @@ class RequestChecker:
             self._refuse_ambiguous(batch)
         return batch
 
+    def refuse_running(self, request_id: RequestId) -> None:
+        """Raise `DuplicateRequest` for an id that is taken."""
+        if request_id in self._running:
+            raise DuplicateRequest(request_id, in_batch=False)
+
     def _checked(self, request: Any) -> CheckedRequest:
         if not isinstance(request, Request):
             raise UsageError(f"each request must be a Request, not {type(request).__name__}")

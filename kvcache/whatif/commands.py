@@ -82,6 +82,15 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """`fork`."""
+
+    handle: int
+    child: Prompt
+    """The branch, as if it were admitted with all that its parent had by then."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """`store_context_blocks`."""
 
@@ -148,7 +157,7 @@ class Poll:
     """`poll`, or the end of a step: copies have landed."""
 
 
-Command = Create | Admit | Compute | Append | Prioritize | Remove | Clear | Poll
+Command = Create | Admit | Fork | Compute | Append | Prioritize | Remove | Clear | Poll
 OfOne = Compute | Prioritize | Remove
 """Commands about one sequence."""
 

@@ -23,6 +23,7 @@ from kvcache.whatif.commands import (
     Command,
     Compute,
     Create,
+    Fork,
     Poll,
     Prioritize,
     RecordedBatch,
@@ -125,6 +126,8 @@ class Playback:
                 self._create(command.config)
             case Admit():
                 self._admit([Played(prompt) for prompt in command.prompts])
+            case Fork():
+                self._fork(command)
             case Append():
                 self._append(command)
             case Clear():
@@ -208,6 +211,19 @@ class Playback:
             self.tally.too_long += 1
             self.tally.unserved_tokens += request.prompt.num_tokens
         return fits
+
+    def _fork(self, command: Fork) -> None:
+        """Branch a request that is on time; a branch of one that is not, or without room, is a request like others."""
+        child = Played(command.child)
+        if command.handle in self._running and command.handle not in self._late:
+            try:
+                self.manager.fork(command.handle, child.handle)
+            except OutOfBlocks:
+                pass
+            else:
+                self._running[child.handle] = child
+                return
+        self._admit([child])
 
     def _try(self, requests: list[Played]) -> int | None:
         """Admit all of these, or none; returns the index of the first that does not fit."""

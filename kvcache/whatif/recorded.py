@@ -29,6 +29,7 @@ from kvcache.whatif.commands import (
     Command,
     Compute,
     Create,
+    Fork,
     Poll,
     Prioritize,
     Prompt,
@@ -129,6 +130,7 @@ class _Commands(_Prompts):
             ev.BlocksUpdated: self._update,
             ev.TokensAppended: self._append,
             ev.ContextComputed: self._compute,
+            ev.SequenceForked: self._fork,
             ev.SequenceRemoved: self._remove,
             ev.CacheCleared: lambda _: self._add(Clear()),
             ev.TransferLanded: lambda _: self._add(Poll()),
@@ -191,6 +193,14 @@ class _Commands(_Prompts):
 
     def _compute(self, event: ev.ContextComputed) -> None:
         self._add(Compute(event.handle, event.num_tokens), frozenset((event.handle,)))
+
+    def _fork(self, event: ev.SequenceForked) -> None:
+        parent = self.state.sequences[event.handle]
+        if self._bare == event.handle:
+            self._bare = None  # the fork itself has stored these blocks
+        content = self.state.symbols.spell(parent.tokens.tobytes())
+        child = Prompt(event.child, parent.namespace, content, retention=parent.retention)
+        self._add(Fork(event.handle, child))
 
     def _remove(self, event: ev.SequenceRemoved) -> None:
         store = not self._unstored.any_of(self.state.sequences[event.handle])

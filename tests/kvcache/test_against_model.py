@@ -35,7 +35,7 @@ from events.types import (
 )
 from kvcache.config import KVCacheConfig
 from kvcache.decide import block_manager
-from kvcache.errors import KVCacheError, OutOfBlocks, PinsExceeded, PromptTooLong
+from kvcache.errors import DuplicateRequest, KVCacheError, OutOfBlocks, PinsExceeded, PromptTooLong
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
@@ -255,6 +255,24 @@ class ManagerBesideModel(RuleBasedStateMachine):
         if batch is not None:
             self.fingerprints[batch.seq] = self.manager.fingerprint()
         agreement.gauges_agree(self.manager.stats(), self.model)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from(list(self.model.running)))
+        free = [each for each in strategies.IDS if each not in self.model.running]
+        if not free:
+            with pytest.raises(DuplicateRequest):
+                self.both("fork", parent, parent)
+            return
+        child = data.draw(st.sampled_from(free))
+        try:
+            swapped = self.model.fork(parent, child)
+        except Refused:
+            with pytest.raises(OutOfBlocks):
+                self.both("fork", parent, child)
+            return
+        self.check_stored(parent, self.both("fork", parent, child), swapped)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), start=st.integers(0, 8), length=st.none() | st.integers(0, 12))

@@ -14,6 +14,7 @@ from events.types import (
     BlocksUnpinned,
     CacheCreated,
     Event,
+    SequenceForked,
     SequenceRemoved,
 )
 from kvcache.errors import InvariantViolated
@@ -41,6 +42,10 @@ class FoldWitness(Witness):
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         if isinstance(event, SequenceRemoved):
             return [(PRIMARY, self.state.sequences[event.handle].tables[0].tobytes())]
+        if isinstance(event, SequenceForked):
+            parent = self.state.sequences[event.handle]
+            shared = parent.computed // self.state.tokens_per_block
+            return [(PRIMARY, parent.tables[0][parent.detached[0] : shared].tobytes())]
         if isinstance(event, BlocksPinned):
             return [(PRIMARY, event.slots[0])]
         if isinstance(event, BlocksUnpinned):
