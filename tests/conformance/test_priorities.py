@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from events.types import BlocksRemoved, BlocksStored, BlocksUpdated, UpdateReason
-from tests.conformance.rig import Rig, keep
-
-
-def prompt(first: int, stop: int) -> list[int]:
-    """The tokens from `first` up to `stop`."""
-    return list(range(first, stop))
+from tests.conformance.rig import Rig, keep, prompt
 
 
 def test_e_1_blocks_of_higher_priority_stay() -> None:

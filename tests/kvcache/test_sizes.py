@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from kvcache.layout import CutWindow, Layout, with_primary_blocks
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools, sized
 from kvcache.replay import replay
-from kvcache.sizes import blocks_at_most, shares_of, split, weights_by_window
+from kvcache.sizes import blocks_at_most, shares_of
 
-WINDOWS = (1024, 4096, 8192)
 BLOCK = 1024
 """Bytes of a block of one layer: 16 tokens × K and V × 1 head × 16 dims × 2 bytes."""
 
@@ -49,25 +47,8 @@ def refusal(**settings: Any) -> str:
     return line
 
 
-class TestE14WindowShares:
-    def test_e14_window_shares(self) -> None:
-        """Equal bytes per token: the windows' lengths are their shares, and blocks are rounded down."""
-        shares = shares_of(weights_by_window(WINDOWS, (1, 1, 1)))
-        assert [round(float(share), 4) for share in shares] == [0.0769, 0.3077, 0.6154]
-        assert split(16384, shares) == (1260, 5041, 10082)
-
-    @pytest.mark.parametrize(
-        ("bytes_per_token", "parts"), [((2, 12, 2), (2048, 49152, 16384)), ((8, 2, 1), (8192, 8192, 8192))]
-    )
-    def test_e14_window_shares_weigh_bytes_per_token(
-        self, bytes_per_token: Sequence[int], parts: tuple[int, ...]
-    ) -> None:
-        """A window weighs by its length and its bytes per token: 2:12:2 shift the shares, 8:2:1 make them thirds."""
-        weights = weights_by_window(WINDOWS, bytes_per_token)
-        assert weights == parts
-        assert split(sum(parts), shares_of(weights)) == parts
-
-    def test_e14_window_shares_of_a_cache(self) -> None:
+class TestWindowShares:
+    def test_shares_by_window(self) -> None:
         """With shares by window each holds tokens in proportion to its length, whatever its tokens take."""
         (small, large) = counts(primary_bytes=100 * BLOCK, window_shares="window", num_kv_heads=(3, 1))
         # Weights 64 × 3 and 256 × 1: 192/448 and 256/448 of 102400 bytes, in blocks of 3072 and 1024 bytes.
@@ -207,20 +188,7 @@ def test_the_record_describes_the_groups(settings: dict[str, Any], tmp_path: Pat
     assert KVCacheManager.resume(state).layout == manager.layout
 
 
-class TestV9ClampedWindow:
-    def test_v9_clamped_window(self) -> None:
-        """A cache of 256 tokens whose sequences could have 1024 has a window of 256, and says so once."""
-        settings = KVCacheConfig(max_sequence_length=1024, tokens_per_block=64, max_tokens=256)
-        with structlog.testing.capture_logs() as logs:
-            manager = KVCacheManager(settings)
-        assert manager.state.created is not None
-        (group,) = manager.state.created.groups
-        assert (group.window, group.kind, group.num_blocks) == (256, "full", (4, 0))
-        assert [(each["event"], each["given"], each["window"]) for each in logs] == [
-            ("window_cut", 1024, 256)
-        ]
-        assert manager.max_tokens == 256
-
+class TestCutWindows:
     @pytest.mark.parametrize(
         ("blocks", "told", "longest"), [(5, [], 256), (4, [("window_full", 64, 64)], 64)]
     )
@@ -265,7 +233,7 @@ class TestV9ClampedWindow:
             ((32, 128), (2, 4), [(32, "sliding", 2), (64, "sliding", 4)], [(128, 64)]),
         ],
     )
-    def test_v9_clamped_window_of_several(
+    def test_windows_that_are_cut_to_one(
         self,
         windows: tuple[int, ...],
         blocks: tuple[int, ...],
@@ -296,30 +264,9 @@ class TestV9ClampedWindow:
         assert ids[0] == ids[1] == ids[2] != ids[3]
 
 
-class TestE13CapacityMaths:
-    @pytest.mark.parametrize(
-        ("num_tokens", "sink", "window", "blocks"),
-        [
-            (512, 0, 1024, 8),
-            (513, 0, 1024, 9),
-            (512, 0, 256, 5),
-            (512, 0, 257, 6),
-            (512, 64, 1024, 8),
-            (513, 64, 1024, 9),
-            (512, 64, 256, 5),
-            (512, 64, 257, 6),
-            (512, 65, 1024, 9),
-            (513, 65, 1024, 9),
-            (512, 65, 256, 6),
-            (512, 65, 257, 6),
-        ],
-    )
-    def test_e13_capacity_maths(self, num_tokens: int, sink: int, window: int, blocks: int) -> None:
-        """A sequence takes blocks for its window, one more if that slides, and what sink tokens leave of a block."""
-        assert blocks_at_most(num_tokens, window, 64, sink) == blocks
-
+class TestBlocksAtMost:
     @pytest.mark.parametrize("size", [1, 2, 4, 8])
-    def test_e13_capacity_maths_is_what_sliding_takes(self, size: int) -> None:
+    def test_it_is_what_sliding_takes(self, size: int) -> None:
         """It is the most blocks that a sequence holds which lets go, after each token, of those its window has left."""
         for window in range(1, 20):
             left = most = 0
@@ -329,11 +276,3 @@ class TestE13CapacityMaths:
                     left += 1
                 assert blocks_at_most(tokens, window, size) >= most
             assert most == blocks_at_most(59, window, size)
-
-    @pytest.mark.parametrize(("longest", "blocks", "window"), [(1279, 3, 192), (2048, 256, 2048)])
-    def test_e13_capacity_maths_largest_window(self, longest: int, blocks: int, window: int) -> None:
-        """The largest window that fits is all of the sequence, or what the blocks hold."""
-        (group,) = Layout.of(
-            KVCacheConfig(max_sequence_length=longest, tokens_per_block=64, primary_blocks=blocks)
-        ).groups
-        assert group.window == window
