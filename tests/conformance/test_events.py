@@ -84,6 +84,10 @@ def test_v_1_the_life_of_a_cache_in_events() -> None:
     up = [event for event in events if moves([event]) == [UP]]
     assert [names_of(event) for event in up] == [names_of(first)[:1]]
     assert set(moves(events)) == {UP, DOWN}
+    # Theirs moves two blocks down and drops one: it brings the block back first, which makes a place in secondary free.
+    # Here that place is free when all have gone, so that three go by way of the other one, and one of them stays.
+    dropped = [name for event in events if event["data"]["type"] == "removed" for name in names_of(event)]
+    assert (len(dropped), moves(events).count(DOWN)) == (3, 3)
     rig.manager.store_context_blocks(3, 9)
     assert kinds(rig.polled()) == ["stored"]
 
