@@ -40,13 +40,13 @@ class Rig:
     ) -> None:
         self.ticks = strategies.Ticks()
         self.last: dict[Any, int] = {}
+        if windows is not None:
+            settings |= {"num_layers": len(windows), "max_attention_window": windows}
         self.manager = KVCacheManager(
             strategies.config(
                 primary_blocks=primary_blocks,
                 secondary_blocks=secondary_blocks,
                 tokens_per_block=size,
-                num_layers=1 if windows is None else len(windows),
-                max_attention_window=windows,
                 **({"max_sequence_length": 128} | settings),
             ),
             monotonic_ns=self.ticks,

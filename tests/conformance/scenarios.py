@@ -86,9 +86,6 @@ SCENARIOS = {
 
 ABSENT = {
     "R-7": "no counts of a single request",
-    "E-9": "no pins",
-    "E-10": "no pins",
-    "S-7": "no pins",
     "A-1": "no fork",
     "A-2": "no fork",
     "A-3": "no rewind",
