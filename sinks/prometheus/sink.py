@@ -8,7 +8,6 @@ authority. Metrics hold no tokens, no names of blocks and no request ids; their 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,9 +15,7 @@ from events.types import EventBatch
 from sinks.base import Probe, SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.prometheus.blocks import BlockMetrics
 from sinks.prometheus.collector import Collector
-
-if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+from sinks.prometheus.server import MetricsServer, tls_context
 
 PORT = 9090
 """Where the URL names none."""
@@ -44,7 +41,7 @@ class PrometheusSink:
         self._host, self._port, self._options = host, port, options
         self._blocks = BlockMetrics()
         self.collector = Collector(self._blocks, model)
-        self._server: WSGIServer | None = None
+        self._server: MetricsServer | None = None
         self._thread: threading.Thread | None = None
 
     def watch(self, probe: Probe) -> None:
@@ -58,27 +55,26 @@ class PrometheusSink:
 
     def open(self) -> None:
         """Listen. Raises SinkError if the address cannot be had, or the certificates cannot be read."""
-        from prometheus_client import start_http_server
+        from prometheus_client import make_wsgi_app
         from prometheus_client.registry import CollectorRegistry
 
         registry = CollectorRegistry()
         registry.register(self.collector)
         options = self._options
-        mutual: dict[str, Any] = {} if options.client_cafile is None else {"client_auth_required": True}
         try:
-            self._server, self._thread = start_http_server(
-                self._port,
-                self._host,
-                registry,
-                certfile=options.certfile,
-                keyfile=options.keyfile,
-                client_cafile=options.client_cafile,
-                **mutual,
-            )
+            tls = None
+            if options.certfile is not None:
+                tls = tls_context(options.certfile, options.keyfile, options.client_cafile)
         except OSError as error:
-            raise SinkError(
-                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}"
-            ) from None
+            raise SinkError(f"the certificates cannot be used: {error.strerror or error}") from None
+        try:
+            self._server = MetricsServer(self._host, self._port, tls)
+        except OSError as error:
+            where = f"{self._host}:{self._port}" if self._host else f"port {self._port} of all addresses"
+            raise SinkError(f"cannot listen on {where}: {error.strerror or error}") from None
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve, name="kvcache-metrics", daemon=True)
+        self._thread.start()
 
     def write(self, batch: EventBatch) -> None:
         """Count one batch."""

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -29,6 +30,7 @@ from sinks import SinkOpenError, SinkRunner, open_sink
 from sinks.base import SinkContext, SinkURLError
 from sinks.histogram import Histogram
 from sinks.prometheus.blocks import BlockMetrics
+from sinks.prometheus.server import MAX_CONNECTIONS
 from sinks.prometheus.sink import PrometheusSink
 from tests import strategies
 from tests.random_logs import random_log
@@ -222,6 +224,84 @@ def test_a_port_that_is_taken_is_told() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(SinkOpenError, match=f"cannot listen on 127.0.0.1:{port}"):
             KVCacheManager(cache(), sinks=[f"prometheus://127.0.0.1:{port}"])
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.parametrize("form", ["prometheus://:{port}", "prometheus://0.0.0.0:{port}"])
+def test_without_a_host_it_listens_on_all_addresses(form: str) -> None:
+    """As in the docs; by the other address of this machine, too, and by IPv6 where there is any."""
+    port = free_port()
+    with KVCacheManager(cache(), sinks=[form.format(port=port)]):
+        for host in ("127.0.0.1", "127.0.0.2", *(["[::1]"] if form.startswith("prometheus://:") else [])):
+            with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=WAIT) as answer:
+                assert b"kvcache_requests_total" in answer.read()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"])
+def test_errors_name_the_port(host: str) -> None:
+    """Also where all addresses are meant."""
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SinkOpenError, match=f"{port}.*in use"):
+            KVCacheManager(cache(), sinks=[f"prometheus://{host}:{port}"])
+
+
+def test_idle_connections_neither_pile_up_nor_keep_others_out() -> None:
+    """Hundreds of them: there is a thread and a file for a few, the oldest go, and metrics are served all the while."""
+    with KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager:
+        port, threads = sink_of(manager).port, threading.active_count()
+        idle = [socket.create_connection(("127.0.0.1", port), WAIT) for _ in range(300)]
+        assert ("kvcache_requests_total", frozenset({("model", "llama")})) in scraped(port)
+        assert threading.active_count() <= threads + MAX_CONNECTIONS + 1
+        for connection in idle:
+            connection.close()
+
+
+def test_who_asks_for_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one who says a little now and then."""
+    monkeypatch.setattr("sinks.prometheus.server.MAX_SECONDS", 0.3)
+    with (
+        KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0"]) as manager,
+        socket.create_connection(("127.0.0.1", sink_of(manager).port), WAIT) as slow,
+    ):
+        deadline = time.monotonic() + WAIT
+        slow.sendall(b"GET /metrics HTTP/1.0\r\n")
+        slow.settimeout(0.1)
+        ended = False
+        while not ended:
+            assert time.monotonic() < deadline
+            with suppress(TimeoutError):
+                try:
+                    slow.sendall(b"X-More: 1\r\n")
+                    ended = not slow.recv(1)
+                except ConnectionError:
+                    ended = True
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_who_begins_no_handshake_holds_up_nobody(tmp_path: Path) -> None:
+    """With TLS others are served while somebody has connected and says nothing."""
+    key, cert = certificate(tmp_path, "server")
+    with KVCacheManager(
+        cache(), sinks=[f"prometheus://127.0.0.1:0?certfile={cert}&keyfile={key}"]
+    ) as manager:
+        port = sink_of(manager).port
+        context = ssl.create_default_context(cafile=str(cert))
+        with (
+            socket.create_connection(("127.0.0.1", port), WAIT),
+            urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=5) as answer,
+        ):
+            assert b"kvcache_requests_total" in answer.read()
+
+
+def test_certificates_that_cannot_be_read_are_told() -> None:
+    """When the sink is opened."""
+    with pytest.raises(SinkOpenError, match="certificates cannot be used: No such file"):
+        KVCacheManager(cache(), sinks=["prometheus://127.0.0.1:0?certfile=/none&keyfile=/none"])
 
 
 def test_a_closed_sink_does_not_listen() -> None:
