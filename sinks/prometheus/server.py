@@ -39,6 +39,8 @@ class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
+    """Of connections that were not taken yet; where there is no room, the system lets who comes wait for a second."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
