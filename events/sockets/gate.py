@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
 
 LOOK_SECONDS = 1.0
+KEYS_TOLD = 100
+"""Of the keys that are turned away so many are logged, each once: whoever makes new ones must not fill the log."""
 
 _log = get_logger("sockets")
 
@@ -32,6 +34,7 @@ class Gate:
         self._keys = read_directory(clients)
         self._looked_at = time.monotonic()
         self._handler: ThreadAuthenticator | None = None
+        self._told: set[bytes] = set()
         self.refused = 0
         """Clients that came with a key which is not in the directory."""
 
@@ -57,8 +60,16 @@ class Gate:
             self._looked_at = now
             self._look_again()
         allowed = key in self._keys
-        self.refused += not allowed
+        if not allowed:
+            self.refused += 1
+            self._tell(key)
         return allowed
+
+    def _tell(self, key: bytes) -> None:
+        """Say which key that was, for who has forgotten to put it there; it is public."""
+        if key not in self._told and len(self._told) < KEYS_TOLD:
+            self._told.add(key)
+            _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
 
     def _look_again(self) -> None:
         try:

@@ -19,11 +19,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.diagnostics import get_logger
+from events.sockets.hosts import tcp_address
 from events.sockets.refusals import REASONS, is_final
 
 ALLOWED_BYTES, ALLOWED_PER_SECOND = 16 << 10, 4 << 10
 """What a peer may send at the start, and then from second to second: a thousand times what a router does."""
 MAX_CONNECTIONS = 1000
+HANDSHAKE_SECONDS = 5.0
+"""Who has not said by then what it is goes."""
 SILENCE_SECONDS = 60.0
 """A complaint is logged once in this time, however often there is reason for it."""
 
@@ -38,20 +41,24 @@ _log = get_logger("sinks")
 
 
 class Complaints:
-    """Warnings about peers, who could otherwise fill the log."""
+    """Warnings about the peers of one socket, who could otherwise fill the log."""
 
     def __init__(self) -> None:
         self._told: dict[str, float] = {}
         self._untold: dict[str, int] = {}
 
-    def tell(self, event: str, reason: str) -> None:
-        """Log it, unless that was done lately; then it is counted for the next time."""
+    def tell(self, event: str, reason: str, endpoint: str, peer: str | None = None) -> None:
+        """Log it, unless that was done lately; then it is counted for the next time.
+
+        - `endpoint`: the socket's own; `peer`: the address of who it is about, if known.
+        """
         now = time.monotonic()
         if now - self._told.get(event, float("-inf")) < SILENCE_SECONDS:
             self._untold[event] = self._untold.get(event, 0) + 1
             return
         self._told[event] = now
-        _log.warning(event, reason=reason, times_since_last=self._untold.pop(event, 0))
+        about = {"endpoint": endpoint} if peer is None else {"endpoint": endpoint, "peer": peer}
+        _log.warning(event, **about, reason=reason, times_since_last=self._untold.pop(event, 0))
 
 
 class Peers:
@@ -78,6 +85,9 @@ class Peers:
         """Since when each is there."""
         self.refused = 0
         """Connections that came to nothing because of a key that is missing, wrong or not allowed."""
+        self._refusal: str | None = None
+        """Why a connection came to nothing that has not ended yet: only its end says which one it is."""
+        self._addresses: dict[int, str | None] = {}
         self.turned_away = False
         """Whether the other end, if we connect, has sent us away for good."""
 
@@ -90,12 +100,13 @@ class Peers:
             connection, event = int(message["value"]), message["event"]
             if event & _BEGIN:
                 self.connected[connection] = time.monotonic()
+                self._addresses[connection] = _address_of(connection)
             elif event in REASONS:
                 self.refused += 1
                 self.turned_away = self.turned_away or is_final(event)
-                self._complaints.tell("peer_refused", REASONS[event])
+                self._refusal = REASONS[event]
             else:
-                self.connected.pop(connection, None)
+                self._end(connection)
                 left.append(connection)
             if len(self.connected) > self._most:
                 self.cut_off(connection, "there are too many connections")
@@ -111,9 +122,26 @@ class Peers:
 
     def cut_off(self, connection: int | None, reason: str) -> None:
         """End a connection; nothing happens to a descriptor that has become something else."""
-        self._complaints.tell("peer_cut_off", reason)
+        self.complain("peer_cut_off", reason, connection)
         if connection is not None:
             _hang_up(connection, port_of(endpoint_of(self._socket)))
+
+    def complain(self, event: str, reason: str, connection: int | None = None) -> None:
+        """Warn, of a connection with its address."""
+        peer = None if connection is None else self._addresses.get(connection)
+        self._complaints.tell(event, reason, endpoint_of(self._socket), peer)
+
+    def _end(self, connection: int) -> None:
+        since = self.connected.pop(connection, None)
+        # Who is there for longer than a handshake takes is not the one whose handshake has failed.
+        if (
+            self._refusal is not None
+            and since is not None
+            and time.monotonic() - since < 2 * HANDSHAKE_SECONDS
+        ):
+            self.complain("peer_refused", self._refusal, connection)
+            self._refusal = None
+        self._addresses.pop(connection, None)
 
     def close(self) -> None:
         """End the monitor; before the socket is closed."""
@@ -150,6 +178,14 @@ def traffic(connection: int) -> tuple[int, int]:
         taken, sent = _COUNTS.unpack_from(told, _COUNTS_AT)
         return taken, sent
     return 0, 0
+
+
+def _address_of(connection: int) -> str | None:
+    """Host and port of the other end; None if it has gone before anybody looked."""
+    with suppress(OSError), sockets.socket(fileno=os.dup(connection)) as peer:
+        host, port = peer.getpeername()[:2]
+        return tcp_address(host, port).removeprefix("tcp://")
+    return None
 
 
 def _hang_up(connection: int, port: int) -> None:

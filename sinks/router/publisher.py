@@ -40,6 +40,8 @@ READ_AT_ONCE, READ_SECONDS = 1000, 0.003
 BEHIND_SECONDS = 1.0
 """When they have said more than was read for so long, everybody has to come anew."""
 MAX_PREFIX_BYTES = 256
+MAX_PREFIXES = 64
+"""Different subscriptions of one connection, which are remembered here and by ZeroMQ; a router has one or two."""
 TOLD_AT_ONCE = 4
 """Different large first messages that may be on their way; further subscribers wait until one has been taken."""
 IDLE_SECONDS = 1.0
@@ -211,7 +213,11 @@ class Publisher:
 
     def _come(self, prefix: bytes, connection: int | None) -> None:
         if connection in self._peers.connected:
-            self._topics.setdefault(connection, set()).add(prefix)
+            topics = self._topics.setdefault(connection, set())
+            if len(topics) >= MAX_PREFIXES and prefix not in topics:
+                self._peers.cut_off(connection, f"it has more than {MAX_PREFIXES} subscriptions")
+                return
+            topics.add(prefix)
         if not self.topic.startswith(prefix):
             return  # nothing is published that it could hear
         if connection in self._told:
@@ -254,7 +260,7 @@ class Publisher:
             self._open_anew()
 
     def _reopen(self, reason: str) -> None:
-        self._complaints.tell("feed_reopened", reason)
+        self._complaints.tell("feed_reopened", reason, self.endpoint)
         self._open_anew()
 
     def _open_anew(self) -> None:

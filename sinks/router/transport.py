@@ -22,7 +22,7 @@ from events.sockets.keepalive import KEEPALIVE_SECONDS, set_keepalive
 from events.types import GroupCreated
 from sinks.router.feed import FeedBatch, FeedState
 from sinks.router.options import INT32
-from sinks.router.peers import MAX_CONNECTIONS, endpoint_of, port_of
+from sinks.router.peers import HANDSHAKE_SECONDS, MAX_CONNECTIONS, endpoint_of, port_of
 from sinks.router.places import Place, pod_at
 from sinks.router.publisher import Publisher
 from sinks.router.replay_ring import ReplayRing
@@ -33,8 +33,6 @@ MAX_INBOUND_BYTES = 512
 """Subscriptions and requests are short; whoever sends a longer frame is cut off."""
 MAX_KEYED_BYTES = 1024
 """Where they are encrypted, a handshake is longer than any of them."""
-HANDSHAKE_MS = 5000
-"""Who has not said by then what it is goes."""
 REPLAY_HWM = 256
 """Messages of an answer that wait in the socket; each may be as large as a piece of the state, so not more of them."""
 INBOUND_HWM = 100
@@ -260,7 +258,7 @@ class ZMQTransport:
             zmq.RCVHWM: INBOUND_HWM,
             zmq.LINGER: min(int(settings.linger_seconds * 1000), INT32),
             zmq.MAXMSGSIZE: MAX_INBOUND_BYTES if settings.curve is None else MAX_KEYED_BYTES,
-            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.HANDSHAKE_IVL: int(HANDSHAKE_SECONDS * 1000),
             # By IPv6 "localhost" is ::1 alone where a machine calls both so.
             zmq.IPV6: int(":" in place.host or (place.connects and place.host != "localhost")),
             # A reader that is gone and comes again is a new one: nothing waits for it meanwhile.

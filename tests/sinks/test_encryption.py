@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import sys
 import time
 from pathlib import Path
@@ -110,7 +111,24 @@ class TestAccess:
                     hear(friend, worker)
                 reports += subscriber.poll(50)
                 assert (reports, subscriber.malformed) == ([], 0)
-        assert {log["event"] for log in logs} == {"peer_refused"}
+        refusals = [log for log in logs if log["event"] == "peer_refused"]
+        endpoints = {worker.transport.endpoint, worker.transport.replay_endpoint}
+        assert {log["endpoint"] for log in refusals} == endpoints
+        refused_keys = [log["key"] for log in logs if log["event"] == "key_refused"]
+        assert refused_keys == ([read_public(keys.public("stranger")).decode()] if who == "stranger" else [])
+        assert len(refusals) + len(refused_keys) == len(logs)
+
+    def test_the_address_of_who_has_no_key_is_told(self, keys: Keys) -> None:
+        """If it was there long enough to be asked for: of one that comes and goes at once ZeroMQ does not tell it."""
+        with encrypted(keys) as worker, capture_logs() as logs:
+            port = int(worker.transport.endpoint.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)) as peer:
+                address = "{}:{}".format(*peer.getsockname())
+                peers = worker.transport._publisher._peers
+                wait_for(lambda: len(peers.connected) == 1)
+                peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+                wait_for(lambda: bool(logs))
+        assert [(log["event"], log["peer"]) for log in logs] == [("peer_refused", address)]
 
     def test_a_key_that_is_added_lets_in_without_a_restart(self, keys: Keys) -> None:
         """A reader that was turned away comes again by itself; one taken off the list is out when it comes next."""

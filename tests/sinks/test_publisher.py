@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from sinks.router.publisher import TOLD_AT_ONCE
+from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE
 from sinks.router.replay_server import ANSWERS_AT_ONCE
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.sinks.feed_source import Reader, Source, State
@@ -288,6 +288,28 @@ class TestHarm:
             worker.put(worker.source.store(1, 1))
             assert router.receive()
             assert len(router.replay(worker, 0)) == last_seq(worker) + 1
+
+    def test_who_subscribes_to_ever_more_is_cut_off(self, router: Router) -> None:
+        """As many subscriptions as a connection may have are fine; with one more it ends, and nothing of it is left."""
+        with Worker("coalesce=0") as worker, capture_logs() as logs:
+            publisher = worker.transport._publisher
+            router.subscribe(worker)
+            router.welcome()
+            with raw_peer(worker.transport.endpoint, b"SUB") as peer:
+                for number in range(MAX_PREFIXES):
+                    peer.sendall(b"\x00\x05\x01" + number.to_bytes(4, "big"))
+                peer.sendall(b"\x00\x05\x01" + bytes(4))  # which it has
+                wait_for(lambda: sorted(map(len, publisher._topics.values())) == [1, MAX_PREFIXES])
+                assert logs == []
+                for number in range(1000):
+                    with contextlib.suppress(OSError):
+                        peer.sendall(b"\x00\x05\x01" + (MAX_PREFIXES + number).to_bytes(4, "big"))
+                wait_for(lambda: list(map(len, publisher._topics.values())) == [1])
+                address = "{}:{}".format(*peer.getsockname())
+            assert [(log["event"], log["peer"]) for log in logs] == [("peer_cut_off", address)]
+            assert logs[0]["endpoint"] == worker.transport.endpoint
+            worker.put(worker.source.store(1, 1))
+            assert router.receive()
 
     def test_too_many_connections_are_refused(self, router: Router) -> None:
         """Bare connections beyond the bound are ended at once, and a router that was there goes on."""
