@@ -15,7 +15,7 @@ from sinks.registry import open_sink as open_sink
 from sinks.router.kv_events import KVEventsConfigError as KVEventsConfigError
 from sinks.router.kv_events import kv_events_sink as kv_events_sink
 from sinks.runner import SinkRunner as SinkRunner
-from sinks.runner import SinkStats as SinkStats
+from sinks.stats import SinkStats as SinkStats
 
 KVCACHE_PACKAGE = "kvcache"
 """Marks this `sinks` as kvcache's own: another distribution of that name may lie over it on disk."""

@@ -6,9 +6,10 @@ dropped, and an `EventBatch` with a `Gap` over its seq takes its place in the si
 
     batches put = delivered + dropped + lag
 
-A sink that keeps failing is quarantined: closed, while batches go by it, and tried again with growing pauses. When it
-can be opened and takes the gap over what it has missed, it goes on. (A fold behind such a gap needs the whole state,
-which the manager publishes then.) So a disk that was full for a while costs what came in that while, and no more.
+A sink that fails is reported, once, and when it works again. One that keeps failing is quarantined: closed, while
+batches go by it, and tried again with growing pauses. When it can be opened and takes the gap over what it has missed,
+it goes on. (A fold behind such a gap needs the whole state, which the manager publishes then.) So a disk that was full
+for a while costs what came in that while, and no more.
 
 Two threads meet here and share no lock: the queue between them has its own, every counter and the list of owed
 gaps belongs to the sink's thread, and the rest are flags that are set once.
@@ -24,14 +25,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 from events.diagnostics import get_logger
 from events.errors import type_and_place
 from events.types import EventBatch
 from sinks.base import Sink, SinkError, SinkOpenError
 from sinks.queue import BatchQueue, Item, Loss, Overflow, note_loss
+from sinks.stats import SinkStats, State
 
 POLL_SECONDS = 0.01
 OPEN_SECONDS = 2.0
@@ -39,29 +39,11 @@ OPEN_SECONDS = 2.0
 GRACE_SECONDS = 0.25
 """How long `close` waits beyond the drain for the last `Gap` to be written."""
 BACKOFF_SECONDS_MAX = 5.0
+SILENCE_SECONDS = 60.0
+"""It is said once in this time that a sink fails, however often it does and recovers."""
 
-State = Literal["running", "quarantined", "closed"]
 
 _log = get_logger("sinks")
-
-
-@dataclass(frozen=True)
-class SinkStats:
-    """One moment of a runner. `put` calls so far = `batches` + `dropped_batches` + `lag_batches`."""
-
-    name: str
-    batches: int
-    """Delivered: the sink's `write` returned. Gaps are not counted."""
-    events: int
-    dropped_batches: int
-    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined at the time."""
-    dropped_events: int
-    errors: int
-    """Times that the sink raised."""
-    lag_batches: int
-    """Waiting in the queue or being written."""
-    state: State
-    last_error: str | None
 
 
 class SinkRunner:
@@ -118,6 +100,10 @@ class SinkRunner:
         self._failed_batches = self._failed_events = 0
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
+        self._is_failing = False
+        self._told_at = float("-inf")
+        """When it was last said that the sink fails, and whether that still stands."""
+        self._told = False
         self._state: State = "running"
         self._opened = threading.Event()
         self._started = threading.Event()
@@ -183,13 +169,14 @@ class SinkRunner:
             dropped_events=self._queue.dropped_events + self._failed_events,
             errors=self._errors,
             lag_batches=self._queue.put_batches - batches - dropped_batches,
-            state=self._state,
+            state="failing" if self._is_failing and self._state == "running" else self._state,
             last_error=self._last_error,
+            refused_peers=getattr(self.sink, "refused_peers", 0),
         )
 
     @property
     def state(self) -> State:
-        """Whether batches reach the sink at the moment."""
+        """Whether batches reach the sink at the moment, which are also given to one that is failing ("running")."""
         return self._state
 
     # --- the sink's thread ------------------------------------------------------------------------------
@@ -197,13 +184,14 @@ class SinkRunner:
     def _run(self) -> None:
         if not self._open():
             self._open_failed = True
+            self._state = "quarantined"
             if self._waits_for_room:
-                self._quarantine()
-            else:
-                # What is put stays in the queue: the sink has missed nothing yet.
-                self._report_quarantine()
+                # Elsewhere what is put stays in the queue: the sink has missed nothing yet.
+                self._leave_out()
         self._opened.set()
-        self._started.wait()  # which refuses a sink that could not be opened in time
+        self._started.wait()  # which refuses a sink that could not be opened in time, and says why
+        if self._open_failed and not self._closing.is_set():
+            self._report_quarantine()
         while self._serve() and self._recover():
             pass
         if self._may_go_on():
@@ -251,6 +239,9 @@ class SinkRunner:
         self._recovered_at = time.monotonic()
         self._queue.accept("quarantined")
         self._state = "running"
+        self._report_recovery()
+
+    def _report_recovery(self) -> None:
         dropped = self._queue.dropped_batches + self._failed_batches
         _log.warning("sink_recovered", sink=self.name, dropped=dropped)
 
@@ -285,6 +276,8 @@ class SinkRunner:
             note_loss(self._owed, Loss(item[0], "failed"))
         if self._errors_in_row and not self._forked:
             self._after_failure(self._errors_in_row)
+        elif self._is_failing:
+            self._note_success()
 
     def _settle(self) -> bool:
         """Write the gaps that the stream is owed. What cannot be written now stays owed."""
@@ -316,6 +309,8 @@ class SinkRunner:
         # Counted apart: that batches are taken does not mean that ticks work.
         if self._call(what, method):
             self._tick_errors_in_row = 0
+            if self._is_failing:
+                self._note_success()
         elif not self._forked:
             self._tick_errors_in_row += 1
             self._after_failure(self._tick_errors_in_row)
@@ -324,6 +319,7 @@ class SinkRunner:
         if errors_in_row >= self._max_errors:
             self._quarantine()
             return
+        self._note_failure()
         doublings = min(errors_in_row - 1, 16)
         self._closing.wait(min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
 
@@ -339,17 +335,34 @@ class SinkRunner:
         self._errors += 1
         self._last_error = f"{what}: {describe(error)}"
 
+    def _note_failure(self) -> None:
+        self._is_failing = True
+        now = time.monotonic()
+        if now - self._told_at > SILENCE_SECONDS:
+            self._told_at, self._told = now, True
+            _log.warning("sink_failing", sink=self.name, errors=self._errors, last_error=self._last_error)
+
+    def _note_success(self) -> None:
+        if self._errors_in_row or self._tick_errors_in_row:
+            return
+        told, self._is_failing, self._told = self._told, False, False
+        if told:
+            self._report_recovery()
+
     def _quarantine(self) -> None:
-        self._state = "quarantined"
-        self._queue.refuse("quarantined")
-        self._queue.drop_all("quarantined")
+        self._leave_out()
+        self._is_failing = self._told = False
         if time.monotonic() - self._recovered_at > self._retry_seconds_max:
             # One that fails soon again has not recovered, and is not to be tried more often for that.
             self._pause = self._retry_seconds
         self._report_quarantine()
 
-    def _report_quarantine(self) -> None:
+    def _leave_out(self) -> None:
         self._state = "quarantined"
+        self._queue.refuse("quarantined")
+        self._queue.drop_all("quarantined")
+
+    def _report_quarantine(self) -> None:
         _log.error("sink_quarantined", sink=self.name, errors=self._errors, last_error=self._last_error)
 
     def _become_child(self) -> None:

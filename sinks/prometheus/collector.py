@@ -148,11 +148,14 @@ class Collector:
         yield self._counter("sink_dropped_batches", text, rows)
         rows = [({"sink": each.name}, each.errors) for each in sinks]
         yield self._counter("sink_errors", "Times that a sink has failed.", rows)
+        text = "Connections to a feed that came to nothing because of keys."
+        rows = [({"sink": each.name}, each.refused_peers) for each in sinks]
+        yield self._counter("sink_refused_peers", text, rows)
         text = "Batches that wait for a sink."
         yield self._gauge(
             "sink_lag_batches", text, [({"sink": each.name}, each.lag_batches) for each in sinks]
         )
-        text = "Whether a sink works: 0 while it is left out because it fails."
+        text = "Whether a sink works: 0 while it fails, or is left out because it does."
         rows = [({"sink": each.name}, float(each.state == "running")) for each in sinks]
         yield self._gauge("sink_up", text, rows)
 

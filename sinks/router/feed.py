@@ -140,6 +140,12 @@ class RouterFeed:
         """Readers of the feed. For any thread."""
         return self._subscribers
 
+    @property
+    def refused_peers(self) -> int:
+        """Connections that came to nothing because of keys, since it was opened. For any thread."""
+        refused: int = getattr(self.transport, "refused", 0)
+        return refused
+
     def wait_subscribers(self, count: int, timeout: float, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until there are `count` readers, for `timeout` seconds or until `stop()`. For any thread."""
         deadline = time.monotonic() + timeout

@@ -119,7 +119,11 @@ class ZMQTransport:
     @property
     def refused(self) -> int:
         """Connections, to the feed or to its replay, that came to nothing because of keys."""
-        return self._publisher.refused + (self.replay.refused if self.replay is not None else 0)
+        sources = (
+            getattr(self, "_publisher", None),
+            self.replay,
+        )  # of which there are none before it is open
+        return sum(each.refused for each in sources if each is not None)
 
     def open(self, next_seq: int) -> None:
         """Open the sockets. Raises SinkError if that cannot be done."""

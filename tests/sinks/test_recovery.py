@@ -19,11 +19,13 @@ from events.subscribe.subscriber import Subscriber
 from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
-from sinks import SinkContext, SinkRunner, SinkStats, open_sink
+from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
+from sinks.prometheus.blocks import BlockMetrics
+from sinks.prometheus.collector import Collector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from sinks.runner import State
+from sinks.stats import State
 from tests.conftest import RunPython
 from tests.events.json_reader import from_json
 from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
@@ -135,7 +137,8 @@ class TestRunner:
         assert (stats.state, stats.lag_batches) == ("closed", 0)
         assert (stats.dropped_batches, stats.batches) == (lost, feeder.put - lost)
         told = [log["event"] for log in logs]
-        assert told == ["sink_quarantined", "sink_recovered"] * 2 + ["sink_lost_batches"]
+        turn = ["sink_quarantined", "sink_recovered"]
+        assert told == ["sink_failing", *turn, *turn, "sink_lost_batches"]
         assert sink.holds == 0
 
     def test_one_that_was_slow_to_open_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +203,57 @@ class TestRunner:
         assert (sink.opened, sink.closings) == (1, 1)
         assert runner.stats().dropped_batches == 2
 
+    @pytest.mark.parametrize("fails", ["write", "tick"])
+    def test_what_cannot_be_opened_is_told_once(self) -> None:
+        """By the error, not in the log besides; where opening takes long, there is no error to tell it."""
+        with capture_logs() as logs, pytest.raises(SinkOpenError, match="No space left"):
+            SinkRunner(Broken("open"), "poor").start()
+        assert logs == []
+        sink, late = Broken("open"), threading.Event()
+        fail = sink.open
+        sink.open = lambda: fail() if late.wait(WAIT) else None  # type: ignore[method-assign]
+        runner = SinkRunner(sink, "slow", retry_seconds=60)
+        with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
+            patch.setattr("sinks.runner.OPEN_SECONDS", 0.01)
+            runner.start()
+            late.set()
+            wait_for(lambda: bool(logs))
+            runner.close()
+        assert [log["event"] for log in logs] == ["sink_quarantined"]
+
+    def test_failing_is_told_before_anything_is_given_up(
+        self, fails: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once, also if it fails again soon, and so is the end of it; the state and the metric say it all the while."""
+        sink = Broken()
+        runner = SinkRunner(sink, "poor", max_errors=10**6, backoff_seconds=0.001)
+
+        def up() -> float:
+            collector = Collector(BlockMetrics(), "m")
+            families = {each.name: each for each in collector._of_sinks([runner.stats()])}
+            return families["kvcache_sink_up"].samples[0].value
+
+        with capture_logs() as logs:
+            runner.start()
+            for _ in range(3):
+                assert up() == 1
+                sink.fails = {fails}
+                runner.put(make_batch(0))
+                wait_for_state(runner, "failing")
+                assert up() == 0
+                sink.fails = set()
+                runner.put(make_batch(0))
+                wait_for_state(runner, "running")
+            assert [log["event"] for log in logs] == ["sink_failing", "sink_recovered"]
+            assert "No space left" in logs[0]["last_error"]
+            monkeypatch.setattr("sinks.runner.SILENCE_SECONDS", 0.0)
+            sink.fails = {fails}
+            runner.put(make_batch(0))
+            wait_for_state(runner, "failing")
+            assert [log["event"] for log in logs][2:] == ["sink_failing"]
+            runner.close()
+        assert runner.stats().state == "closed"
+
     def test_it_is_not_taken_for_well_before_it_has_taken_the_gap(self) -> None:
         """A sink that can be opened but not written to, as on a full disk, is neither reported nor fed again."""
         sink = Broken("write")
@@ -211,7 +265,8 @@ class TestRunner:
             wait_for(lambda: sink.opened > 5)
             assert runner.stats().state == "quarantined"
             runner.close()
-        assert [log["event"] for log in logs] == ["sink_quarantined", "sink_lost_batches"]
+        told = [log["event"] for log in logs]
+        assert told == ["sink_failing", "sink_quarantined", "sink_lost_batches"]
         assert sink.opened == sink.closings
 
     def test_pauses_go_on_growing_where_it_fails_soon_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
