@@ -33,6 +33,7 @@ from sinks.histogram import Histogram
 from sinks.salts import PlainSalts
 
 Options = TypeVar("Options", bound=msgspec.Struct)
+State = Literal["running", "failing", "quarantined", "closed"]
 _PORT_SHOWN = 6
 """A port that is too large is repeated if it has no more digits."""
 
@@ -101,6 +102,28 @@ class Sink(Protocol):
     # False while one that `folds` has not heard yet as whom it is to open; `needs_cache`: True if other
     # kinds of logs mean nothing to it. And `watch(probe)`, by which a process that knows more of the cache than its
     # events say lets itself be asked (`Probe`); in `kvcache publish`, that is for sinks that fold.
+
+
+@dataclass(frozen=True)
+class SinkStats:
+    """One moment of a runner. `put` calls so far = `batches` + `dropped_batches` + `lag_batches`."""
+
+    name: str
+    batches: int
+    """Delivered: the sink's `write` returned. Gaps are not counted."""
+    events: int
+    dropped_batches: int
+    """Not delivered: the queue was full, `write` raised, or the runner was closed or quarantined at the time."""
+    dropped_events: int
+    errors: int
+    """Times that the sink raised."""
+    lag_batches: int
+    """Waiting in the queue or being written."""
+    state: State
+    """`failing`: its last call has failed, and it is tried again with the next batch."""
+    last_error: str | None
+    refused_peers: int = 0
+    """Connections to a feed that came to nothing because of keys."""
 
 
 class Probe(Protocol):

@@ -29,9 +29,8 @@ from collections.abc import Callable
 from events.diagnostics import get_logger
 from events.errors import type_and_place
 from events.types import EventBatch
-from sinks.base import Sink, SinkError, SinkOpenError
+from sinks.base import Sink, SinkError, SinkOpenError, SinkStats, State
 from sinks.queue import BatchQueue, Item, Loss, Overflow, note_loss
-from sinks.stats import SinkStats, State
 
 POLL_SECONDS = 0.01
 OPEN_SECONDS = 2.0
@@ -90,9 +89,9 @@ class SinkRunner:
         self._drain_seconds = drain_seconds
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
-        self._pause = retry_seconds
-        """The next one before a quarantined sink is tried."""
-        self._recovered_at = float("-inf")
+        self._pause = retry_seconds  # the next one before a quarantined sink is tried
+        self._recovered_at = self._told_at = float("-inf")
+        self._failing_since: float | None = None
         self._is_open = self._open_failed = self._reopen_asked = self._forked = False
         self._owed: list[Loss] = []
         """Losses whose gaps are not written yet."""
@@ -100,10 +99,6 @@ class SinkRunner:
         self._failed_batches = self._failed_events = 0
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
-        self._is_failing = False
-        self._told_at = float("-inf")
-        """When it was last said that the sink fails, and whether that still stands."""
-        self._told = False
         self._state: State = "running"
         self._opened = threading.Event()
         self._started = threading.Event()
@@ -169,7 +164,7 @@ class SinkRunner:
             dropped_events=self._queue.dropped_events + self._failed_events,
             errors=self._errors,
             lag_batches=self._queue.put_batches - batches - dropped_batches,
-            state="failing" if self._is_failing and self._state == "running" else self._state,
+            state="failing" if self._failing_since is not None and self._state == "running" else self._state,
             last_error=self._last_error,
             refused_peers=getattr(self.sink, "refused_peers", 0),
         )
@@ -276,7 +271,7 @@ class SinkRunner:
             note_loss(self._owed, Loss(item[0], "failed"))
         if self._errors_in_row and not self._forked:
             self._after_failure(self._errors_in_row)
-        elif self._is_failing:
+        elif self._failing_since is not None:
             self._note_success()
 
     def _settle(self) -> bool:
@@ -309,7 +304,7 @@ class SinkRunner:
         # Counted apart: that batches are taken does not mean that ticks work.
         if self._call(what, method):
             self._tick_errors_in_row = 0
-            if self._is_failing:
+            if self._failing_since is not None:
                 self._note_success()
         elif not self._forked:
             self._tick_errors_in_row += 1
@@ -336,22 +331,24 @@ class SinkRunner:
         self._last_error = f"{what}: {describe(error)}"
 
     def _note_failure(self) -> None:
-        self._is_failing = True
         now = time.monotonic()
+        if self._failing_since is None:
+            self._failing_since = now
         if now - self._told_at > SILENCE_SECONDS:
-            self._told_at, self._told = now, True
-            _log.warning("sink_failing", sink=self.name, errors=self._errors, last_error=self._last_error)
+            self._told_at = now
+            _log.warning("sink_fails", sink=self.name, errors=self._errors, last_error=self._last_error)
 
     def _note_success(self) -> None:
-        if self._errors_in_row or self._tick_errors_in_row:
+        since = self._failing_since
+        if since is None or self._errors_in_row or self._tick_errors_in_row:
             return
-        told, self._is_failing, self._told = self._told, False, False
-        if told:
+        self._failing_since = None
+        if self._told_at >= since:
             self._report_recovery()
 
     def _quarantine(self) -> None:
         self._leave_out()
-        self._is_failing = self._told = False
+        self._failing_since = None
         if time.monotonic() - self._recovered_at > self._retry_seconds_max:
             # One that fails soon again has not recovered, and is not to be tried more often for that.
             self._pause = self._retry_seconds

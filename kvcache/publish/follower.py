@@ -75,6 +75,8 @@ class FollowerStats:
     """Whether it is at work for others; one that folds is opened when it has caught up."""
     lost_batches: int = 0
     """Not there any more when they were to be read, or without the tokens that the sink needs."""
+    refused_peers: int = 0
+    """Connections to a feed that came to nothing because of keys."""
 
 
 class SinkFollower:
@@ -164,6 +166,7 @@ class SinkFollower:
             delivery.last_error,
             self._is_live and delivery.is_open,
             self._lost,
+            getattr(self._sink, "refused_peers", 0),
         )
 
     def catch_up(self) -> CatchUp | None:

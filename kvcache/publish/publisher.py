@@ -204,4 +204,5 @@ def _as_runner(lag: SinkLag) -> SinkStats:
         lag.batches,
         state,
         sink.last_error,
+        sink.refused_peers,
     )

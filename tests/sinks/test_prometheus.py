@@ -429,8 +429,77 @@ def test_dashboard_and_alerts_ask_for_what_is_served(tmp_path: Path) -> None:
     assert used_in(alerts) <= names
     guide = (DOCS / "monitoring.md").read_text()
     found = re.findall(r"alert: (\w+)", alerts)
-    assert len(found) == 9
+    assert len(found) == 15
     assert all(f"`{alert}`" in guide for alert in found)
+
+
+def alerts_of(series: dict[str, str], tmp_path: Path) -> list[str]:
+    """Which alerts these series raise within ten minutes, one value each minute, in promtool's notation."""
+    alerts = DOCS / "monitoring" / "alerts.yml"
+    names = re.findall(r"alert: (\w+)", alerts.read_text())
+    (tmp_path / "test.yml").write_text(
+        json.dumps(
+            {
+                "rule_files": [str(alerts)],
+                "evaluation_interval": "1m",
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": [
+                            {"series": name, "values": values} for name, values in series.items()
+                        ],
+                        "alert_rule_test": [{"eval_time": "10m", "alertname": name} for name in names],
+                    }
+                ],
+            }
+        )
+    )
+    command = [program("promtool"), "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return sorted(set(re.findall(r"alertname:\s*(\w+), time: 10m", done.stdout + done.stderr)))
+
+
+SINK = '{instance="a",model="m",sink="nats"}'
+CACHE = '{instance="a",model="m"}'
+
+
+@pytest.mark.parametrize(
+    ("series", "raised"),
+    [
+        ({'up{job="kvcache",instance="a"}': "1 0x10"}, ["KVCacheUnreachable"]),
+        ({'up{job="kvcache",instance="a"}': "1x10"}, []),
+        (
+            {
+                f"kvcache_last_batch_age_seconds{CACHE}": "0+60x10",
+                f"kvcache_requests_running{CACHE}": "3x10",
+            },
+            ["KVCacheSilent"],
+        ),
+        (
+            {
+                f"kvcache_last_batch_age_seconds{CACHE}": "0+60x10",
+                f"kvcache_requests_running{CACHE}": "0x10",
+            },
+            [],
+        ),
+        (
+            {
+                f"kvcache_sink_up{SINK}": "1 1 0x10",
+                f"kvcache_sink_errors_total{SINK}": "0 0 1+5x10",
+                f"kvcache_sink_lag_batches{SINK}": "0 0 1000+500x10",
+            },
+            ["KVCacheSinkDown", "KVCacheSinkFails", "KVCacheSinkLags"],
+        ),
+        ({f"kvcache_log_lag_batches{CACHE}": "2000x10"}, ["KVCacheLogLags"]),
+        ({f"kvcache_sink_refused_peers_total{SINK}": "0x5 3x5"}, ["KVCacheRefusesPeers"]),
+        ({f"kvcache_sink_up{SINK}": "1x10", f"kvcache_sink_errors_total{SINK}": "7x10"}, []),
+    ],
+)
+def test_alerts_are_raised_by_what_they_are_about(
+    series: dict[str, str], raised: list[str], tmp_path: Path
+) -> None:
+    """And by nothing else: by Prometheus' own test of rules."""
+    assert alerts_of(series, tmp_path) == raised
 
 
 def test_a_real_prometheus_scrapes_them_and_knows_the_rules(tmp_path: Path) -> None:
@@ -481,7 +550,7 @@ def ask_prometheus(asked: Callable[[str], Any]) -> set[str]:
     )
     assert found[0]["value"][1] == "12"
     assert found[0]["metric"]["model"] == "llama"
-    assert len(rules) == 9
+    assert len(rules) == 15
     dashboard = json.loads((DOCS / "monitoring" / "dashboard.json").read_text())
     answered = set()
     for panel in dashboard["panels"]:

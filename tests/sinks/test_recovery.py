@@ -20,12 +20,12 @@ from events.types import EventBatch, Gap, StateExported
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
+from sinks.base import State
 from sinks.prometheus.blocks import BlockMetrics
 from sinks.prometheus.collector import Collector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from sinks.stats import State
 from tests.conftest import RunPython
 from tests.events.json_reader import from_json
 from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
@@ -138,7 +138,7 @@ class TestRunner:
         assert (stats.dropped_batches, stats.batches) == (lost, feeder.put - lost)
         told = [log["event"] for log in logs]
         turn = ["sink_quarantined", "sink_recovered"]
-        assert told == ["sink_failing", *turn, *turn, "sink_lost_batches"]
+        assert told == ["sink_fails", *turn, *turn, "sink_lost_batches"]
         assert sink.holds == 0
 
     def test_one_that_was_slow_to_open_loses_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,6 @@ class TestRunner:
         assert (sink.opened, sink.closings) == (1, 1)
         assert runner.stats().dropped_batches == 2
 
-    @pytest.mark.parametrize("fails", ["write", "tick"])
     def test_what_cannot_be_opened_is_told_once(self) -> None:
         """By the error, not in the log besides; where opening takes long, there is no error to tell it."""
         with capture_logs() as logs, pytest.raises(SinkOpenError, match="No space left"):
@@ -221,6 +220,7 @@ class TestRunner:
             runner.close()
         assert [log["event"] for log in logs] == ["sink_quarantined"]
 
+    @pytest.mark.parametrize("fails", ["write", "tick"])
     def test_failing_is_told_before_anything_is_given_up(
         self, fails: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -244,13 +244,13 @@ class TestRunner:
                 sink.fails = set()
                 runner.put(make_batch(0))
                 wait_for_state(runner, "running")
-            assert [log["event"] for log in logs] == ["sink_failing", "sink_recovered"]
+            assert [log["event"] for log in logs] == ["sink_fails", "sink_recovered"]
             assert "No space left" in logs[0]["last_error"]
             monkeypatch.setattr("sinks.runner.SILENCE_SECONDS", 0.0)
             sink.fails = {fails}
             runner.put(make_batch(0))
             wait_for_state(runner, "failing")
-            assert [log["event"] for log in logs][2:] == ["sink_failing"]
+            assert [log["event"] for log in logs][2:] == ["sink_fails"]
             runner.close()
         assert runner.stats().state == "closed"
 
@@ -266,7 +266,7 @@ class TestRunner:
             assert runner.stats().state == "quarantined"
             runner.close()
         told = [log["event"] for log in logs]
-        assert told == ["sink_failing", "sink_quarantined", "sink_lost_batches"]
+        assert told == ["sink_fails", "sink_quarantined", "sink_lost_batches"]
         assert sink.opened == sink.closings
 
     def test_pauses_go_on_growing_where_it_fails_soon_again(self, monkeypatch: pytest.MonkeyPatch) -> None:

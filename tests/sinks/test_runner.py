@@ -246,7 +246,7 @@ class TestRaisingSink:
         stats = runner.stats()
         assert (sink.calls, stats.errors, stats.state) == (3, 3, "quarantined")
         assert [(log["event"], log["log_level"]) for log in logs] == [
-            ("sink_failing", "warning"),
+            ("sink_fails", "warning"),
             ("sink_quarantined", "error"),
         ]
         assert {log["sink"] for log in logs} == {"raising"}
