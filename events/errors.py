@@ -20,9 +20,14 @@ are never repeated. All errors survive pickling, because engines carry them betw
 
 from __future__ import annotations
 
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+
+_NAME = re.compile("[a-z_]{1,16}")
+"""What names of options look like."""
+_QUOTED = re.compile(r"'([^']{40})[^']+'")
 
 
 class FieldsError(Exception):
@@ -163,3 +168,19 @@ def type_and_place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{place}"
+
+
+def without_login(address: str) -> str:
+    """An address, or a whole URL, without what stands before the last @, all of which may be a password."""
+    scheme, _, rest = address.partition(":")
+    return f"{scheme}:…@{rest.rpartition('@')[2]}" if "@" in rest else address
+
+
+def option_name(given: str) -> str:
+    """The name of an option that is not known, if it looks like one: a password may have got into it."""
+    return repr(given if _NAME.fullmatch(given) else "…")
+
+
+def shortened(text: str) -> str:
+    """A message without the rest of quoted values that are long."""
+    return _QUOTED.sub(r"'\1…'", text)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
+from events.errors import shortened
+
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]*)", re.ASCII)
 _SECONDS = {
     "us": Fraction(1, 10**6),
@@ -40,4 +42,5 @@ def _parse(text: str, units: Mapping[str, int | Fraction], example: str) -> Frac
             return number * units[unit]
         if number == 0 and not unit:
             return number
-    raise ValueError(f"{text!r} needs a number and one of the units {', '.join(units)}, as in {example}")
+    needs = f"needs a number and one of the units {', '.join(units)}, as in {example}"
+    raise ValueError(shortened(f"{text!r} {needs}"))

@@ -27,7 +27,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from events.errors import FieldsError
+from events.errors import FieldsError, option_name, shortened, without_login
 from events.types import EventBatch
 from sinks.histogram import Histogram
 from sinks.salts import PlainSalts
@@ -43,7 +43,7 @@ LOGIN_IGNORED = (
 _PLACE = re.compile(r"`\$\.(\w+)`$")
 """Where msgspec says which option does not fit."""
 _LOGIN_IN_PATH = re.compile("[^/@]*:[^/@]*@")
-"""At the start of a path: a login whose // was forgotten."""
+"""At the start of a path: a login whose // was forgotten. Behind it everything may be a password, up to the last @."""
 
 
 class SinkError(FieldsError):
@@ -210,10 +210,15 @@ class SinkURL:
         return parsed
 
     def __str__(self) -> str:
-        """The URL without user, password and options, any of which may hold a secret."""
+        """The URL without user, password and options, any of which may hold a secret.
+
+        Of a path with an @ only what follows that: before it may stand a password with a / in it.
+        """
+        if "@" in self.path:
+            return without_login(f"{self.scheme}:{self.path}")
         if self.host is None:
             slashes = "//" if self.path.startswith("/") else ""
-            return f"{self.scheme}:{slashes}{_LOGIN_IN_PATH.sub('', self.path)}"
+            return f"{self.scheme}:{slashes}{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         port = "" if self.port is None else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
@@ -229,6 +234,8 @@ class SinkURL:
             raise SinkURLError(str(self), "a file's path must be Unicode text, not lone surrogates") from None
         if b"\0" in encoded:
             raise SinkURLError(str(self), "a file's path has no NUL character (%00)")
+        if not Path(path).name:
+            raise SinkURLError(str(self), "a path must name a file, not / or .")
         return Path(path)
 
     @property
@@ -253,11 +260,11 @@ class SinkURL:
         known = ", ".join(field.encode_name for field in fields) or "none"
         unknown = sorted(set(self.options) - {field.encode_name for field in fields})
         if unknown:
-            raise SinkURLError(str(self), f"unknown option {unknown[0]!r}; known options: {known}")
+            raise SinkURLError(str(self), f"unknown option {option_name(unknown[0])}; known options: {known}")
         try:
             return msgspec.convert(dict(self.options), declared, strict=False)
         except msgspec.ValidationError as error:
-            reason = f"bad option: {error}{_choices(declared, str(error))}"
+            reason = f"bad option: {shortened(str(error))}{_choices(declared, str(error))}"
             raise SinkURLError(str(self), f"{reason}; known options: {known}") from None
 
 
@@ -279,5 +286,6 @@ def _port(parts: SplitResult) -> int | None:
         # SECURITY: where an @ is missing, what stands here is a password.
         shown = f":{given}" if given.isascii() and given.isdigit() and len(given) <= _PORT_SHOWN else ""
         host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
-        address = f"{parts.scheme}://{host}{shown}"
+        # Of a password with a / and an @ the host may be a piece.
+        address = f"{parts.scheme}:" if "@" in parts.path else f"{parts.scheme}://{host}{shown}"
         raise SinkURLError(address, "its port is no number from 0 to 65535") from None

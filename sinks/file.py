@@ -7,7 +7,7 @@ queued. A line that the disk takes only in part is cut off again. With ``?encodi
 
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
 only. A file that holds something already is refused unless ``?append=1``: one that a person kept must not
-be mixed up with another run's by accident. One writer per file.
+be mixed up with another run's by accident. One writer per file, which a lock on it enforces.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
 one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Lines are never cut: one that is
@@ -21,6 +21,7 @@ calls it at SIGHUP, other programs by `KVCacheManager.reopen_sinks`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import time
@@ -102,7 +103,9 @@ class FileSink:
             # What is there now may be another's file, which is not ours to move.
             self.reopen()
         if self._is_full(len(data)):
-            self._take(_rotate(self._path, self._keep))
+            rotated = _rotate(self._path, self._keep)
+            self._lock(rotated)
+            self._take(rotated)
         size = os.fstat(self._fd).st_size
         is_begun = bool(size) if self._regular else self._begun
         try:
@@ -124,12 +127,13 @@ class FileSink:
 
     def reopen(self) -> None:
         """Go on in the file that is at the path now, or in a new one. Raises as `open` does."""
-        self._take(self._opened())
+        if not (self._regular and self._is_in_place()):
+            self._take(self._opened())
 
     def close(self) -> None:
         """Close the file."""
         descriptor, self._fd = self._fd, -1
-        os.close(descriptor)
+        _let_go(descriptor)
 
     def _is_full(self, more: int) -> bool:
         size = os.fstat(self._fd).st_size if self._max_bytes else 0
@@ -152,7 +156,7 @@ class FileSink:
         """Write to this descriptor from now on."""
         before, self._fd = self._fd, fd
         if before >= 0:
-            os.close(before)
+            _let_go(before)
         self._regular = stat.S_ISREG(os.fstat(fd).st_mode)
         self._looked_at = time.monotonic()
 
@@ -164,6 +168,7 @@ class FileSink:
                     f"{self._path} is no regular file, and cannot be rotated: leave max_bytes= out"
                 )
             return
+        self._lock(fd)
         if not self._append:
             self._refuse_what_was_kept(status.st_size)
         self._refuse_directories()
@@ -175,6 +180,16 @@ class FileSink:
                 os.ftruncate(fd, end)
             if first:
                 write_all(fd, [first])
+
+    def _lock(self, fd: int) -> None:
+        """Keep other writers off, whatever they call the file. Not every file system can do that."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = "another sink writes to it, under this name or another one: give each a file of its own"
+            raise SinkError(f"{self._path}: {reason}") from None
+        except OSError:
+            return
 
     def _refuse_what_was_kept(self, size: int) -> None:
         instead = "remove it, choose another, or add ?append=1"
@@ -232,6 +247,13 @@ def _max_bytes(url: SinkURL, options: FileOptions) -> int:
     if "keep" in url.options and not max_bytes:
         raise SinkURLError(str(url), "keep= counts the files that max_bytes= makes, which is not given")
     return max_bytes
+
+
+def _let_go(descriptor: int) -> None:
+    """Close a file; a process that was forked may have it, too, and is not to keep the lock."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _older_file(path: Path, number: int) -> Path:

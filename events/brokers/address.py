@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
-from events.errors import EventsError
+from events.errors import EventsError, option_name, shortened, without_login
 from events.sockets.hosts import is_loopback
 
 PORTS = {"nats": 4222, "redis": 6379, "kafka": 9092}
@@ -105,7 +105,7 @@ class BrokerAddress:
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}/{self.stream}"
+        return without_login(f"{self.scheme}://{host}:{self.port}/{self.stream}")
 
     @property
     def secret(self) -> str | None:
@@ -153,14 +153,16 @@ def parse(url: str) -> tuple[BrokerAddress, str | None]:
     if parts.scheme not in PORTS:
         raise BrokerURLError(url.partition(":")[0], f"no broker; brokers are {', '.join(PORTS)}")
     known = [each.encode_name for each in msgspec.structs.fields(ReaderOptions)]
-    bare = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    bare = without_login(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
     unknown = [name for name, _ in pairs if name not in known]
     if unknown:
-        raise BrokerURLError(bare, f"unknown option {unknown[0]!r}; known options: {', '.join(known)}")
+        raise BrokerURLError(
+            bare, f"unknown option {option_name(unknown[0])}; known options: {', '.join(known)}"
+        )
     try:
         options = msgspec.convert(dict(pairs), ReaderOptions, strict=False)
     except msgspec.ValidationError as error:
-        raise BrokerURLError(bare, f"bad option: {error}") from None
+        raise BrokerURLError(bare, f"bad option: {shortened(str(error))}") from None
     address = BrokerAddress(
         parts.scheme,
         parts.hostname or "127.0.0.1",

@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from ipaddress import IPv6Address
 
-from events.errors import EventsError
+from events.errors import EventsError, without_login
 from events.sockets.hosts import is_wildcard
 
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -25,6 +25,11 @@ class EndpointError(EventsError):
     endpoint: str
     reason: str
     text = "{endpoint}: {reason}; write tcp://HOST:PORT or ipc://PATH"
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith("ipc:"):
+            self.endpoint = without_login(self.endpoint)
+        super().__post_init__()
 
 
 @dataclass(eq=False, repr=False)
@@ -47,12 +52,10 @@ def host_of(endpoint: str) -> str | None:
     transport, _, address = endpoint.partition("://")
     if transport == "inproc":
         raise EndpointError(endpoint, "it is an address inside one program")
+    if "@" in endpoint and transport != "ipc":
+        raise EndpointError(endpoint, "a user or password is not part of an endpoint")
     if transport != "tcp":
         return None
-    if "@" in address:
-        # What stands before it is not repeated: it may be a password.
-        bare = f"tcp://{address.rpartition('@')[2]}"
-        raise EndpointError(bare, "a user or password is not part of an endpoint")
     # Before a semicolon stands an address of this machine.
     host, colon, port = address.rpartition(";")[2].rpartition(":")
     if not colon:

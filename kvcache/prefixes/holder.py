@@ -2,6 +2,8 @@
 
 A name (a hash, to us an opaque number or bytes) stands for the content under which its publisher stored it. It is
 remembered while its block is at any level, or something known stands behind the block: later events go on from there.
+A second name of a block is remembered only while the block is at a level under that very name: a publisher could give
+any number of them to one block. What is stored behind a second name that is gone is known by its names only.
 A name without a known content is *loose*: it is somewhere, and what it holds was never told.
 """
 

@@ -36,6 +36,9 @@ from kvcache.prefixes.runs import Adapter
 from kvcache.prefixes.source import Source, Sources
 from kvcache.prefixes.tree import PrefixTree
 
+RANKS_MAX = 1024
+"""Batches of higher ranks are ignored: nobody has as many, and what is noted of a rank takes memory."""
+
 
 class Overlap(NamedTuple):
     """How much of a prompt a publisher has, from its start: in tokens, or in blocks where it was asked by hashes."""
@@ -58,13 +61,18 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._tree = PrefixTree()
         self._sources: Sources = {}
+        self.ignored_batches = 0
+        """Of ranks that nobody has (`RANKS_MAX`)."""
 
     # -- what is told
 
     def apply(self, worker: Hashable, batch: VLLMBatch, rank: int | None = None) -> None:
-        """Take in one batch of a worker's events."""
-        source = self._source(worker, (batch.rank or 0) if rank is None else rank)
-        source.take(batch.events)
+        """Take in one batch of a worker's events; it is ignored if its rank is none (`RANKS_MAX`)."""
+        told = (batch.rank or 0) if rank is None else rank
+        if 0 <= told < RANKS_MAX:
+            self._source(worker, told).take(batch.events)
+        else:
+            self.ignored_batches += 1
 
     def fold(self, worker: Hashable, report: Report, rank: int | None = None) -> None:
         """Take in what a subscriber reports (`events.subscribe.continuity`).

@@ -23,7 +23,7 @@ from kvcache.errors import (
     SnapshotTooNew,
     Unsupported,
 )
-from kvcache.prefixes.index import Overlap
+from kvcache.prefixes.index import RANKS_MAX, Overlap
 from kvcache.prefixes.publisher import Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.prefix_streams import Honest, Liar
@@ -198,6 +198,24 @@ class TestPublishersThatErr:
         index = told(stored([1]), stored([2]), BlockRemoved((1,), "GPU"))
         assert (overlap(index), index.counts("a").aliases) == (Overlap(2, 2, 2), 1)
         assert overlap(told(BlockRemoved((2,), "GPU"), index=index)) == (0, 0, 0)
+
+    @pytest.mark.parametrize("name", [1, 2])
+    def test_what_follows_a_name_whose_block_is_gone(self, name: int) -> None:
+        """Behind the first name of a block it is known what it holds; behind a second one, which is forgotten, not."""
+        index = told(stored([1]), stored([2]), stored([3], name, 1), BlockRemoved((name,), "GPU"))
+        index = told(stored([4], name, 1, tokens=(9, 9)), index=index)
+        index.check()
+        assert index.counts("a").orphans == (name == 2)
+
+    def test_ranks_that_nobody_has_are_ignored(self) -> None:
+        """And counted: each would be a publisher that is remembered."""
+        index = PrefixIndex()
+        for rank in (0, RANKS_MAX - 1, RANKS_MAX, 10**9, -1):
+            index.apply("a", VLLMBatch(0.0, (stored([1]),), rank))
+        assert [each.rank for each in index.publishers] == [0, RANKS_MAX - 1]
+        assert index.ignored_batches == 3
+        index.apply("a", VLLMBatch(0.0, (), 0), rank=RANKS_MAX)
+        assert index.ignored_batches == 4
 
     def test_a_block_that_is_its_own_parent_makes_no_loop(self) -> None:
         """Nor do two that are each other's."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from events.types import EventBatch
 from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
+from sinks.file import FileSink
 from tests.events.json_reader import from_json
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
 
@@ -89,6 +92,46 @@ def test_refuses_a_file_that_holds_something(tmp_path: Path) -> None:
     with pytest.raises(SinkError, match=r"not empty.*append=1"):
         opened(path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("other", ["{0}", "{0.parent}/./{0.name}", "{0.parent}/link", "{0.parent}/hard"])
+def test_a_file_has_one_writer(tmp_path: Path, other: str) -> None:
+    """By whatever name it goes; when that one is closed it can be had again, also while a forked child lives."""
+    path = tmp_path / "e.jsonl"
+    first = opened(path)
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "hard").hardlink_to(path)
+    second = open_sink(f"file:{other.format(path)}?append=1", CONTEXT)
+    with pytest.raises(SinkError, match="another sink writes to it"):
+        second.open()
+    first.write(make_batch(0))
+    assert isinstance(first, FileSink)
+    first.reopen()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        first.close()
+        second.open()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    second.write(make_batch(1))
+    second.close()
+    assert read(path) == [make_batch(0), make_batch(1)]
+
+
+def test_rotated_files_have_one_writer_too(tmp_path: Path) -> None:
+    """The lock goes with the file that is written to."""
+    path = tmp_path / "e.jsonl"
+    first = opened(path, "?max_bytes=100B&keep=1")
+    for seq in range(5):
+        first.write(make_batch(seq))
+    with pytest.raises(SinkError, match="another sink writes to it"):
+        opened(path, "?append=1")
+    opened(tmp_path / "e.jsonl.1", "?append=1").close()
+    first.close()
 
 
 def test_appends_if_asked(tmp_path: Path) -> None:

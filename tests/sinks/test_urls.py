@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from events.brokers.address import BrokerURLError, parse
 from sinks import SinkContext, SinkError, SinkOpenError, SinkURL, SinkURLError, known_schemes, open_sink
 from sinks.file import FileSink
 from sinks.stdout import StdoutSink
@@ -57,6 +58,68 @@ class TestParse:
             open_sink(url, CONTEXT)
         parsed = SinkURL.parse(url)
         assert "hidden" not in f"{caught.value} {caught.value.args} {parsed} {parsed!r}"
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "nats://kv:7/hidden@127.0.0.1:4222/kvcache",
+            "nats://kv:hid@den/hidden@127.0.0.1:4222/kvcache",
+            "nats://kv:x/hidden@127.0.0.1:4222/kvcache",
+            "nats:///kv:hidden@h/k",
+            "nats:/kv:hidden@h/k",
+            "redis://:/hidden@h/s",
+            "kafka://u:7/hidden@h/t",
+            "zmq+pub://a:7/hidden@127.0.0.1:4222",
+            "prometheus://a:7/hidden@127.0.0.1:9",
+            "file://a:7/hidden@x/e",
+            "stdout://a:7/hidden@x",
+            "natsx://u:7/hidden@h/t",
+            "redis://127.0.0.1/s?password_filehidden=1",
+            "redis://127.0.0.1/s?hidden!=1",
+        ],
+    )
+    def test_a_password_that_is_not_where_it_belongs_is_not_repeated(self, url: str) -> None:
+        """A slash in it that is not written as %2F makes it a part of the path, or of an option's name."""
+        with pytest.raises(SinkError) as caught:
+            open_sink(url, CONTEXT)
+        assert "hid" not in str(caught.value).replace("password_file", "")
+
+    @pytest.mark.parametrize(
+        "url", ["nats://kv:7/hidden@h/s", "redis://:/hidden@h/s", "kafka://h/s?a_hidden_A=1"]
+    )
+    def test_readers_do_not_repeat_it_either(self, url: str) -> None:
+        """The address of a broker to read from."""
+        with pytest.raises(BrokerURLError) as caught:
+            parse(url)
+        assert "hidden" not in str(caught.value)
+
+    @pytest.mark.parametrize("path", ["/", ".", "//"])
+    @pytest.mark.parametrize("url", ["zmq+pub://127.0.0.1:5557", "nats:", "redis:"])
+    def test_state_must_be_a_file(self, url: str, path: str) -> None:
+        """A path that names none is refused when the sink is made."""
+        with pytest.raises(SinkURLError, match="must name a file"):
+            open_sink(f"{url}?state={path}", CONTEXT)
+
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "zmq+pub://127.0.0.1:5557?coalesce=",
+            "zmq+pub://127.0.0.1:5557?replay=5558&ring=",
+            "zmq+pub://127.0.0.1:5557?salts=",
+            "zmq+pub://127.0.0.1:5557?hwm=",
+            "zmq+pub://127.0.0.1:5557?rank_ports=",
+            "nats:?timeout=",
+            "nats:?format=",
+            "file:e.jsonl?max_bytes=",
+            "stdout:?format=",
+            "file:e.jsonl?",
+        ],
+    )
+    def test_long_values_are_not_repeated_whole(self, url: str) -> None:
+        """Nor are long names of options."""
+        with pytest.raises(SinkURLError) as caught:
+            open_sink(url + "x" * 5000 + ("=1" if url.endswith("?") else ""), CONTEXT)
+        assert len(str(caught.value)) < 1000
 
     def test_a_path_may_look_like_a_login(self) -> None:
         """Behind ./ a colon and an @ are letters of a file's name."""
