@@ -4,7 +4,8 @@ Events are the only way in which the cache's state changes, so whoever has them 
 `events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
 
 `Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
-`events.formats.vllm` reads. They are imported on first use: nothing else here needs ZeroMQ.
+`events.formats.vllm` reads, and `Curve` has the keys for those that are encrypted. They are imported on first use:
+nothing else here needs ZeroMQ.
 """
 
 from importlib import import_module
@@ -76,6 +77,7 @@ from events.types import TransferLanded as TransferLanded
 from events.types import WorkerSeen as WorkerSeen
 
 if TYPE_CHECKING:
+    from events.sockets.curve import Curve as Curve
     from events.subscribe.asynchronous import AsyncSubscriber as AsyncSubscriber
     from events.subscribe.continuity import Missed as Missed
     from events.subscribe.continuity import Received as Received
@@ -90,23 +92,24 @@ KVCACHE_PACKAGE = "kvcache"
 """Marks this `events` as kvcache's own: another distribution of that name may lie over it on disk."""
 
 _HOMES = {
-    "AsyncSubscriber": "asynchronous",
-    "Gathering": "gathering",
-    "Index": "index",
-    "Missed": "continuity",
-    "Received": "continuity",
-    "Report": "continuity",
-    "Restarted": "continuity",
-    "Restated": "continuity",
-    "Subscriber": "subscriber",
+    "AsyncSubscriber": "subscribe.asynchronous",
+    "Curve": "sockets.curve",
+    "Gathering": "subscribe.gathering",
+    "Index": "subscribe.index",
+    "Missed": "subscribe.continuity",
+    "Received": "subscribe.continuity",
+    "Report": "subscribe.continuity",
+    "Restarted": "subscribe.continuity",
+    "Restated": "subscribe.continuity",
+    "Subscriber": "subscribe.subscriber",
 }
-"""The module in `events.subscribe` of each name that is imported on first use."""
+"""The module of each name that is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"events.subscribe.{_HOMES[name]}"), name)
+    return getattr(import_module(f"events.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

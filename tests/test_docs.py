@@ -38,16 +38,20 @@ from kvcache.config import KVCacheConfig
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
 from sinks import registry
+from sinks.base import SinkContext
 from sinks.brokers.kafka_sink import KafkaOptions
 from sinks.brokers.nats_sink import NATSOptions
 from sinks.brokers.redis_sink import RedisOptions
 from sinks.file import FileOptions
+from sinks.router.feed import RouterFeed
 from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.columns import pack_i32
 from tests.conftest import ROOT, RunPython
 from tests.events.publisher import Publisher, batch, replaying, stored
 from tests.lives import occasion_name
+from tests.sinks.keys import Keys
+from tests.sinks.test_zmq import Worker
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -370,6 +374,24 @@ def test_the_reader_on_the_page_runs() -> None:
     with Publisher() as publisher, replaying({1: batch(stored(1, 2))}) as server:
         told = printed(code.replace(LIVE, publisher.endpoint).replace(OTHER, server.endpoint), 3)
     assert told == ["batches 0 to 0 are lost: not received", "0 blocks on the GPU", "2 blocks on the GPU"]
+
+
+def test_the_encrypted_reader_on_the_page_runs(tmp_path: Path) -> None:
+    """The example with keys hears what a feed with keys sends to those on its list."""
+    keys = Keys(tmp_path)
+    keys.make("feed", "router")
+    keys.allow("router")
+    code = snippet(WIRE, "python", "Curve.read")
+    for file in ("router.key_secret", "feed.key"):
+        assert file in code
+        code = code.replace(file, str(tmp_path / file))
+    url = f"zmq+pub://127.0.0.1:0?coalesce=0&curve_key={keys.secret('feed')}&curve_clients={keys.clients}"
+    sink = registry.open_sink(url, SinkContext(32, 4))
+    assert isinstance(sink, RouterFeed)
+    with Worker(feed=sink) as worker:
+        worker.put(worker.source.store(1, 3))
+        worker.settle()
+        assert printed(code.replace(LIVE, worker.transport.endpoint), 1) == ["3 blocks on the GPU"]
 
 
 def test_the_asynchronous_reader_on_the_page_runs() -> None:

@@ -128,7 +128,7 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Play, verify, summarize."""
-    take_kv_events(args)
+    take_kv_events(args, out)
     if args.json and _has_sink(args, "stdout"):
         raise UsageError(
             "--json needs stdout for itself: send the events to a file, as in --sink file:events.jsonl"

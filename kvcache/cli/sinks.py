@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from kvcache.cli.output import Output
 from kvcache.cli.parser import natural
 from kvcache.errors import UsageError
+from sinks import SinkContext, SinkURLError, open_sink
 from sinks.router.kv_events import kv_events_sink
 
 
@@ -22,8 +25,8 @@ def add_sink_options(add: argparse._ArgumentGroup) -> None:
     add.add_argument(
         "--kv-events-config",
         metavar="JSON",
-        help="publish to routers as vLLM does with the same JSON: enable_kv_cache_events, publisher, endpoint, "
-        "replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+        help="publish to routers as vLLM does with the same JSON, or @FILE with it: enable_kv_cache_events (false), "
+        "publisher (zmq), endpoint (tcp://*:5557), replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
     )
     add.add_argument(
         "--kv-events-options",
@@ -40,11 +43,34 @@ def add_sink_options(add: argparse._ArgumentGroup) -> None:
     )
 
 
-def take_kv_events(args: argparse.Namespace) -> None:
-    """Add the sink that vLLM's configuration asks for to those that were given."""
+def take_kv_events(args: argparse.Namespace, out: Output) -> None:
+    """Add the sink that vLLM's configuration asks for to those that were given. Raises UsageError."""
     if args.kv_events_config is None:
         if args.kv_events_options or args.kv_events_rank:
             raise UsageError("--kv-events-options and --kv-events-rank need --kv-events-config JSON")
         return
-    url = kv_events_sink(args.kv_events_config, rank=args.kv_events_rank, options=args.kv_events_options)
-    args.sinks += [url] * (url is not None)
+    config = _told(args.kv_events_config)
+    url = kv_events_sink(config, rank=args.kv_events_rank, options=args.kv_events_options)
+    if url is None:
+        out.warning(
+            "--kv-events-config asks for no sink: events are published with "
+            '"enable_kv_cache_events": true, and not with "publisher": "null"'
+        )
+        return
+    try:
+        open_sink(url, SinkContext(0, 1))
+    except SinkURLError as error:
+        where = "options of a sink go into --kv-events-options, as in --kv-events-options insecure=1"
+        raise UsageError(f"--kv-events-config: {error.reason}; {where}") from None
+    args.sinks.append(url)
+
+
+def _told(config: str) -> str:
+    """The JSON that was given, or that the file holds which was named by @."""
+    if not config.startswith("@"):
+        return config
+    try:
+        return Path(config[1:]).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise UsageError(f"--kv-events-config: {config[1:]} cannot be read: {reason}") from None

@@ -71,7 +71,9 @@ def _read(config: str | Mapping[str, Any]) -> KVEventsConfig:
     try:
         given = msgspec.json.decode(config) if isinstance(config, str) else dict(config)
     except (msgspec.DecodeError, UnicodeEncodeError, TypeError, ValueError):
-        raise KVEventsConfigError("it is no JSON, as in '{\"enable_kv_cache_events\": true}'") from None
+        raise KVEventsConfigError(
+            "it is no JSON, as in '{\"enable_kv_cache_events\": true}'; the command line reads a file as @FILE"
+        ) from None
     known = ", ".join(field.name for field in msgspec.structs.fields(KVEventsConfig))
     if not isinstance(given, dict):
         raise KVEventsConfigError(f"it is no JSON object; known fields: {known}")

@@ -607,11 +607,28 @@ class TestKVEventsConfig:
         assert json.loads(done.out)["feed"]["agrees"]
         assert "feed_leaves_machine" in done.err
 
+    def test_a_file_may_hold_it(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """Named by an @; what it says is taken."""
+        file = tmp_path / "events.json"
+        file.write_text('{"hwm": 0}')
+        done = kvcache("run", "--no-pools", "--limit", "5", "--kv-events-config", f"@{file}")
+        assert (done.code, done.out) == (2, "")
+        assert "hwm must be at least 1" in done.err
+
+    @pytest.mark.parametrize("config", ["{}", '{"enable_kv_cache_events": true, "publisher": "null"}'])
+    def test_that_nothing_is_published_is_said(self, kvcache: Kvcache, config: str) -> None:
+        """The run goes on."""
+        done = kvcache("run", "--no-pools", "--limit", "5", "--kv-events-config", config)
+        assert done.code == 0
+        assert "asks for no sink" in done.err
+
     @pytest.mark.parametrize(
         ("given", "reason"),
         [
             (["--kv-events-config", '{"format": 1}'], "unknown field 'format'; known fields: enable"),
-            (["--kv-events-config", '{"enable_kv_cache_events": true}'], "insecure=1"),
+            (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-options insecure=1"),
+            (["--kv-events-config", "events.json"], "reads a file as @FILE"),
+            (["--kv-events-config", "@/no/events.json"], "/no/events.json cannot be read: No such file"),
             (["--kv-events-rank", "1"], "need --kv-events-config JSON"),
             (["--kv-events-options", "insecure=1"], "need --kv-events-config JSON"),
         ],
