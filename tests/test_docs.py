@@ -370,7 +370,7 @@ def printed(code: str, lines: int) -> list[str]:
 
 def test_the_reader_on_the_page_runs() -> None:
     """The example of a subscriber follows a publisher from its replay on, and says what is lost."""
-    code = snippet(WIRE, "python", "with Subscriber")
+    code = snippet(WIRE, "python", "Missed, Subscriber")
     with Publisher() as publisher, replaying({1: batch(stored(1, 2))}) as server:
         told = printed(code.replace(LIVE, publisher.endpoint).replace(OTHER, server.endpoint), 3)
     assert told == ["batches 0 to 0 are lost: not received", "0 blocks on the GPU", "2 blocks on the GPU"]
