@@ -234,8 +234,6 @@ class SinkURL:
             raise SinkURLError(str(self), "a file's path must be Unicode text, not lone surrogates") from None
         if b"\0" in encoded:
             raise SinkURLError(str(self), "a file's path has no NUL character (%00)")
-        if not Path(path).name:
-            raise SinkURLError(str(self), "a path must name a file, not / or .")
         return Path(path)
 
     @property

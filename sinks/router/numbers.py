@@ -36,10 +36,13 @@ _MOST_BYTES = 4096
 class FeedNumbers:
     """Hands out numbers below a reservation in the file at `path` (None: in memory only); without it, from `first` on.
 
-    One instance per file at a time, which a lock file beside it enforces. Not for several threads.
+    One instance per file at a time, which a lock file beside it enforces. Not for several threads. Raises SinkError for
+    a path without a name.
     """
 
     def __init__(self, path: Path | None, step: int = STEP, first: int = 0) -> None:
+        if path is not None and not path.name:
+            raise SinkError("state= must name a file, not / or .")
         self._path = path
         self._step = step
         self._lock: Lock | None = None

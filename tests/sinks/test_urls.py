@@ -97,7 +97,7 @@ class TestParse:
     @pytest.mark.parametrize("url", ["zmq+pub://127.0.0.1:5557", "nats:", "redis:"])
     def test_state_must_be_a_file(self, url: str, path: str) -> None:
         """A path that names none is refused when the sink is made."""
-        with pytest.raises(SinkURLError, match="must name a file"):
+        with pytest.raises(SinkError, match="state= must name a file"):
             open_sink(f"{url}?state={path}", CONTEXT)
 
     @pytest.mark.parametrize(
