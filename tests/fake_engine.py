@@ -176,6 +176,14 @@ class FakeEngine:
         self.manager.add_tokens(list(request_ids), list(tokens))
         self.overwrite_blank()
 
+    def fork(self, parent: RequestId, child: RequestId) -> None:
+        """Branch a sequence; copies are waited for only where something is read."""
+        if not self.manager._readiness.certain:
+            self.start_transfers()
+        self.manager.fork(parent, child)
+        self.running.append(child)
+        self.overwrite_blank()
+
     def end(self, request_id: RequestId, *, store: bool = True) -> None:
         self.running.remove(request_id)
         self.manager.remove_sequence(request_id, store)

@@ -17,3 +17,13 @@ def test_engine_loop(run_python: RunPython) -> None:
         "the log replays to the same state: True\n"
     )
     assert len(code.splitlines()) <= 60
+
+
+def test_beam_search(run_python: RunPython) -> None:
+    """Beams share blocks and copy what they have in part; all is free at the end."""
+    code = (ROOT / "examples" / "beam_search.py").read_text(encoding="utf-8")
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(" copied, 0 held at the end\n")
+    copied = int(done.stdout.splitlines()[1].split(", ")[1].split()[0])
+    assert 0 < copied <= 64 * 3, "a branch copies at most the block that it begins in"

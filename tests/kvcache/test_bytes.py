@@ -52,7 +52,11 @@ def late_and_failing(seed: int) -> Wrap:
 
 
 ACTIONS = (
-    ("admit",) * 3 + ("forward",) * 2 + ("decode",) * 3 + ("end",) * 2 + ("poll", "tick", "clear", "flush")
+    ("admit",) * 3
+    + ("forward",) * 2
+    + ("decode",) * 3
+    + ("end",) * 2
+    + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin")
 )
 
 
@@ -124,6 +128,13 @@ class Driver:
             elif action == "decode" and engine.running:
                 ids = r.sample(engine.running, r.randrange(1, len(engine.running) + 1))
                 engine.decode(ids, [r.randrange(2) for _ in ids])
+            elif action == "fork" and engine.running:
+                self.next_id += 1
+                engine.fork(r.choice(engine.running), self.next_id - 1)
+            elif action == "pin" and engine.running:
+                engine.manager.pin(r.choice(engine.running), r.randrange(3))
+            elif action == "unpin" and engine.manager.pins():
+                engine.manager.unpin(r.choice(list(engine.manager.pins())))
             elif action == "end" and engine.running:
                 engine.end(r.choice(engine.running), store=r.random() < 0.8)
             elif action == "poll":
@@ -466,3 +477,35 @@ def test_closing_lands_what_is_in_flight() -> None:
     assert not engine.manager.state.transfers
     assert strategies.cached_blocks(engine.manager.state)
     assert len(engine.manager.state.sequences) == 1
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("wrap", [at_once, late], ids=["at once", "late"])
+def test_branches_read_their_own(wrap: Wrap, reuse: bool) -> None:
+    """Each branch finds what its parent had computed, and goes on by itself; so do branches of branches."""
+    engine = FakeEngine(
+        wrap=wrap,
+        tokens_per_block=4,
+        primary_blocks=24,
+        enable_block_reuse=reuse,
+        max_attention_window=(6, 24),
+        num_layers=2,
+    )
+    engine.admit(Request("a", [1, 2, 3, 4, 5, 6]))
+    engine.forward("a", 5)
+    engine.fork("a", "before its prompt was computed")
+    engine.forward("a")
+    engine.fork("a", "b")
+    engine.decode(["a", "b"], [7, 8])
+    engine.fork("b", "c")
+    running = list(engine.running)
+    for token in range(8):
+        engine.decode(running, [token + number for number in range(len(running))])
+        engine.verify_running()
+        engine.verify()
+    for name in ("a", "c", "b", "before its prompt was computed"):
+        engine.end(name)
+        engine.verify_running()
+    engine.settle()
+    engine.verify()
+    assert engine.manager.num_free_blocks == 24
