@@ -66,6 +66,7 @@ from events.types import SequenceAdded as SequenceAdded
 from events.types import SequenceExported as SequenceExported
 from events.types import SequenceForked as SequenceForked
 from events.types import SequenceRemoved as SequenceRemoved
+from events.types import SequenceRewound as SequenceRewound
 from events.types import StateExported as StateExported
 from events.types import SymbolPage as SymbolPage
 from events.types import SymbolsForgotten as SymbolsForgotten

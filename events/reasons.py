@@ -13,6 +13,8 @@ class AllocateReason(StrEnum):
     COPY = "copy"
     FORK = "fork"
     """For a branch of a sequence: what it does not share."""
+    REWIND = "rewind"
+    """Instead of a cached block in which a sequence goes on otherwise."""
 
 
 class MoveReason(StrEnum):

@@ -53,6 +53,7 @@ from events.kinds.sequences import ContextComputed as ContextComputed
 from events.kinds.sequences import SequenceAdded as SequenceAdded
 from events.kinds.sequences import SequenceForked as SequenceForked
 from events.kinds.sequences import SequenceRemoved as SequenceRemoved
+from events.kinds.sequences import SequenceRewound as SequenceRewound
 from events.kinds.sequences import TokensAppended as TokensAppended
 from events.reasons import AllocateReason as AllocateReason
 from events.reasons import EndReason as EndReason
@@ -99,6 +100,7 @@ AnyEvent = (
     | ContextComputed
     | BlocksDetached
     | SequenceForked
+    | SequenceRewound
     | SequenceRemoved
     | TransferLanded
     | TransferFailed

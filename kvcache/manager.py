@@ -304,6 +304,7 @@ class KVCacheManager:
     add_tokens = _of_running(Running.add_tokens)
     set_priority = _of_running(Running.set_priority)
     fork = _of_running(Running.fork)
+    rewind = _of_running(Running.rewind)
     pin = _of_running(Running.pin)
     unpin = _of_running(Running.unpin)
     remove_sequence = _of_running(Running.remove_sequence)

@@ -304,6 +304,10 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.SequenceForked: lambda e, known: (
         f"{_whose(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
     ),
+    ev.SequenceRewound: lambda e, known: (
+        f"{_whose(e.handle, known)} tokens={e.num_tokens}"
+        f" freed={_per_group([len(slots) // SLOT_BYTES for slots in e.freed])}"
+    ),
     ev.SequenceRemoved: _sequence_removed,
     ev.TransferLanded: lambda e, known: _transfers(e.transfers),
     ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",

@@ -184,6 +184,12 @@ class FakeEngine:
         self.running.append(child)
         self.overwrite_blank()
 
+    def rewind(self, request_id: RequestId, num_tokens: int) -> None:
+        if not self.manager._readiness.certain:
+            self.start_transfers()
+        self.manager.rewind(request_id, num_tokens)
+        self.overwrite_blank()
+
     def end(self, request_id: RequestId, *, store: bool = True) -> None:
         self.running.remove(request_id)
         self.manager.remove_sequence(request_id, store)

@@ -12,7 +12,7 @@ from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import FailingCopier, LateCopier
 from events import types as ev
 from events.types import PRIMARY, CacheCreated, Event
-from kvcache.errors import CapacityError, ComputationLost, TransfersPending
+from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
 from kvcache.inputs.requests import Request
 from kvcache.inputs.retention import Retention, RetentionRange
 from kvcache.manager import KVCacheManager
@@ -136,7 +136,7 @@ class Program:
         commands = [self.admit, self.compute, self.end] * 4 + [self.decode] * 3
         commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
         if self.keeps:
-            commands += [self.pin, self.unpin, self.fork]
+            commands += [self.pin, self.unpin, self.fork, self.rewind]
         for _ in range(steps):
             with suppress(CapacityError, TransfersPending, ComputationLost):
                 self.rng.choice(commands)()
@@ -171,6 +171,12 @@ class Program:
             self.manager.fork(request_id, self.admitted)
             self.running.append(self.admitted)
             self.admitted += 1
+
+    def rewind(self) -> None:
+        for request_id in self.some()[:1]:
+            length = self.manager._blocks.sequence(request_id).num_tokens
+            with suppress(UsageError):  # a window has let go of what would be needed
+                self.manager.rewind(request_id, self.rng.randint(max(1, length - 5), length))
 
     def unpin(self) -> None:
         for pin in list(self.manager.pins())[:1]:

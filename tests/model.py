@@ -212,6 +212,20 @@ class Model:
             window.fork(parent, child, sequence)
         return swapped
 
+    def rewind(self, request_id: Hashable, num_tokens: int) -> None:
+        """Take back all but the first tokens. Raises `Refused`: True if some window does not see enough any more."""
+        sequence = self.running[request_id]
+        computed, needed = min(sequence.computed, num_tokens - 1), self.blocks_for(num_tokens)
+        if any(window.first_seen(computed) < window.detached(request_id) for window in self.windows):
+            raise Refused(True)
+        if not all(each.room_to_rewind(request_id, computed // self.size, needed) for each in self.windows):
+            raise Refused(False)
+        sequence.computed, sequence.prompt = computed, min(sequence.prompt, num_tokens)
+        del sequence.tokens[num_tokens:]
+        self.stamp += 1
+        for window in self.windows:
+            window.rewind(request_id, sequence, needed, self.stamp, self.now)
+
     def pin(self, request_id: Hashable, start: int, stop: int, share: float) -> int:
         """Returns the number; raises `Refused` beyond a share of the blocks of some window."""
         wanted = [window.to_pin(request_id, start, stop) for window in self.windows]

@@ -308,6 +308,11 @@ class NaiveAudit:
             case ev.TransferFailed():
                 for running in self.running.values():
                     running.computed = 0
+            case ev.SequenceRewound():
+                running = self.running[event.handle]
+                del running.tokens[event.num_tokens :]
+                running.prompt = running.prompt._replace(tokens=running.prompt.tokens[: event.num_tokens])
+                running.computed = min(running.computed, event.num_tokens - 1)
             case ev.SequenceForked():
                 parent = self.running[event.handle]
                 child = Running(parent.prompt, list(parent.tokens), parent.computed)

@@ -251,6 +251,9 @@ class Window:
         for entry in reversed(self.tables.pop(request_id)):
             self.release(entry, stamp, now)
         self.copies.pop(request_id, None)
+        self.forget_uses()
+
+    def forget_uses(self) -> None:
         while len(self.uses) > 5 * sum(self.blocks):
             del self.uses[next(iter(self.uses))]
 
@@ -281,6 +284,41 @@ class Window:
         self.tables[child] = shared
         self.evict(len(table) - blocks)
         self.grow(child, len(table) - blocks)
+
+    def first_seen(self, token: int) -> int:
+        """The first block that a token sees."""
+        return max(0, token - self.tokens + 1) // self.size if self.sliding else 0
+
+    def room_to_rewind(self, request_id: Hashable, blocks: int, needed: int) -> bool:
+        """Whether there is a block for a copy, if one is needed."""
+        table = self.tables[request_id]
+        others, last = self.held_by_others(request_id), table[blocks]
+        if isinstance(last, int) and last not in others:
+            return True
+        freed = [entry for entry in table[blocks:] if isinstance(entry, int) and entry not in others]
+        return self.available() + len(freed) >= needed - blocks
+
+    def held_by_others(self, request_id: Hashable) -> set[Entry]:
+        others = [table for name, table in self.tables.items() if name != request_id]
+        return {entry for held in (*others, *self.pins.values()) for entry in held}
+
+    def rewind(self, request_id: Hashable, sequence: Running, needed: int, stamp: int, now: int) -> None:
+        table, (blocks, begun) = self.tables[request_id], divmod(sequence.computed, self.size)
+        if self.copies.get(request_id, (0,))[0] > blocks:
+            del self.copies[request_id]
+        last, first = table[blocks], needed
+        if isinstance(last, tuple) or last in self.held_by_others(request_id):
+            first, kept = blocks, self.kept(request_id, sequence, blocks)
+            if isinstance(last, tuple):
+                kept = self.cached[last].priority, self.cached[last].duration
+            if begun:
+                self.copies[request_id] = blocks, kept
+        for entry in reversed(table[first:]):
+            self.release(entry, stamp, now)
+        del table[first:]
+        self.forget_uses()
+        self.evict(needed - first)
+        self.grow(request_id, needed - first)
 
     def to_pin(self, request_id: Hashable, start: int, stop: int) -> list[Entry]:
         """The cached blocks that overlap the tokens; with full attention those before them, too."""

@@ -65,6 +65,7 @@ class Feed:
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.SequenceForked: self._fork,
+            ev.SequenceRewound: self._rewind,
             ev.TokensAppended: self._running.append,
             ev.BlocksReused: self._reuse,
             ev.BlocksStored: self._store,
@@ -150,6 +151,10 @@ class Feed:
 
     def _fork(self, event: ev.SequenceForked) -> None:
         self._sequences[event.child] = self._sequences[event.handle].branch()
+
+    def _rewind(self, event: ev.SequenceRewound) -> None:
+        self._running.forget_row()
+        self._sequences[event.handle].rewind(event.num_tokens, self.tokens_per_block)
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]

@@ -47,6 +47,7 @@ class Inventory:
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
             ev.SequenceForked: self._fork,
+            ev.SequenceRewound: self._rewind,
             ev.TokensAppended: self._running.append,
             ev.BlocksReused: self._reuse,
             ev.BlocksStored: self._store,
@@ -128,6 +129,10 @@ class Inventory:
 
     def _fork(self, event: ev.SequenceForked) -> None:
         self._sequences[event.child] = self._sequences[event.handle].branch()
+
+    def _rewind(self, event: ev.SequenceRewound) -> None:
+        self._running.forget_row()
+        self._sequences[event.handle].rewind(event.num_tokens, self._size)
 
     def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
         del self._sequences[event.handle]

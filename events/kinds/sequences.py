@@ -74,6 +74,21 @@ class SequenceForked(Event, frozen=True):
     """The new one's."""
 
 
+class SequenceRewound(Event, frozen=True):
+    """The last tokens of a sequence were taken back.
+
+    It lets go of the blocks behind the one in which its last token is, and of that one if it is cached: what is cached
+    stays so. Events that follow give it a block of its own instead.
+    """
+
+    handle: Handle
+    num_tokens: int
+    """That are left."""
+    freed: tuple[Slots, ...]
+    """Per group: slots that become blank, deepest first."""
+    clock: int = 0
+
+
 class AdmissionRefused(Event, frozen=True):
     """A note: a request did not fit. Not repeated until it is admitted, or 4,096 others were refused."""
 

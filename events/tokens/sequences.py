@@ -44,6 +44,10 @@ class SequenceTokens:
             self.sampled.clear()
         return self._tokens[first:stop].tobytes()
 
+    def cut(self, num_tokens: int) -> None:
+        """Take back all tokens but the first ones."""
+        del self.tokens[num_tokens:]
+
     def copy_tokens(self) -> array[int]:
         """The same tokens, for another sequence."""
         return self.tokens[:]
@@ -62,6 +66,11 @@ class NamedTokens(SequenceTokens):
         self.namespace = namespace
         self.names = bytearray(names)
         """Of its leading blocks, 8 bytes each; zeros where no event has told."""
+
+    def rewind(self, num_tokens: int, tokens_per_block: int) -> None:
+        """Take back all but the first tokens, and names of blocks that these do not fill."""
+        self.cut(num_tokens)
+        del self.names[(num_tokens - 1) // tokens_per_block * NAME_BYTES :]
 
     def branch(self) -> NamedTokens:
         """Another sequence with the same tokens."""

@@ -55,6 +55,7 @@ class HistoryFold(History):
             ev.TokensAppended: self._on_appended,
             ev.ContextComputed: self._on_computed,
             ev.SequenceForked: self._on_forked,
+            ev.SequenceRewound: self._on_rewound,
             ev.SequenceRemoved: self._on_ended,
             ev.TransferFailed: self._on_failed,
             ev.CacheCleared: self._on_cleared,
@@ -239,6 +240,17 @@ class HistoryFold(History):
         self._set_computed(child, child.computed, added=True)
         for window, held in zip(self.windows, child.held, strict=True):
             window.reuse(held[held >= 0], self.now)
+
+    def _on_rewound(self, event: ev.SequenceRewound) -> None:
+        sequence, computed = self.running[event.handle], self.running[event.handle].computed
+        self._set_computed(sequence, sequence.num_prompt_tokens)
+        self._tokens.forget_row()
+        sequence.rewind(event.num_tokens, self.tokens_per_block)
+        blocks = (event.num_tokens - 1) // self.tokens_per_block
+        for group, window in enumerate(self.windows):
+            window.release(sequence.let_go(group, blocks), self.now)
+        sequence.computed = min(computed, event.num_tokens - 1)
+        self._set_computed(sequence, sequence.computed, added=True)
 
     def _on_ended(self, event: ev.SequenceRemoved) -> None:
         sequence = self.running.pop(event.handle)

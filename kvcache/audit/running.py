@@ -34,6 +34,12 @@ class Running(NamedTokens):
         """Per window: leading blocks that it has left behind."""
         self._ids, self._chain = array("q"), 0
 
+    def rewind(self, num_tokens: int, tokens_per_block: int) -> None:
+        """Take back all but the first tokens."""
+        super().rewind(num_tokens, tokens_per_block)
+        self.num_prompt_tokens = min(self.num_prompt_tokens, num_tokens)
+        self._ids, self._chain = array("q"), 0
+
     def branch_as(self, number: int, request_id: RequestId) -> Running:
         """Another sequence with the same tokens, which holds what this one holds."""
         child = Running(number, request_id, self.copy_tokens(), self.namespace, len(self.held))

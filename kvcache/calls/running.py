@@ -8,7 +8,7 @@ from events.packed import TOKEN_BYTES
 from events.types import EndReason, RequestId
 from kvcache.decide.block_manager import BlockManager
 from kvcache.device.readiness import Readiness
-from kvcache.errors import UsageError
+from kvcache.errors import UsageError, shown
 from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.guard import Guard, exclusive
 from kvcache.inputs.arguments import (
@@ -122,6 +122,28 @@ class Running:
             self._readiness.refuse_uncomputable([parent])
         with self._guard:
             return self._blocks.fork(parent, child)
+
+    @exclusive
+    def rewind(self, request_id: RequestId, num_tokens: int) -> None:
+        """Take back all but the first `num_tokens` tokens of a running sequence, as after rejected drafts.
+
+        What was stored stays cached. The last token that is left is to be computed anew: where its block is cached, the
+        sequence gets a copy of what is before it (`start_transfers`), so block tables read before are stale. The slots
+        that become blank are the next to be taken. Raises `OutOfBlocks` if there is no block for the copy, and
+        `UsageError` where a sliding window has let go of what the token sees.
+        """
+        number, sequence = checked_integer(num_tokens, "num_tokens"), self._blocks.sequence(request_id)
+        if not 1 <= number <= sequence.num_tokens:
+            raise UsageError(
+                f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens, of which from 1 to "
+                f"all can be left, not {number}"
+            )
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        if number < sequence.num_tokens:
+            self._blocks.refuse_rewind(sequence, number)
+            with self._guard:
+                self._blocks.rewind(sequence, number)
 
     @exclusive
     def pin(self, request_id: RequestId, start: int = 0, stop: int | None = None) -> int:

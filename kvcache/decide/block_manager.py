@@ -15,13 +15,14 @@ from itertools import accumulate
 
 from events import types as ev
 from events.ids import GroupIndex, numbers_left
+from events.packed import SLOT_BYTES
 from events.types import Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.expiry import Expiry
-from kvcache.decide.forking import fork, own_blocks
+from kvcache.decide.forking import fork, own_blocks, rewind
 from kvcache.decide.interning import intern, missing_pages
 from kvcache.decide.pins import pin, unpin
 from kvcache.decide.priorities import change_blocks
@@ -315,6 +316,28 @@ class BlockManager(WholeCache):
         replaced = self._store_in_all(parent)
         fork(self._state, self.windows, self._emit, parent, request_id)
         return StoreResult(min(parent.stored), replaced)
+
+    def refuse_rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Raise `UsageError` where a window has let go of what the last token that is left sees."""
+        computed = min(sequence.computed, num_tokens - 1)
+        for sliding in self._sliding:
+            if sliding.sliding.first_seen(computed) < sequence.detached[sliding.index]:
+                raise UsageError(
+                    f"the window of {sliding.window} tokens has let go of blocks that token {computed} sees: rewind "
+                    "less far, or remove the sequence and add it again"
+                )
+
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take back all but the first tokens of a sequence."""
+        needed, available = [], []
+        for window in self.windows:
+            first = window.first_to_leave(sequence, num_tokens)
+            freed = len(window.freed_by(sequence, first)) // SLOT_BYTES
+            needed.append(max(0, self._blocks_for(num_tokens) - first))
+            available.append(window.primary.available + freed)
+        if any(more > there for more, there in zip(needed, available, strict=True)):
+            raise self._out_of_blocks(0, needed, available)
+        rewind(self._state, self.windows, self._emit, sequence, num_tokens, self._expiry.told())
 
     def pin(self, sequence: Sequence, start: int, stop: int) -> int:
         """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""

@@ -37,6 +37,7 @@ class CopySource:
     num_tokens: int
     kept: Kept
     """How the source is kept."""
+    cached: bool = True
 
 
 class Claims:

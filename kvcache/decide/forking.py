@@ -1,4 +1,4 @@
-"""A sequence branches: the branch holds what is computed, and gets blocks of its own for the rest."""
+"""A sequence branches: the branch holds what is computed, and gets blocks of its own for the rest. Or it goes back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from events import types as ev
-from events.ids import Handle, Slot
-from events.types import PRIMARY, Event, RequestId
-from kvcache.decide.claims import CopySource
+from events.ids import Handle
+from events.types import Event, RequestId
 from kvcache.decide.decoding import packed_handles
 from kvcache.decide.window_manager import WindowBlockManager
-from kvcache.fold.retention import kept
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 
@@ -38,9 +36,34 @@ def fork(
         window.free_up(needed, child)
         left = needed
         if begun:
-            how = kept(parent, window.index, shared, state.tokens_per_block)
-            source = CopySource(PRIMARY, Slot(parent.tables[window.index][shared]), begun, how)
-            window.copy_partial(branch, source, set())
+            window.copy_partial(branch, window.source_of_own(parent, shared, begun), set())
             left -= 1
         if left:
             window.allocate(packed_handles([branch]), left, [left], ev.AllocateReason.FORK)
+
+
+def rewind(
+    state: CacheState,
+    windows: Items[WindowBlockManager],
+    emit: Callable[[Event], None],
+    sequence: Sequence,
+    num_tokens: int,
+    clock: int,
+) -> None:
+    """Take back all but the first tokens of a sequence: where its last block is cached, it gets a copy of its own."""
+    size = state.tokens_per_block
+    blocks, begun = divmod(min(sequence.computed, num_tokens - 1), size)
+    needed = -(-num_tokens // size)
+    sources = [window.source_of_own(sequence, blocks, begun) for window in windows]
+    freed = tuple(
+        [window.freed_by(sequence, window.first_to_leave(sequence, num_tokens)) for window in windows]
+    )
+    emit(ev.SequenceRewound(handle=sequence.handle, num_tokens=num_tokens, freed=freed, clock=clock))
+    for window, source in zip(windows, sources, strict=True):
+        missing = needed - len(sequence.tables[window.index])
+        window.free_up(missing, sequence.handle)
+        if missing and begun:
+            window.copy_partial(sequence, source, {source.slot} if source.cached else set())
+            missing -= 1
+        if missing:
+            window.allocate(packed_handles([sequence]), missing, [missing], ev.AllocateReason.REWIND)

@@ -24,6 +24,7 @@ from kvcache.decide.release_order import ReleaseOrder
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import GroupMatch, PartialMatch, PathMatch, Piece, match
+from kvcache.fold.retention import kept
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 
@@ -142,6 +143,19 @@ class WindowAdmission:
         """Where a partial match lies now."""
         level, slot = found.block.level, Slot(found.block.slots[0])
         return CopySource(level, slot, found.num_tokens, self._group.kept_in(level, slot))
+
+    def source_of_own(self, sequence: Sequence, block: int, num_tokens: int) -> CopySource:
+        """The beginning of a block in a sequence's table."""
+        slot = Slot(sequence.tables[self.index][block])
+        if self._group.is_cached(PRIMARY, slot):
+            return CopySource(PRIMARY, slot, num_tokens, self._group.kept_in(PRIMARY, slot))
+        how = kept(sequence, self.index, block, self.tokens_per_block)
+        return CopySource(PRIMARY, slot, num_tokens, how, cached=False)
+
+    def first_to_leave(self, sequence: Sequence, num_tokens: int) -> int:
+        """The first block that a sequence lets go of when all but so many tokens are taken back."""
+        blocks = min(sequence.computed, num_tokens - 1) // self.tokens_per_block
+        return self._group.first_to_leave(sequence, blocks, self.blocks_for(num_tokens))
 
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.

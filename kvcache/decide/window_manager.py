@@ -210,9 +210,9 @@ class WindowBlockManager(WindowAdmission):
             self._evictor.remove_tail(shorter, 1, ev.RemoveReason.SUPERSEDED, sequence.handle)
         return True
 
-    def freed_by(self, sequence: Sequence) -> bytes:
-        """The slots that become blank when the sequence goes, deepest first."""
-        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index])
+    def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
+        """The slots from the block `first` on that become blank when the sequence lets go of them, deepest first."""
+        cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
         own = sequence.tables[self.index][cached:]
         own.reverse()
         shared = self._group.shared

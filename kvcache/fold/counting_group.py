@@ -44,14 +44,15 @@ class CountingGroup(GroupState):
         run.credit = 0
         super().reference(run)
 
-    def release(self, node: Node, stamp: int, now: int) -> None:
-        """One sequence fewer holds the path that ends at `node`."""
+    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
+        """Count the uses of what nobody will hold any more."""
         life = self.uses.life(stamp)
         for run in list(self.path(node)):
+            if run is above:
+                break
             if run.refs == 1:
                 self._credit(run, life)
         self.uses.forget()
-        super().release(node, stamp, now)
 
     def _credit(self, run: Run, life: int) -> None:
         """Half a life for each use but the first; where that differs, the run is cut."""

@@ -1,4 +1,4 @@
-"""How a sequence branches. Only `CacheState.apply` calls what is here."""
+"""How a sequence branches, and how tokens are taken back. Only `CacheState.apply` calls what is here."""
 
 from __future__ import annotations
 
@@ -30,3 +30,24 @@ class ForkFold(PinFold):
         self.running.forget_row()
         self.refused.pop(event.request_id, None)
         self.next_handle = event.child + 1
+
+    def _rewind(self, event: ev.SequenceRewound) -> None:
+        sequence, num_tokens = self.sequences[event.handle], event.num_tokens
+        invariant(0 < num_tokens < sequence.num_tokens, "no tokens are taken back, or all")
+        # The last token that is left is computed anew, in a block that nobody else reads.
+        computed = min(sequence.computed, num_tokens - 1)
+        blocks, needed = computed // self.tokens_per_block, -(-num_tokens // self.tokens_per_block)
+        self.tell_time(event.clock)
+        self.releases += 1
+        for group, freed in zip(self.groups, event.freed, strict=True):
+            blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
+            invariant(blank.tobytes() == freed, "other slots were freed")
+        self.running.forget_row()
+        sequence.cut(num_tokens)
+        sequence.computed = computed
+        sequence.num_prompt_tokens = min(sequence.num_prompt_tokens, num_tokens)
+        sequence.inherited = tuple(each for each in sequence.inherited if each.block <= blocks)
+        key_bytes = self.hashing.key_bytes
+        del sequence.keys[blocks * key_bytes :]
+        self.rich.pop(event.handle, None)
+        self.note_rich(event.handle, sequence.tokens.tobytes())

@@ -96,6 +96,13 @@ class Group:
         if size and len(sequence.keys) < blocks * size:
             sequence.keys += self.keys_between(node, len(sequence.keys) // size, blocks)
 
+    def first_to_leave(self, sequence: Sequence, blocks: int, needed: int) -> int:
+        """The first block that a sequence lets go of when it goes back to the block `blocks`, and needs so many: that
+        one as well if others may read it.
+        """
+        shared = sequence.tables[self.index][blocks] in self.shared
+        return blocks if shared or blocks < sequence.path_ends[self.index].end else needed
+
     def share_uncached(self, slots: array[int]) -> None:
         """One more sequence holds these uncached blocks."""
         for slot in slots:

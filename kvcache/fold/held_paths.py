@@ -114,6 +114,28 @@ class HeldPaths(Group):
             self.reference(run)
         self.share_uncached(child.tables[self.index][end.end :])
 
+    def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
+        """Let go of a sequence's cached blocks from `blocks` on, of its own from `needed` on; returns blank slots."""
+        table, tail = sequence.tables[self.index], sequence.path_ends[self.index]
+        first = self.first_to_leave(sequence, blocks, needed)
+        own = table[max(first, tail.end) :]
+        own.reverse()
+        del table[first:]
+        freed = self.return_uncached(own)
+        if blocks < tail.end:
+            self._let_go(sequence, tail, blocks, stamp, now)
+        return freed
+
+    def _let_go(self, sequence: Sequence, tail: Node, blocks: int, stamp: int, now: int) -> None:
+        """Hold the path only up to its first `blocks` blocks."""
+        node = tail
+        while isinstance(node, Run) and node.start >= blocks:
+            node = node.parent
+        if isinstance(node, Run) and node.end > blocks:
+            node = self.split(node, blocks - node.start)
+        sequence.path_ends[self.index] = node
+        self._release_between(node, tail, stamp, now)
+
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
         """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
         if not slots:
@@ -148,7 +170,14 @@ class HeldPaths(Group):
 
     def release(self, node: Node, stamp: int, now: int) -> None:
         """One sequence fewer holds the path that ends at `node`."""
+        self._release_between(None, node, stamp, now)
+
+    def _release_between(self, above: Node | None, node: Node, stamp: int, now: int) -> None:
+        """One sequence fewer holds the path that ends at `node`, but for what is above: `above` and before."""
+        self.releasing(above, node, stamp)
         for run in self.path(node):
+            if run is above:
+                break
             run.refs -= 1
             if run.refs == 0:
                 run.released_at = stamp
@@ -160,6 +189,9 @@ class HeldPaths(Group):
             # Only now: while the path was walked, its runs differed in what was released already.
             self._settle_around(node)
             self._offer(node)
+
+    def releasing(self, above: Node | None, node: Node, stamp: int) -> None:
+        """One sequence fewer is about to hold this part of a path."""
 
     def _offer(self, run: Run) -> None:
         if run.is_leaf:

@@ -162,6 +162,24 @@ class SlidingGroup(SlidingTree):
         self._reference(table[first:end])
         self.share_uncached(table[max(first, end) :])
 
+    def rewind(self, sequence: Sequence, blocks: int, needed: int, stamp: int, now: int) -> array[int]:
+        """Let go of a sequence's cached blocks from `blocks` on, of its own from `needed` on; returns blank slots."""
+        table, end, first = (
+            sequence.tables[self.index],
+            sequence.path_ends[self.index],
+            sequence.detached[self.index],
+        )
+        invariant(first <= blocks, "a window has left behind what a rewind needs")
+        cached, leaves = end.end, self.first_to_leave(sequence, blocks, needed)
+        own = table[max(leaves, cached) :]
+        own.reverse()
+        freed = self.return_uncached(own)
+        if blocks < cached:
+            self._release(table[blocks:cached], stamp, now)
+            end.end = blocks
+        del table[leaves:]
+        return freed
+
     def pin(self, sequence: Sequence, slots: array[int]) -> None:
         """One more reference on cached blocks that a sequence holds."""
         own = set(sequence.tables[self.index][: sequence.path_ends[self.index].end])

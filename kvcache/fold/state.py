@@ -51,6 +51,7 @@ class CacheState(ForkFold):
             ev.ContextComputed: self._compute,
             ev.BlocksDetached: self._detach,
             ev.SequenceForked: self._fork,
+            ev.SequenceRewound: self._rewind,
             ev.SequenceRemoved: self._remove_sequence,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,

@@ -139,6 +139,14 @@ class Prioritize:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewind:
+    """`rewind`."""
+
+    handle: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """`remove_sequence`."""
 
@@ -157,8 +165,8 @@ class Poll:
     """`poll`, or the end of a step: copies have landed."""
 
 
-Command = Create | Admit | Fork | Compute | Append | Prioritize | Remove | Clear | Poll
-OfOne = Compute | Prioritize | Remove
+Command = Create | Admit | Fork | Compute | Append | Prioritize | Rewind | Remove | Clear | Poll
+OfOne = Compute | Prioritize | Rewind | Remove
 """Commands about one sequence."""
 
 

@@ -27,6 +27,7 @@ from kvcache.whatif.commands import (
     Poll,
     Prioritize,
     RecordedBatch,
+    Rewind,
 )
 from kvcache.whatif.requests import Line, Played, Step
 from kvcache.whatif.tally import Tally
@@ -179,6 +180,8 @@ class Playback:
                 self._append_tokens(step)
             case Compute():
                 manager.store_context_blocks(handle, step.num_tokens)
+            case Rewind():
+                manager.rewind(handle, step.num_tokens)
             case Prioritize():
                 manager.set_priority(handle, step.priority, start=step.start, stop=step.stop)
             case _:

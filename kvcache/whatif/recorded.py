@@ -35,6 +35,7 @@ from kvcache.whatif.commands import (
     Prompt,
     RecordedBatch,
     Remove,
+    Rewind,
 )
 from kvcache.whatif.unstored import Unstored
 
@@ -131,6 +132,7 @@ class _Commands(_Prompts):
             ev.TokensAppended: self._append,
             ev.ContextComputed: self._compute,
             ev.SequenceForked: self._fork,
+            ev.SequenceRewound: lambda event: self._add(Rewind(event.handle, event.num_tokens)),
             ev.SequenceRemoved: self._remove,
             ev.CacheCleared: lambda _: self._add(Clear()),
             ev.TransferLanded: lambda _: self._add(Poll()),

@@ -62,3 +62,23 @@ def test_a_2_beams_grow_each_by_itself() -> None:
         rig.manager.add_tokens(beams, [1] * 4)
     assert rig.free == 0
     rig.manager.check()
+
+
+def test_a_3_tokens_are_taken_back() -> None:
+    """575 tokens, one more, one more, three more, and four taken back: the block that began with them is free again."""
+    rig = Rig(80, size=64, max_sequence_length=1024)
+    rig.prefill("a", list(range(575)))
+    assert rig.free == 71
+    rig.generate("a", 1)
+    assert rig.free == 71
+    rig.generate("a", 2)
+    assert rig.free == 70
+    rig.manager.add_tokens(["a"], [3, 4, 5], [3])
+    assert rig.free == 70
+    rig.manager.rewind("a", 576)
+    # Theirs has 71 at once. Here the ninth block was cached when the tenth was begun: the last token goes into a copy
+    # of it, and the cached one is free to be evicted, and counts as such.
+    assert rig.free == 71
+    rig.end("a")
+    assert rig.free == 80
+    rig.manager.check()

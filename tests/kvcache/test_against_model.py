@@ -35,7 +35,14 @@ from events.types import (
 )
 from kvcache.config import KVCacheConfig
 from kvcache.decide import block_manager
-from kvcache.errors import DuplicateRequest, KVCacheError, OutOfBlocks, PinsExceeded, PromptTooLong
+from kvcache.errors import (
+    DuplicateRequest,
+    KVCacheError,
+    OutOfBlocks,
+    PinsExceeded,
+    PromptTooLong,
+    UsageError,
+)
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
@@ -273,6 +280,22 @@ class ManagerBesideModel(RuleBasedStateMachine):
                 self.both("fork", parent, child)
             return
         self.check_stored(parent, self.both("fork", parent, child), swapped)
+
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        length = len(self.model.running[request_id].tokens)
+        if length < 2:
+            return
+        num_tokens = length - data.draw(st.integers(1, min(6, length - 1)))
+        try:
+            self.model.rewind(request_id, num_tokens)
+        except Refused as refused:
+            with pytest.raises(UsageError if refused.args[0] else OutOfBlocks):
+                self.both("rewind", request_id, num_tokens)
+            return
+        self.both("rewind", request_id, num_tokens)
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), start=st.integers(0, 8), length=st.none() | st.integers(0, 12))

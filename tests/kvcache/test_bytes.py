@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -13,7 +14,7 @@ import torch
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import FailingCopier, LateCopier
 from events.types import BlocksCopied, BlocksMoved, MoveReason, Namespace
-from kvcache.errors import CapacityError, ComputationLost, TransfersPending
+from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests import strategies
@@ -56,7 +57,7 @@ ACTIONS = (
     + ("forward",) * 2
     + ("decode",) * 3
     + ("end",) * 2
-    + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin")
+    + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin", "rewind", "rewind")
 )
 
 
@@ -131,6 +132,11 @@ class Driver:
             elif action == "fork" and engine.running:
                 self.next_id += 1
                 engine.fork(r.choice(engine.running), self.next_id - 1)
+            elif action == "rewind" and engine.running:
+                chosen = r.choice(engine.running)
+                length = engine.manager._blocks.sequence(chosen).num_tokens
+                with suppress(UsageError):  # some window has let go of what would be needed
+                    engine.rewind(chosen, r.randint(max(1, length - 5), length))
             elif action == "pin" and engine.running:
                 engine.manager.pin(r.choice(engine.running), r.randrange(3))
             elif action == "unpin" and engine.manager.pins():
@@ -509,3 +515,24 @@ def test_branches_read_their_own(wrap: Wrap, reuse: bool) -> None:
     engine.settle()
     engine.verify()
     assert engine.manager.num_free_blocks == 24
+
+
+@pytest.mark.parametrize("wrap", [at_once, late], ids=["at once", "late"])
+def test_who_goes_back_leaves_what_is_cached_as_it_is(wrap: Wrap) -> None:
+    """Tokens are taken back into a cached block and others appended: each reads its own, and so do later prompts."""
+    engine = FakeEngine(wrap=wrap, tokens_per_block=4, primary_blocks=12, secondary_blocks=4)
+    tokens = list(range(1, 14))
+    engine.admit(Request("a", tokens))
+    engine.forward("a")
+    engine.decode(["a"], [20])
+    for left, token in ((11, 30), (6, 40), (5, 50), (1, 60)):
+        engine.rewind("a", left)
+        for more in range(5):
+            engine.decode(["a"], [token + more])
+            engine.verify_running()
+            engine.verify()
+    assert engine.manager.count_reusable(tokens) == 3
+    engine.end("a")
+    engine.admit(Request("b", tokens))
+    engine.forward("b")
+    engine.verify_running()

@@ -16,6 +16,7 @@ from events.types import (
     Event,
     SequenceForked,
     SequenceRemoved,
+    SequenceRewound,
 )
 from kvcache.errors import InvariantViolated
 from kvcache.fold.check import check, check_slots
@@ -46,6 +47,10 @@ class FoldWitness(Witness):
             parent = self.state.sequences[event.handle]
             shared = parent.computed // self.state.tokens_per_block
             return [(PRIMARY, parent.tables[0][parent.detached[0] : shared].tobytes())]
+        if isinstance(event, SequenceRewound):
+            sequence = self.state.sequences[event.handle]
+            blocks = min(sequence.computed, event.num_tokens - 1) // self.state.tokens_per_block
+            return [(PRIMARY, sequence.tables[0][blocks : sequence.path_ends[0].end].tobytes())]
         if isinstance(event, BlocksPinned):
             return [(PRIMARY, event.slots[0])]
         if isinstance(event, BlocksUnpinned):

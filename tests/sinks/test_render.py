@@ -57,6 +57,7 @@ LINES = [
     "ContextComputed   #7 tokens=40",
     "BlocksDetached    sequences=2 group=0 blocks=2 freed=1",
     "SequenceForked    #7 into #8 request=chat-2",
+    "SequenceRewound   #7 tokens=812 freed=2/0",
     "SequenceRemoved   #7 tokens=815 computed=814 stored=2/1 freed=2/0",
     "TransferLanded    transfers=12..14,16",
     "TransferFailed    transfer=12 reason='lost device'",
