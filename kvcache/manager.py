@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.calls.query import Query
 from kvcache.calls.running import Running
+from kvcache.calls.scheduling import Scheduling
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 
 _of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
-_of_running = forwarded_to("_running")
+_of_running, _of_scheduling = forwarded_to("_running"), forwarded_to("_scheduling")
 
 
 class KVCacheManager:
@@ -145,6 +146,8 @@ class KVCacheManager:
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
         )
         self._running = Running(guard, self._blocks, self._checker, readiness)
+        reuse = self.config.enable_block_reuse
+        self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
         self._monitor = Monitor(journal)
         self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
         if outputs.offer(self._monitor):
@@ -173,6 +176,10 @@ class KVCacheManager:
     can_add = _of_query(Query.can_add)
     remaining_blocks_to_completion = _of_query(Query.remaining_blocks_to_completion)
     remaining_blocks_per_window = _of_query(Query.remaining_blocks_per_window)
+    demand = _of_scheduling(Scheduling.demand)
+    next_step_blocks_per_window = _of_scheduling(Scheduling.next_step_blocks_per_window)
+    simulate = _of_scheduling(Scheduling.simulate)
+    computing = _of_scheduling(Scheduling.computing)
     match = _of_query(Query.match)
     count_reusable = _of_query(Query.count_reusable)
     block_table = _of_query(Query.block_table)

@@ -151,3 +151,27 @@ class Match:
     def reused_tokens(self) -> int:
         """Tokens that would be reused."""
         return sum(self.tokens_by_level) + (self.partials[0].num_tokens if self.partials else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What admitting a prompt would take now: blocks of each window, by its tokens."""
+
+    reused_tokens: int
+    """That need no computing, those of a copied block too."""
+    reusable: dict[int, int]
+    """Full cached blocks that it would hold; of a window that slides those that it still sees."""
+    held: dict[int, int]
+    """Of these, the ones that running sequences hold: sharing them takes nothing."""
+    needed: dict[int, int]
+    """By how much the free blocks would become fewer: new blocks, and reusable ones that nobody holds."""
+    to_completion: dict[int, int]
+    """The same at most, up to the last of the new tokens that were asked about."""
+
+
+class Computing(NamedTuple):
+    """A running sequence that is about to compute what a prompt could reuse."""
+
+    request_id: RequestId
+    num_tokens: int
+    """Leading tokens of the prompt, in full blocks, that can be reused once it has stored all that it will."""

@@ -1,0 +1,233 @@
+"""What a scheduler asks before it decides who runs next: what that takes, and what ending somebody would give back.
+
+Nothing here changes anything. All counts are per window, by its tokens, as in `num_free_blocks_per_window`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from events.packed import TOKEN_BYTES
+from events.types import PRIMARY, RequestId
+from kvcache.decide.admission import plan
+from kvcache.decide.block_manager import BlockManager
+from kvcache.errors import UsageError
+from kvcache.fold.contents import AnyGroup
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.state import CacheState
+from kvcache.guard import Guard, exclusive
+from kvcache.inputs.arguments import checked_integer
+from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
+from kvcache.results import Computing, Demand
+from kvcache.sizes import blocks_at_most
+
+
+class Scheduling:
+    """Bound to the manager's thread, since it reads the live state."""
+
+    def __init__(
+        self, guard: Guard, state: CacheState, blocks: BlockManager, checker: RequestChecker, *, reuse: bool
+    ) -> None:
+        self._guard, self._state = guard, state
+        self._blocks, self._checker, self._reuse = blocks, checker, reuse
+
+    @exclusive
+    def demand(self, request: Request, max_new_tokens: int = 0) -> Demand:
+        """What admitting a prompt now would take, and what it would need to grow by `max_new_tokens` tokens.
+
+        It fits if `Demand.needed` is free in each window. Of several prompts what they have in common would be
+        counted for each of them: `can_add` tells how many fit together. Raises what admitting it would, but for
+        `OutOfBlocks`.
+        """
+        more_tokens = _natural(max_new_tokens, "max_new_tokens")
+        checked, size = self._checked(request), self._state.tokens_per_block
+        total = checked.num_tokens + more_tokens
+        planned = plan(self._blocks.windows, checked)
+        reusable, held, needed, completion = {}, {}, {}, {}
+        for window, each in zip(self._blocks.windows, planned.windows, strict=True):
+            claims = window.claims()
+            claims.add(each.found, each.claimed, each.new_blocks)
+            idle = window.primary.available - claims.available
+            # What lies in secondary is held by nobody: who takes it brings it back.
+            primary, secondary = each.primary // size, each.secondary // size
+            reusable[window.window], held[window.window] = primary + secondary, primary - idle
+            needed[window.window] = claims.needed + idle
+            more = window.blocks_for(total) - window.blocks_for(checked.num_tokens)
+            if isinstance(self._state.groups[window.index], SlidingGroup):
+                has = primary + secondary + each.new_blocks
+                more = max(0, min(more, blocks_at_most(total, window.window, size) - has))
+            completion[window.window] = needed[window.window] + more
+        return Demand(planned.reused_tokens, reusable, held, needed, completion)
+
+    @exclusive
+    def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
+        """Blocks that a running sequence takes when it gets its next token, and so many draft tokens with it.
+
+        A prompt has its blocks from its admission on, so this is of decoding only.
+        """
+        more = 1 + _natural(draft_tokens, "draft_tokens")
+        sequence = self._blocks.sequence(request_id)
+        return {
+            window.window: max(0, window.blocks_for(sequence.num_tokens + more) - len(table))
+            for window, table in zip(self._blocks.windows, sequence.tables, strict=True)
+        }
+
+    @exclusive
+    def simulate(self) -> Simulation:
+        """What would be free if some sequences ended: for schedulers that admit as much as fits and preempt."""
+        return Simulation(self._guard, self._state, self._blocks)
+
+    @exclusive
+    def computing(self, request: Request) -> Computing | None:
+        """Which running sequence is about to compute the first block that a prompt cannot reuse yet.
+
+        An engine that waits until it has stored that block (`store_context_blocks`) computes it once instead of
+        twice. Of several the one that will get furthest. None: nobody, and waiting is of no use. Raises as `demand`.
+        """
+        checked = self._checked(request)
+        if not self._reuse:
+            return None
+        planned = plan(self._blocks.windows, checked)
+        size = self._state.tokens_per_block
+        reused = (planned.reused_tokens - planned.reused_partial) // size
+        last = (checked.num_tokens - 1) // size
+        best: Computing | None = None
+        for sequence in self._state.sequences.values() if reused < last else ():
+            blocks = self._promised(sequence, checked, reused, last)
+            if blocks > reused and (best is None or blocks * size > best.num_tokens):
+                best = Computing(sequence.request_id, blocks * size)
+        return best
+
+    def _promised(self, sequence: Sequence, request: CheckedRequest, reused: int, last: int) -> int:
+        """Up to which block a prompt can be reused when a sequence has stored all that it knows its tokens of.
+
+        0 if it stores nothing that is of use. `reused` blocks can be reused now, `last` ones ever.
+        """
+        size = self._state.tokens_per_block
+        block = slice(reused * size * TOKEN_BYTES, (reused + 1) * size * TOKEN_BYTES)
+        if sequence.namespace != request.namespace:
+            return 0
+        if sequence.packed(reused * size, (reused + 1) * size) != request.symbols[block]:
+            return 0
+        alike = _common_tokens(sequence.packed(0, last * size), request.symbols) // size
+        blocks = min([alike, *[_storable(group, sequence, size) for group in self._state.groups]])
+        for group in self._state.groups:
+            left = sequence.detached[group.index]
+            # What a window has left behind is not stored again.
+            if isinstance(group, SlidingGroup) and group.first_seen(blocks * size) < left > reused:
+                return 0
+        return blocks
+
+    def _checked(self, request: Request) -> CheckedRequest:
+        (checked,) = self._checker.check([request])
+        return checked
+
+
+def _storable(group: AnyGroup, sequence: Sequence, size: int) -> int:
+    """How many leading blocks of a sequence will have been stored when all its tokens are computed."""
+    full, table = sequence.num_tokens // size, sequence.tables[group.index]
+    if not group.shared:
+        return full
+    # Blocks that lost their names while several held them stay without.
+    first = max(sequence.path_ends[group.index].end, sequence.detached[group.index])
+    return next((index for index in range(first, full) if table[index] in group.shared), full)
+
+
+class Simulation:
+    """The free blocks of a manager as if some of its sequences had ended.
+
+    Holds until the manager's next command: then it refuses to answer, and another one must be made.
+    """
+
+    def __init__(self, guard: Guard, state: CacheState, blocks: BlockManager) -> None:
+        self._guard, self._state, self._blocks = guard, state, blocks
+        self._windows = [window.window for window in blocks.windows]
+        self._free = [group.levels[PRIMARY].available for group in state.groups]
+        self._gone: list[Counter[int]] = [Counter() for _ in state.groups]
+        """Per window: of what is held by several, how many of these have been removed here."""
+        self._removed: set[int] = set()
+        self._begun = self._moment()
+
+    def _moment(self) -> tuple[int, ...]:
+        state = self._state
+        return (
+            state.next_handle,
+            state.releases,
+            *[group.levels[PRIMARY].available for group in state.groups],
+        )
+
+    @property
+    def free_blocks_per_window(self) -> dict[int, int]:
+        """What would be free."""
+        return dict(zip(self._windows, self._free, strict=True))
+
+    def has_free(self, needed: int | Mapping[int, int]) -> bool:
+        """Whether so many blocks would be free: in every window, or in each as given, by its tokens."""
+        if not isinstance(needed, Mapping):
+            return _natural(needed, "needed") <= min(self._free)
+        free = self.free_blocks_per_window
+        if not needed.keys() <= free.keys():
+            raise UsageError(f"needed must be given by windows, which are {self._windows}")
+        return all(_natural(blocks, "needed") <= free[window] for window, blocks in needed.items())
+
+    @exclusive
+    def remove(self, request_id: RequestId) -> dict[int, int]:
+        """Count a running sequence as ended, or preempted; returns what that gives back.
+
+        What others hold, too, comes free with the last of them. Raises `UsageError` for one that was removed here
+        before, and once the manager has gone on.
+        """
+        sequence = self._blocks.sequence(request_id)
+        if sequence.handle in self._removed:
+            raise UsageError(f"request {request_id!r} was removed from this simulation before")
+        if self._moment() != self._begun:
+            raise UsageError("the manager has gone on since this simulation began: make another one")
+        self._removed.add(sequence.handle)
+        given = {}
+        for index, group in enumerate(self._state.groups):
+            blocks = self._given_back(group, sequence)
+            self._free[index] += blocks
+            given[self._windows[index]] = blocks
+        return given
+
+    def _given_back(self, group: AnyGroup, sequence: Sequence) -> int:
+        gone, freed = self._gone[group.index], 0
+        for what, holders, blocks in _held(group, sequence):
+            if holders > 1:
+                gone[what] += 1
+            if holders in (1, gone[what]):
+                freed += blocks
+        return freed
+
+
+def _held(group: AnyGroup, sequence: Sequence) -> Iterator[tuple[int, int, int]]:
+    """What a sequence holds in a window: a slot, or a run as a number below 0; how many hold it; its blocks."""
+    table, first = sequence.tables[group.index], sequence.detached[group.index]
+    end = sequence.path_ends[group.index]
+    cached = max(end.end, first)
+    if isinstance(group, SlidingGroup):
+        for slot in table[first:cached]:
+            yield slot, group.refs[slot], 1
+    else:
+        for run in group.path(end):
+            yield ~run.id, run.refs, len(run.slots)
+    for slot in table[cached:]:
+        yield slot, group.shared.get(slot, 1), 1
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """How many leading tokens are the same."""
+    count = min(len(one), len(other)) // TOKEN_BYTES
+    differ = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
+    return int(differ.argmax()) if differ.any() else count
+
+
+def _natural(value: int, name: str) -> int:
+    number = checked_integer(value, name)
+    if number < 0:
+        raise UsageError(f"{name} must not be negative")
+    return number
