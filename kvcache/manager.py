@@ -29,10 +29,7 @@ from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
-from kvcache.inputs.arguments import (
-    listed,
-    time_from,
-)
+from kvcache.inputs.arguments import checked_natural, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, RequestChecker
 from kvcache.inputs.retention import Retention
@@ -61,7 +58,8 @@ class KVCacheManager:
     `pools` are the tensors, which are this manager's until it is closed (without them only the bookkeeping runs);
     `copier` moves their bytes, by default the pools' own. `log` is a directory or a `LogWriter`; `sinks` are URLs
     or sinks. `wall_ns` stamps batches and is never used for a decision; `monotonic_ns` says when a `Retention` is over
-    (while it raises, time stands still). `eviction_order`, a class (`kvcache.decide.eviction_order`), says which
+    (while it raises, time stands still). `request_stats` is how many records of ended requests are kept for
+    `take_request_stats`; 0: none are made. `eviction_order`, a class (`kvcache.decide.eviction_order`), says which
     blocks go first instead of `eviction_policy`, for simulations.
     """
 
@@ -77,6 +75,7 @@ class KVCacheManager:
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
         state: CacheState | None = None,
         eviction_order: type[EvictionOrder] | None = None,
+        request_stats: int = 0,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
@@ -89,7 +88,7 @@ class KVCacheManager:
         self.config = config
         self.layout = served_layout(config)
         warn_of_windows(self.layout, config)
-        self._guard = Guard()
+        self._guard, self._requests_kept = Guard(), checked_natural(request_stats, "request_stats")
         self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
         self._readiness = Readiness(self.transfers)
         self._pools = pools
@@ -148,7 +147,7 @@ class KVCacheManager:
         self._running = Running(guard, self._blocks, self._checker, readiness)
         reuse = self.config.enable_block_reuse
         self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
-        self._monitor = Monitor(journal)
+        self._monitor = Monitor(journal, self._requests_kept)
         self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
         if outputs.offer(self._monitor):
             self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
@@ -212,6 +211,7 @@ class KVCacheManager:
     # -- what any thread may call
 
     stats = _of_monitor(Monitor.stats)
+    take_request_stats = _of_monitor(Monitor.take_request_stats)
     sink_stats = _of_monitor(Monitor.sink_stats)
     log_stats = _of_monitor(Monitor.log_stats)
     reopen_sinks = _of_monitor(Monitor.reopen_sinks)

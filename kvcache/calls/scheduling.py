@@ -20,7 +20,7 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, exclusive
-from kvcache.inputs.arguments import checked_integer
+from kvcache.inputs.arguments import checked_natural
 from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
 from kvcache.results import Computing, Demand
 from kvcache.sizes import blocks_at_most
@@ -43,7 +43,7 @@ class Scheduling:
         counted for each of them: `can_add` tells how many fit together. Raises what admitting it would, but for
         `OutOfBlocks`.
         """
-        more_tokens = _natural(max_new_tokens, "max_new_tokens")
+        more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         checked, size = self._checked(request), self._state.tokens_per_block
         total = checked.num_tokens + more_tokens
         planned = plan(self._blocks.windows, checked)
@@ -69,7 +69,7 @@ class Scheduling:
 
         A prompt has its blocks from its admission on, so this is of decoding only.
         """
-        more = 1 + _natural(draft_tokens, "draft_tokens")
+        more = 1 + checked_natural(draft_tokens, "draft_tokens")
         sequence = self._blocks.sequence(request_id)
         return {
             window.window: max(0, window.blocks_for(sequence.num_tokens + more) - len(table))
@@ -168,11 +168,11 @@ class Simulation:
     def has_free(self, needed: int | Mapping[int, int]) -> bool:
         """Whether so many blocks would be free: in every window, or in each as given, by its tokens."""
         if not isinstance(needed, Mapping):
-            return _natural(needed, "needed") <= min(self._free)
+            return checked_natural(needed, "needed") <= min(self._free)
         free = self.free_blocks_per_window
         if not needed.keys() <= free.keys():
             raise UsageError(f"needed must be given by windows, which are {self._windows}")
-        return all(_natural(blocks, "needed") <= free[window] for window, blocks in needed.items())
+        return all(checked_natural(blocks, "needed") <= free[window] for window, blocks in needed.items())
 
     @exclusive
     def remove(self, request_id: RequestId) -> dict[int, int]:
@@ -224,10 +224,3 @@ def _common_tokens(one: bytes, other: bytes) -> int:
     count = min(len(one), len(other)) // TOKEN_BYTES
     differ = np.frombuffer(one, np.int32, count) != np.frombuffer(other, np.int32, count)
     return int(differ.argmax()) if differ.any() else count
-
-
-def _natural(value: int, name: str) -> int:
-    number = checked_integer(value, name)
-    if number < 0:
-        raise UsageError(f"{name} must not be negative")
-    return number

@@ -39,6 +39,14 @@ def checked_integer(value: object, what: str) -> int:
     return number
 
 
+def checked_natural(value: object, what: str) -> int:
+    """A plain int from 0 on."""
+    number = checked_integer(value, what)
+    if number < 0:
+        raise UsageError(f"{what} must not be negative")
+    return number
+
+
 def checked_range(start: object, stop: object, longest: int) -> tuple[int, int]:
     """The bounds of a row of tokens: 0 <= start <= stop; None and what is beyond `longest` mean up to the end."""
     first = checked_integer(start, "start")

@@ -10,7 +10,8 @@ from events.log import LogStats
 from kvcache.errors import Unsupported, UsageError
 from kvcache.inputs.arguments import checked_integer
 from kvcache.record.journal import Journal
-from kvcache.stats import Stats
+from kvcache.record.request_counting import RequestCounter
+from kvcache.stats import RequestStats, Stats
 from sinks import SinkStats
 from sinks.histogram import STEP_SECONDS, Histogram
 
@@ -24,8 +25,11 @@ _LONGEST_WAIT_MS = 1e12
 class Monitor:
     """What is not bound to the manager's thread."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, requests_kept: int = 0) -> None:
         self._journal = journal
+        created = journal.state.created
+        assert created is not None
+        self._requests = RequestCounter(journal.bus, created, requests_kept) if requests_kept else None
         self.step_times: Histogram | None = None
         """What the manager's calls take of each engine step; None while no sink has asked for it."""
 
@@ -37,6 +41,18 @@ class Monitor:
     def stats(self) -> Stats:
         """Counters and gauges as of the last flush; may be called from any thread."""
         return self._journal.counter.read()
+
+    def take_request_stats(self) -> list[RequestStats]:
+        """The records of requests that ended since the last call, oldest first; may be called from any thread.
+
+        Raises `Unsupported` if none are kept, since `request_stats` is 0.
+        """
+        if self._requests is None:
+            raise Unsupported(
+                "take_request_stats() of a manager that keeps none",
+                "make it with request_stats, the number of records to keep for it",
+            )
+        return self._requests.take()
 
     def sink_stats(self) -> tuple[SinkStats, ...]:
         """Progress, lag and drops per sink; may be called from any thread."""
