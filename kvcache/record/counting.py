@@ -1,12 +1,13 @@
 """Counts what happened by listening to the bus, and reads gauges at each flush.
 
-The engine's thread counts; other threads read what it has published with the last flush.
+The engine's thread counts; other threads read what it has published with the last flush. All counts stand in one list,
+first those of the whole and then those of one window after the other, since it is copied at every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
@@ -19,6 +20,20 @@ from kvcache.record.first_uses import FirstUses
 from kvcache.record.own_tokens import OwnTokens
 from kvcache.stats import BlockStats, Stats
 
+_GAUGES = ("blocks_blank", "blocks_unreferenced", "blocks_total")
+"""Of each window: a number per level."""
+_OF_WINDOW = tuple(each.name for each in fields(BlockStats) if each.name not in _GAUGES)
+_OF_WHOLE = tuple(each.name for each in fields(Stats) if each.name not in (*_OF_WINDOW, *_GAUGES, "windows"))
+_AT = {name: index for names in (_OF_WINDOW, _OF_WHOLE) for index, name in enumerate(names)}
+"""Where a count stands, among those of the whole or of its window."""
+_GAUGES_AT, _TOTAL_AT = len(_OF_WINDOW), len(_OF_WINDOW) + 4
+_WINDOW_SIZE = len(_OF_WINDOW) + 2 * len(_GAUGES)
+_EVENTS, _BATCHES, _SEQUENCES = _AT["events"], _AT["batches"], _AT["sequences"]
+_ALLOCATED, _DECODED, _NEW = (
+    _AT["blocks_allocated"],
+    _AT["blocks_allocated_decode"],
+    _AT["blocks_allocated_new"],
+)
 _MOVED = {
     MoveReason.OFFLOAD: "blocks_offloaded",
     MoveReason.ONBOARD: "blocks_onboarded",
@@ -32,24 +47,21 @@ _COLUMNS: dict[type[ev.Event], tuple[str, str]] = {
     ev.BlocksUpdated: ("blocks_updated", "slots"),
 }
 """What counts the entries of a column."""
-_OF_BLOCKS = tuple(each.name for each in fields(BlockStats))
-_NONE = (0, 0)
 
 
 class StatsCounter:
     """Counts events."""
 
     def __init__(self, bus: EventBus) -> None:
-        zeros = asdict(Stats())
-        self._counts: dict[str, Any] = {name: zeros[name] for name in zeros if name not in _OF_BLOCKS}
-        del self._counts["windows"]
-        self._by_window: dict[int, dict[str, Any]] = {}
-        self._groups: list[dict[str, Any]] = []
-        """The counts of each group's window. A window that a later cache of the log does not have keeps its own."""
+        self._counts = [0] * len(_OF_WHOLE)
+        self._published = self._counts.copy()
+        self._windows: dict[int, int] = {}
+        """Where the counts of each window begin. One that a later cache of the log does not have keeps its own."""
+        self._begin: list[int] = []
+        """The same by group."""
         self._block_bytes: list[int] = []
         self._tokens_per_block = 1
         self._first_uses = FirstUses(())
-        self._published: tuple[dict[str, Any], dict[int, dict[str, Any]]] = (self._counts.copy(), {})
         self._own = OwnTokens()
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
@@ -66,38 +78,42 @@ class StatsCounter:
     def publish(self, state: CacheState, num_events: int) -> None:
         """Make the totals of the flushed events visible to other threads."""
         counts = self._counts
-        counts["events"] += num_events
-        counts["batches"] += 1
-        counts["sequences"] = len(state.sequences)
-        for counted, group in zip(self._groups, state.groups, strict=False):
+        counts[_EVENTS] += num_events
+        counts[_BATCHES] += 1
+        counts[_SEQUENCES] = len(state.sequences)
+        for begin, group in zip(self._begin, state.groups, strict=False):
             primary, secondary = group.levels
-            counted["blocks_blank"] = (len(primary.blank), len(secondary.blank))
-            counted["blocks_unreferenced"] = (primary.unreferenced, secondary.unreferenced)
+            gauges = len(primary.blank), len(secondary.blank), primary.unreferenced, secondary.unreferenced
+            counts[begin + _GAUGES_AT : begin + _TOTAL_AT] = gauges
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
-        self._published = (
-            counts.copy(),
-            {window: counted.copy() for window, counted in self._by_window.items()},
-        )
+        self._published = counts.copy()
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
-        counts, windows = self._published
-        totals = {name: _total([counted[name] for counted in windows.values()]) for name in _OF_BLOCKS}
-        if not windows:
-            totals = {}
-        return Stats(
-            **counts,
-            **totals,
-            windows={window: BlockStats(**counted) for window, counted in windows.items()},
-        )
+        counts = self._published
+        begins = {window: begin for window, begin in self._windows.items() if begin < len(counts)}
+        total = [0] * _WINDOW_SIZE
+        for begin in begins.values():
+            total = [a + b for a, b in zip(total, counts[begin : begin + _WINDOW_SIZE], strict=True)]
+        windows = {window: BlockStats(**_window(counts, begin)) for window, begin in begins.items()}
+        whole: dict[str, Any] = dict(zip(_OF_WHOLE, counts, strict=False))
+        return Stats(**whole, **_window(total, 0), windows=windows)
+
+    def _add(self, name: str, group: int, more: int) -> None:
+        self._counts[self._begin[group] + _AT[name]] += more
 
     def _on_created(self, event: ev.CacheCreated) -> None:
-        for counted in self._by_window.values():
-            counted["blocks_total"] = counted["blocks_blank"] = counted["blocks_unreferenced"] = _NONE
+        counts, windows = self._counts, self._windows.copy()
+        for begin in windows.values():
+            counts[begin + _GAUGES_AT : begin + _WINDOW_SIZE] = [0] * (_WINDOW_SIZE - _GAUGES_AT)
         for group in event.groups:
-            counted = self._by_window.setdefault(group.window, asdict(BlockStats()))
-            counted["blocks_total"] = tuple(group.num_blocks)
-        self._groups[:] = [self._by_window[group.window] for group in event.groups]
+            if group.window not in windows:
+                windows[group.window] = len(counts)
+                counts += [0] * _WINDOW_SIZE
+            at = windows[group.window] + _TOTAL_AT
+            counts[at : at + 2] = group.num_blocks
+        self._windows = windows
+        self._begin[:] = [windows[group.window] for group in event.groups]
         self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
         self._tokens_per_block = event.tokens_per_block
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in event.groups)
@@ -105,60 +121,60 @@ class StatsCounter:
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts
-        counts["requests"] += 1
-        counts["prompt_tokens"] += event.num_tokens
+        counts[_AT["requests"]] += 1
+        counts[_AT["prompt_tokens"]] += event.num_tokens
         # Where the windows differ, what one of them has to bring back is reused from secondary.
         secondary = max(event.reused_secondary)
-        counts["reused_tokens_primary"] += event.reused - event.reused_partial - secondary
-        counts["reused_tokens_secondary"] += secondary
-        counts["reused_tokens_partial"] += event.reused_partial
-        counts["reused_tokens_own"] += self._own.admit(event)
-        for counted, reused in zip(self._groups, reused_blocks(event, self._tokens_per_block), strict=False):
+        counts[_AT["reused_tokens_primary"]] += event.reused - event.reused_partial - secondary
+        counts[_AT["reused_tokens_secondary"]] += secondary
+        counts[_AT["reused_tokens_partial"]] += event.reused_partial
+        counts[_AT["reused_tokens_own"]] += self._own.admit(event)
+        for begin, reused in zip(self._begin, reused_blocks(event, self._tokens_per_block), strict=False):
             full, partial, missed = reused
-            counted["blocks_reused_full"] += full
-            counted["blocks_reused_partial"] += partial
-            counted["blocks_missed"] += missed
+            counts[begin + _AT["blocks_reused_full"]] += full
+            counts[begin + _AT["blocks_reused_partial"]] += partial
+            counts[begin + _AT["blocks_missed"]] += missed
 
     def _counting(self, counter: str, slots_of: Callable[[Any], bytes]) -> Callable[[Any], None]:
-        groups = self._groups
+        counts, begin, at = self._counts, self._begin, _AT[counter]
 
         def count(event: Any) -> None:
-            groups[event.group][counter] += len(slots_of(event)) // SLOT_BYTES
+            counts[begin[event.group] + at] += len(slots_of(event)) // SLOT_BYTES
 
         return count
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
-        counted, blocks = self._groups[event.group], len(event.slots) // SLOT_BYTES
-        counted["blocks_allocated"] += blocks
+        group, blocks = event.group, len(event.slots) // SLOT_BYTES
+        begin = self._begin[group]
+        self._counts[begin + _ALLOCATED] += blocks
         if event.why == AllocateReason.DECODE:
-            counted["blocks_allocated_decode"] += blocks
-        if self._first_uses.left[event.group]:
-            counted["blocks_allocated_new"] += sum(self._first_uses.take(event.group, event.slots))
+            self._counts[begin + _DECODED] += blocks
+        if self._first_uses.left[group]:
+            self._counts[begin + _NEW] += self._first_uses.take(group, event.slots).count(1)
 
     def _on_copied(self, event: ev.BlocksCopied) -> None:
-        counted = self._groups[event.group]
-        counted["blocks_copied"] += 1
+        self._add("blocks_copied", event.group, 1)
         if event.source_level != PRIMARY or event.source != event.target:
-            size = self._tokens_per_block
-            counted["bytes_copied"] += self._block_bytes[event.group] * event.num_tokens // size
+            of_block = self._block_bytes[event.group]
+            self._add("bytes_copied", event.group, of_block * event.num_tokens // self._tokens_per_block)
 
     def _on_moved(self, event: ev.BlocksMoved) -> None:
-        counted, blocks = self._groups[event.group], len(event.from_slots) // SLOT_BYTES
-        counted[_MOVED[event.why]] += blocks
+        blocks = len(event.from_slots) // SLOT_BYTES
+        self._add(_MOVED[event.why], event.group, blocks)
         if event.why in _MOVED_BYTES:
-            counted[_MOVED_BYTES[event.why]] += blocks * self._block_bytes[event.group]
+            self._add(_MOVED_BYTES[event.why], event.group, blocks * self._block_bytes[event.group])
         if event.to_level == PRIMARY:
             self._first_uses.take(event.group, event.to_slots)
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
-        counted, blocks = self._groups[event.group], len(event.slots) // SLOT_BYTES
-        counted["blocks_removed"] += blocks
+        blocks = len(event.slots) // SLOT_BYTES
+        self._add("blocks_removed", event.group, blocks)
         if event.level == SECONDARY and event.why != RemoveReason.SUPERSEDED:
-            counted["blocks_dropped"] += blocks
+            self._add("blocks_dropped", event.group, blocks)
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
-        for counted, removed in zip(self._groups, event.removed, strict=True):
-            counted["blocks_removed"] += sum(removed)
+        for group, removed in enumerate(event.removed):
+            self._add("blocks_removed", group, sum(removed))
 
 
 def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> list[tuple[int, int, int]]:
@@ -171,8 +187,10 @@ def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> list[tuple[
     ]
 
 
-def _total(values: list[Any]) -> Any:
-    """The sum over windows: of numbers, or of pairs of them."""
-    if values and isinstance(values[0], tuple):
-        return tuple(map(sum, zip(*values, strict=True)))
-    return sum(values)
+def _window(counts: list[int], begin: int) -> dict[str, Any]:
+    """The fields of one window's stats, or of those of all together."""
+    values: dict[str, Any] = dict(zip(_OF_WINDOW, counts[begin:], strict=False))
+    for index, name in enumerate(_GAUGES):
+        at = begin + _GAUGES_AT + 2 * index
+        values[name] = (counts[at], counts[at + 1])
+    return values

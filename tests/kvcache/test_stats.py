@@ -111,7 +111,7 @@ COUNTED = [each.name for each in fields(BlockStats) if each.name not in GAUGES]
 
 def counted(log: Path) -> tuple[Stats, list[RequestStats], NaiveStats]:
     """What a log comes to: by the counters, and naively."""
-    bus, naive, records = EventBus(), NaiveStats(), list[RequestStats]()
+    bus, of_epoch, naive, records = EventBus(), EventBus(), NaiveStats(), list[RequestStats]()
     counter, requests = StatsCounter(bus), None
     for batch in LogReader(log):
         for event in batch.events:
@@ -190,8 +190,8 @@ def test_difference_of_two_moments_is_what_happened_between() -> None:
     assert full.block_hit_rate == 3 / 4
     assert between.blocks_missed == full.blocks_missed + sliding.blocks_missed == 2
     assert after - Stats() == after
-    zero = replace(after - after, **dict.fromkeys(GAUGES, (0, 0)), windows={})
-    assert zero == Stats()
+    nothing: Any = dict.fromkeys(GAUGES, (0, 0)) | {"windows": {}}
+    assert replace(after - after, **nothing) == Stats()
 
 
 def test_a_pool_that_is_larger_than_needed_has_slots_that_nothing_took() -> None:
