@@ -97,7 +97,8 @@ class Collector:
     # -- what the process knows
 
     def _of_state(self, stats: Any) -> Iterator[Metric]:
-        rows, usage = [], []
+        rows: list[tuple[dict[str, str], float]] = []
+        usage: list[tuple[dict[str, str], float]] = []
         for level, total, blank, idle in zip(
             LEVEL_NAMES, stats.blocks_total, stats.blocks_blank, stats.blocks_unreferenced, strict=True
         ):
@@ -114,6 +115,15 @@ class Collector:
         yield self._counter("prefix_cache_own_hits", text, [({}, stats.reused_tokens_own)])
         text = "Blocks computed by two requests at a time, of which one was given back."
         yield self._counter("blocks_deduplicated", text, [({}, stats.blocks_deduplicated)])
+        text = "Blocks of prompts by what was cached of them: all (full), the start (partial), or nothing (missed)."
+        kinds = ("full", "partial", "missed")
+        looked_up = (stats.blocks_reused_full, stats.blocks_reused_partial, stats.blocks_missed)
+        rows = [({"cached": kind}, count) for kind, count in zip(kinds, looked_up, strict=True)]
+        yield self._counter("prompt_blocks", text, rows)
+        text = "Slots that were taken for the first time."
+        yield self._counter("blocks_first_used", text, [({}, stats.blocks_allocated_new)])
+        text = "Bytes of the starts of blocks that were copied."
+        yield self._counter("copied_bytes", text, [({}, stats.bytes_copied)])
         yield self._counter("events", "Events.", [({}, stats.events)])
         yield self._counter(
             "batches", "Batches of events: engine steps that changed something.", [({}, stats.batches)]
