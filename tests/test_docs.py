@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -32,11 +33,14 @@ from events.types import (
     RemoveReason,
     UpdateReason,
 )
-from kvcache import PrefixIndex, errors
+from kvcache import PrefixIndex, Request, Retention, RetentionRange, errors
+from kvcache.calls.scheduling import Simulation
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY
 from kvcache.manager import KVCacheManager
+from kvcache.results import Demand
+from kvcache.stats import RequestStats, Stats
 from sinks import registry
 from sinks.base import SinkContext
 from sinks.brokers.kafka_sink import KafkaOptions
@@ -130,6 +134,47 @@ def test_every_option_of_a_sink_is_documented(heading: str, options: type[msgspe
     """The table of each sink has each option of its URL with its default."""
     declared = {field.name: spelled(field.default) for field in msgspec.structs.fields(options)}
     assert {name: row[0] for name, row in table(SETTINGS, heading).items()} == declared
+
+
+TRTLLM = (ROOT / "docs" / "trtllm.md").read_text(encoding="utf-8")
+
+
+THEIRS = """
+enable_block_reuse max_tokens max_attention_window sink_token_length free_gpu_memory_fraction max_gpu_total_bytes
+host_cache_size disk_cache_size disk_cache_path onboard_blocks cross_kv_cache_fraction secondary_offload_min_priority
+event_buffer_max_size attention_dp_events_gather_period_ms kv_events_config kv_cache_event_hash_algo
+enable_partial_reuse copy_on_partial_reuse use_uvm tokens_per_block dtype iteration_stats_interval
+use_kv_cache_manager_v2 enable_swa_scratch_reuse pool_ratio avg_seq_len max_util_for_resume block_reuse_config
+mamba_state_cache_interval enable_kv_cache_events publisher endpoint replay_endpoint buffer_steps hwm max_queue_size
+topic token_range_retention_configs token_start token_end priority duration_ms decode_retention_priority
+decode_duration_ms transfer_mode directory
+"""
+"""Options of TensorRT-LLM's `KvCacheConfig`, `KVEventsConfig` and `KvCacheRetentionConfig`."""
+
+
+def names_of_ours() -> set[str]:
+    """All that a caller may give or ask."""
+    fields = (Request, Retention, RetentionRange, Demand, Stats, RequestStats)
+    parameters = inspect.signature(KVCacheManager).parameters
+    return {
+        *KVCacheConfig.model_fields,
+        *dir(KVCacheManager),
+        *parameters,
+        *(name for kind in (*fields, Simulation) for name in dir(kind)),
+        *(field.name for field in msgspec.structs.fields(ZMQOptions)),
+        "kv_events_sink",
+    }
+
+
+def test_what_users_of_tensorrt_llm_are_told_to_use_exists() -> None:
+    """Each name in the second column of the tables, and each of its options has its line."""
+    rows = [line.strip("| ").split(" | ") for line in TRTLLM.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])} - {"False"}
+    assert len(named) > 60
+    assert named <= names_of_ours()
+    assert all(len(row) in (2, 3) for row in rows)
+    options = {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
+    assert set(THEIRS.split()) <= options
 
 
 BROKERS = (ROOT / "docs" / "brokers.md").read_text(encoding="utf-8")

@@ -85,7 +85,6 @@ SCENARIOS = {
 }
 
 ABSENT = {
-    "R-7": "no counts of a single request",
     "P-9": "nothing is gathered: each rank has a feed of its own, and readers subscribe to all",
 }
 """Scenarios without a test, and why."""

@@ -1,9 +1,10 @@
-"""What schedulers ask before they admit: E-11, E-12, as far as counts of blocks go."""
+"""What schedulers ask before they admit: E-11, E-12. What is answered is what then happens."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvcache.inputs.requests import Request
 from tests.conformance.rig import Rig, prompt
 
 
@@ -11,6 +12,7 @@ from tests.conformance.rig import Rig, prompt
 def test_e_11_blocks_of_a_request_up_to_its_end(size: int, blocks: int) -> None:
     """A prompt of 1024 tokens and 128 sampled ones: what is taken at once, and what is still needed."""
     rig = Rig(4096 // size, size=size, max_sequence_length=4096)
+    assert rig.manager.demand(Request("a", prompt(0, 1024)), 128).to_completion == {4096: blocks}
     rig.add("a", prompt(0, 1024))
     assert rig.used + rig.manager.remaining_blocks_to_completion("a", 128) == blocks
 
@@ -18,6 +20,7 @@ def test_e_11_blocks_of_a_request_up_to_its_end(size: int, blocks: int) -> None:
 def test_e_11_blocks_of_a_request_in_a_sliding_window() -> None:
     """With a window of 128 the prompt needs its 16 blocks, and after it most of them are given back."""
     rig = Rig(64, size=64, windows=(128,), max_sequence_length=4096)
+    assert rig.manager.demand(Request("a", prompt(0, 1024)), 128).to_completion == {128: 16}
     rig.add("a", prompt(0, 1024))
     # Theirs counts 18 blocks, as without a window. Here those that the window leaves behind count as given back.
     assert (rig.used, rig.manager.remaining_blocks_to_completion("a", 128)) == (16, 0)
@@ -44,9 +47,14 @@ class Case:
         what was free, and all that it takes up to its end.
         """
         found, free = self.rig.manager.count_reusable(self.tokens), self.rig.free
+        demand = self.rig.manager.demand(Request("asked", self.tokens), max_new_tokens)
         reused = self.rig.add("asked", self.tokens)
         taken = free - self.rig.free
         remaining = self.rig.manager.remaining_blocks_to_completion("asked", max_new_tokens)
+        (answered,) = zip(*(each.values() for each in (demand.needed, demand.to_completion)), strict=True)
+        assert (demand.reusable, demand.reused_tokens) == ({512: found}, reused)
+        assert answered == (taken, taken + remaining)
+        self.held = demand.held[512]
         return found, reused, taken, taken + remaining
 
 
@@ -58,6 +66,7 @@ def test_e_12_after_an_identical_request() -> None:
     case.rig.end("a")
     # Theirs estimates 48 tokens. The first 15 of the fourth block are copied as well.
     assert case.asked_and_taken(32) == (3, 63, 4, 6)
+    assert case.held == 0
 
 
 def test_e_12_beside_an_identical_request() -> None:
@@ -65,6 +74,7 @@ def test_e_12_beside_an_identical_request() -> None:
     case = Case(prompt(0, 49))
     case.rig.prefill("a", case.tokens)
     assert case.asked_and_taken(0) == (3, 48, 1, 1)
+    assert case.held == 3
 
 
 def test_e_12_nothing_cached() -> None:

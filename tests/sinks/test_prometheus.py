@@ -159,7 +159,9 @@ def test_a_manager_serves_what_its_stats_say() -> None:
         assert hits == [stats.reused_tokens_primary, stats.reused_tokens_secondary]
         assert min(hits) > 0
         assert value(samples, "blocks_stored_total") == stats.blocks_stored
-        cached = [value(samples, "prompt_blocks_total", cached=kind) for kind in ("full", "partial", "missed")]
+        cached = [
+            value(samples, "prompt_blocks_total", cached=kind) for kind in ("full", "partial", "missed")
+        ]
         assert cached == [stats.blocks_reused_full, stats.blocks_reused_partial, stats.blocks_missed]
         assert min(cached[0], cached[2]) > 0
         assert value(samples, "blocks_first_used_total") == stats.blocks_allocated_new == 8
