@@ -121,7 +121,10 @@ class Stats(BlockStats):
 
 @dataclass(frozen=True, slots=True)
 class RequestStats(_BlockRates):
-    """One request, from its admission to its end. Blocks are counted in all windows together, as in `BlockStats`."""
+    """One request, from its admission to its end. Blocks are counted in all windows together, as in `BlockStats`.
+
+    A branch has a record of its own: it reuses and misses nothing, and was allocated what it does not share.
+    """
 
     request_id: RequestId
     handle: int

@@ -11,7 +11,7 @@ from itertools import repeat
 
 from events import types as ev
 from events.bus import EventBus
-from events.types import PRIMARY
+from events.types import PRIMARY, RequestId
 from kvcache.record.counting import reused_blocks
 from kvcache.record.first_uses import FirstUses
 from kvcache.stats import RequestStats
@@ -22,10 +22,16 @@ class _Running:
 
     __slots__ = ("allocated", "blocks", "new", "prompt_tokens", "request_id", "reused_tokens")
 
-    def __init__(self, event: ev.SequenceAdded, tokens_per_block: int) -> None:
-        self.request_id = event.request_id
-        self.prompt_tokens, self.reused_tokens = event.num_tokens, event.reused
-        self.blocks = tuple(map(sum, zip(*reused_blocks(event, tokens_per_block), strict=True)))
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt_tokens: int,
+        reused_tokens: int = 0,
+        blocks: tuple[int, ...] = (0, 0, 0),
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens, self.reused_tokens = prompt_tokens, reused_tokens
+        self.blocks = blocks
         """Of all windows: reused in full, in part, and missed."""
         self.allocated = self.new = 0
 
@@ -42,6 +48,7 @@ class RequestCounter:
         self._size = created.tokens_per_block
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in created.groups)
         bus.subscribe(self._on_added, ev.SequenceAdded)
+        bus.subscribe(self._on_forked, ev.SequenceForked)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_removed, ev.SequenceRemoved)
@@ -57,7 +64,13 @@ class RequestCounter:
         return taken
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        self._running[event.handle] = _Running(event, self._size)
+        blocks = tuple(map(sum, zip(*reused_blocks(event, self._size), strict=True)))
+        self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
+
+    def _on_forked(self, event: ev.SequenceForked) -> None:
+        parent = self._running.get(event.handle)
+        if parent is not None:
+            self._running[event.child] = _Running(event.request_id, parent.prompt_tokens)
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
         first = iter(self._first_uses.take(event.group, event.slots))

@@ -187,6 +187,23 @@ class Program(random_logs.Program):
             self.seen["kept for others"] += sum(given.values()) < held
             del self.lengths[request_id], self.computed[request_id]
 
+    def set_priority(self) -> None:
+        """Or else a branch, or blocks that are pinned for a while."""
+        choice = self.rng.choice(["branch", "branch", "pin", "unpin", "priority"])
+        if choice == "priority" or not self.lengths:
+            super().set_priority()
+        elif choice == "unpin":
+            for pin in list(self.manager.pins()):
+                self.manager.unpin(pin)
+        elif choice == "pin":
+            self.manager.pin(self.some()[0])
+        else:
+            parent, child = self.some()[0], self.admitted
+            self.admitted += 1
+            self.manager.fork(parent, child)
+            self.lengths[child], self.computed[child] = self.lengths[parent], self.computed[parent]
+            self.seen["branches"] += 1
+
     def held(self, request_id: int) -> int:
         """Blocks of all windows that a sequence holds."""
         sequence = self.manager._blocks.sequence(request_id)
@@ -207,7 +224,7 @@ def test_random_programs_meet_all_that_is_asked_about(tmp_path: Path) -> None:
         program = Program(100 + seed, tmp_path / str(seed))
         program.run(200)
         seen += program.seen
-    kinds = ("refused", "reused", "shared", "grown", "somebody", "nobody", "kept for others")
+    kinds = ("refused", "reused", "shared", "grown", "somebody", "nobody", "kept for others", "branches")
     assert all(seen[kind] > 5 for kind in kinds), seen
 
 

@@ -232,3 +232,17 @@ def test_a_resumed_manager_has_no_records_of_what_ran_before(tmp_path: Path) -> 
         serve(resumed, "b", [1, 2])
         resumed.remove_sequence("a")
         assert [record.request_id for record in resumed.take_request_stats()] == ["b"]
+
+
+def test_a_branch_has_a_record_of_its_own() -> None:
+    """What it shares was its parent's to find; what it computes by itself is allocated for it."""
+    manager = cache(request_stats=2)
+    manager.add_sequence("a", [1, 2, 3, 4, 5])
+    manager.store_context_blocks("a", 5)
+    manager.fork("a", "b")
+    for name in ("b", "a"):
+        manager.remove_sequence(name)
+    branch, parent = manager.take_request_stats()
+    assert (parent.blocks_allocated, parent.blocks_missed) == (3, 3)
+    assert (branch.request_id, branch.blocks_allocated, branch.blocks_missed) == ("b", 1, 0)
+    assert (branch.prompt_tokens, branch.reused_tokens, branch.num_tokens) == (5, 0, 5)
