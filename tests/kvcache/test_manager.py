@@ -231,6 +231,10 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("remove_sequence", ("a",)),
     ("remaining_blocks_to_completion", ("a", 1)),
     ("remaining_blocks_per_window", ("a", 1)),
+    ("demand", (Request("c", [1]),)),
+    ("next_step_blocks_per_window", ("a",)),
+    ("simulate", ()),
+    ("computing", (Request("c", [1]),)),
     ("block_table", ("a",)),
     ("block_tables", (["a"],)),
     ("clear", ()),
@@ -251,6 +255,7 @@ ANY_THREAD = {
     "reopen_sinks",
     "sink_stats",
     "stats",
+    "take_request_stats",
     "wait_subscribers",
 }
 FIXED = {"max_tokens", "max_prompt_tokens"}
