@@ -9,7 +9,10 @@ began, or what was trimmed, can therefore never make it wrong, only late.
 
 from __future__ import annotations
 
+import struct
+
 from events.brokers.records import Record
+from events.errors import EventDecodeError
 from events.formats.vllm import Message, decode_batch, join_batches
 from events.subscribe.continuity import HELD_MAX, Continuity, Report, Restarted, begins_anew
 
@@ -19,6 +22,8 @@ class RecordFollower:
 
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
+        self.malformed = 0
+        """States that could not be read; the next one is waited for."""
         self._begin()
 
     @property
@@ -96,11 +101,18 @@ class RecordFollower:
         if room <= 0:
             return []  # a state from before what was heard
         each = -(-len(self._pieces) // room)
-        payloads = [self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)]
+        try:
+            payloads = [self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)]
+        except (EventDecodeError, IndexError, struct.error):
+            # Not what a feed writes: whole batches of this very form. The next state is waited for.
+            self.malformed += 1
+            return []
         return [self._message(seq + 1 - len(payloads) + at, payload) for at, payload in enumerate(payloads)]
 
     def _joined(self, pieces: list[bytes]) -> bytes:
-        return pieces[0] if len(pieces) == 1 else join_batches(pieces, decode_batch(pieces[0]).rank or 0)
+        joined = pieces[0] if len(pieces) == 1 else join_batches(pieces, decode_batch(pieces[0]).rank or 0)
+        decode_batch(joined)
+        return joined
 
     def _answer(self, messages: list[Message]) -> None:
         if not messages:

@@ -48,6 +48,8 @@ class BrokerSubscriber:
         self._reader: Reader | None = open_reader(address, worker)
         self._followers: dict[Worker, RecordFollower] = {}
         self._retry_at = 0.0
+        self._malformed = 0
+        """Of followers that were replaced."""
         self.unavailable: str | None = None
         """Why the broker cannot be read at present; None: it can."""
 
@@ -83,6 +85,11 @@ class BrokerSubscriber:
         """Those that were heard, but of which there was no whole state yet."""
         return tuple(worker for worker, follower in self._followers.items() if follower.waiting)
 
+    @property
+    def malformed(self) -> int:
+        """States in the stream that could not be read: not what a feed writes."""
+        return self._malformed + sum(follower.malformed for follower in self._followers.values())
+
     def poll(self, timeout_ms: int | None = None) -> list[tuple[Worker, Report]]:
         """Wait until there is something to report, and return it, of each worker in order; empty after `timeout_ms`."""
         deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
@@ -111,7 +118,8 @@ class BrokerSubscriber:
             self._retry_at = time.monotonic() + _PAUSE_SECONDS
         except StreamRewound as rewound:
             # What is read again is old, and does not fit to what was heard: a state has to come first.
-            for worker in self._followers:
+            for worker, follower in self._followers.items():
                 if rewound.workers is None or worker.topic in rewound.workers:
+                    self._malformed += follower.malformed
                     self._followers[worker] = RecordFollower(worker.topic)
         return reports

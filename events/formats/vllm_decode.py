@@ -111,6 +111,10 @@ _FIELDS = {kind: tuple(name for name in kind.__struct_fields__ if name != "more"
 _KNOWN = {kind: frozenset((*fields, "type")) for kind, fields in _FIELDS.items()}
 
 
+_DEEPEST = 32
+"""Containers inside each other in a field of any kind; engines write two. Who packs it again has a stack of its own."""
+
+
 def positions(kind: str) -> tuple[str, ...]:
     """The fields of a type of event, in the order of its array."""
     return tuple(name for name in _FIELDS[_TYPES[kind]] if name != "cache_salt")
@@ -124,7 +128,20 @@ def decode_batch(payload: bytes | memoryview) -> VLLMBatch:
         return _decode_any(payload)
     if any(getattr(event, "more", None) is not None for event in named.events):
         return _decode_any(payload)  # whoever sends a field of that name sends one that is not known
+    for event in named.events:
+        if type(event) is BlockStored and event.extra_keys is not None:
+            _refuse_deep(event.extra_keys)
     return VLLMBatch(named.ts, named.events, named.rank)
+
+
+def _refuse_deep(value: Any, left: int = _DEEPEST) -> None:
+    """Raise EventDecodeError where containers are inside each other too often."""
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    for each in inner:
+        if isinstance(each, list | tuple | dict):
+            if not left:
+                raise EventDecodeError("a KV event has a field that is nested too deeply")
+            _refuse_deep(each, left - 1)
 
 
 def _decode_any(payload: bytes | memoryview) -> VLLMBatch:
@@ -154,6 +171,7 @@ def _event(item: Any) -> VLLMEvent:
         more = {key: item.pop(key) for key in [*item] if isinstance(key, str) and key not in _KNOWN[kind]}
     try:
         event = msgspec.convert(item, kind)
-        return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event
     except (msgspec.MsgspecError, RecursionError):
         raise EventDecodeError(f"a {name} event has a field that is missing or of a wrong type") from None
+    _refuse_deep((getattr(event, "extra_keys", None) or (), more))
+    return msgspec.structs.replace(event, more=more) if more and kind is not AllBlocksCleared else event

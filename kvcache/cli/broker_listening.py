@@ -61,8 +61,8 @@ class BrokerListening:
         return 0
 
     def malformed(self, endpoint: str) -> int:
-        """A record that is none is told as a missed batch."""
-        return 0
+        """States that could not be read; a batch that is none is told as missed."""
+        return self._subscriber.malformed
 
     def unanswered_seconds(self, endpoint: str) -> float:
         """Nobody is asked."""

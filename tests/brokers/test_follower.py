@@ -80,3 +80,31 @@ def test_tags_come_back(record: Record) -> None:
     """A record is read as it was written."""
     assert parse_record(record.tag, record.payload) == record
     assert parse_record(record.tag.encode(), record.payload) == record
+
+
+_BATCH = batch(CLEARED)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"garbage", b"x"),
+        (b"garbage",),
+        (_BATCH, b"x"),
+        (_BATCH, b""),
+        (b"", _BATCH),
+        (_BATCH, b"\x93\x01\x90\xce\xff\xff\xff\xff"),
+        (_BATCH, b"\x93\xcb" + bytes(8) + b"\xdc"),
+    ],
+)
+def test_a_state_that_is_none_is_dropped(pieces: tuple[bytes, ...]) -> None:
+    """It is counted, tells nothing, and the next state is taken as if it had not been."""
+    follower, index = RecordFollower("w"), Index()
+    last = len(pieces) - 1
+    for at, piece in enumerate(pieces):
+        assert follower.take(Record(0, piece, at, 1, at == last)) == []
+    assert (follower.malformed, follower.waiting) == (1, True)
+    for record in (Record(0, _BATCH, 0, 2), Record(0, batch(stored(5)), 1, 2, True), Record(1, batch(stored(6)))):
+        for report in follower.take(record):
+            index.fold(report)
+    assert (index.resident(), index.missed_batches, follower.malformed) == ({5, 6}, 0, 1)

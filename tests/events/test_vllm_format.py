@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from events.errors import EventDecodeError
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import (
+    BlockStored,
     END_OF_REPLAY,
     Unknown,
     decode_batch,
@@ -470,3 +471,31 @@ def test_joined_batches_are_one_with_all_events(counts: list[int], rank: int) ->
     ts, events, joined_rank = msgspec.msgpack.decode(join_batches(batches, rank))
     assert (ts, joined_rank) == (float(len(counts) - 1), rank)
     assert [event["block_hashes"] for event in events] == [[name] for name in range(1, sum(counts) + 1)]
+
+
+def nested(depth: int) -> Any:
+    """A number in so many lists and maps, by turns."""
+    value: Any = 1
+    for at in range(depth):
+        value = [value] if at % 2 else {"in": value}
+    return value
+
+
+@pytest.mark.parametrize(("depth", "is_read"), [(20, True), (60, False), (500, False)])
+@pytest.mark.parametrize("field", ["unknown", "extra_keys", "in a key"])
+def test_what_is_nested_too_deeply_is_refused(field: str, depth: int, *, is_read: bool) -> None:
+    """Each reader packs it again on a stack of its own: what one could just read would end another."""
+    store = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    payload = msgspec.msgpack.encode([1.0, [store | {"HERE": 0}], 0])
+    value = msgspec.msgpack.encode([[nested(depth)]] if field == "extra_keys" else nested(depth))
+    if field == "in a key":
+        value = b"\x81" + b"\x91" * depth + b"\x01\x01"
+    name = msgspec.msgpack.encode("extra_keys" if field == "extra_keys" else "unknown")
+    payload = payload.replace(msgspec.msgpack.encode("HERE") + b"\0", name + value)
+    if is_read:
+        (event,) = decode_batch(payload).events
+        assert isinstance(event, BlockStored)
+        assert event.extra_keys or event.more
+    else:
+        with pytest.raises(EventDecodeError):
+            decode_batch(payload)
