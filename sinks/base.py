@@ -50,6 +50,10 @@ class SinkError(FieldsError):
     """Base of the errors about sinks."""
 
 
+class SinkUnavailable(SinkError):
+    """What the sink needs does not answer at the moment: the same may succeed later."""
+
+
 @dataclass(eq=False, repr=False)
 class SinkURLError(SinkError, ValueError):
     """A URL that names no sink; `url` is the URL without user, password and options."""
@@ -98,8 +102,8 @@ class Sink(Protocol):
     # last one that it has indeed, if it can tell; `folds`: True if it makes something of all batches since an epoch
     # began, so that `kvcache publish` gives it those, and before `open`; and `needs_tokens`: True if token ids, which
     # are the prompts, are what it is for, False if it must not get them (`events.codec.batch_without_tokens`).
-    # One that does not say, or says None, gets them unless `log.record_tokens` is false. `can_open`:
-    # False while one that `folds` has not heard yet as whom it is to open; `needs_cache`: True if other
+    # One that does not say, or says None, gets them unless `log.record_tokens` is false. `waits_for`:
+    # why one that `folds` cannot be opened yet, in words, and None when it can; `needs_cache`: True if other
     # kinds of logs mean nothing to it. And `watch(probe)`, by which a process that knows more of the cache than its
     # events say lets itself be asked (`Probe`); in `kvcache publish`, that is for sinks that fold.
 

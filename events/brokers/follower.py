@@ -102,7 +102,9 @@ class RecordFollower:
             return []  # a state from before what was heard
         each = -(-len(self._pieces) // room)
         try:
-            payloads = [self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)]
+            payloads = [
+                self._joined(self._pieces[at : at + each]) for at in range(0, len(self._pieces), each)
+            ]
         except (EventDecodeError, IndexError, struct.error):
             # Not what a feed writes: whole batches of this very form. The next state is waited for.
             self.malformed += 1

@@ -7,13 +7,17 @@ from typing import Any, cast
 
 from events.brokers.address import BrokerAddress
 from events.brokers.records import Record, StreamRewound, parse_record
-from events.brokers.redis_session import PAYLOAD, SECONDS, TAG, RedisSession
+from events.brokers.redis_session import NAMES, PAYLOAD, SECONDS, TAG, RedisSession, WrongType
+from events.diagnostics import get_logger
 from events.errors import EventDecodeError
 
 _AT_ONCE = 100
 """Entries of each worker in one answer."""
 _LOOK_SECONDS = 0.5
 """How often it is looked for new workers, and whether the old entries are still there."""
+
+_BEGINNING = b"0-0"
+_log = get_logger(__name__)
 
 
 class RedisReader:
@@ -25,6 +29,8 @@ class RedisReader:
         self._places: dict[str, bytes] = {}
         """The id of the last entry that was read of each worker."""
         self._looked_at = float("-inf")
+        self._set_aside: set[str] = set()
+        """Workers of whom it was said that their keys are no streams."""
 
     def read(self, seconds: float) -> list[tuple[str, Record]]:
         """The next records."""
@@ -53,26 +59,37 @@ class RedisReader:
         """Find new workers, and those whose stream is another one. Raises StreamRewound."""
         self._looked_at = time.monotonic()
         names = {self._only} if self._only is not None else self._workers()
-        for name in names - self._places.keys():
-            self._places[name] = b"0-0"
-        lost = [
-            name for name, place in self._places.items() if place != b"0-0" and self._is_behind(name, place)
-        ]
-        for name in lost:
-            self._places[name] = b"0-0"
+        lost = []
+        for name in names | self._places.keys():
+            last = self._last_place(name)
+            place = self._places.setdefault(name, _BEGINNING)
+            if last is None:
+                del self._places[name]
+            elif place != _BEGINNING and (not last or number_of(last) < number_of(place)):
+                # Entries never go down: it is another stream.
+                self._places[name] = _BEGINNING
+                lost.append(name)
         if lost:
             raise StreamRewound(frozenset(lost))
 
     def _workers(self) -> set[str]:
-        key = self._session.key("workers")
+        key = self._session.key(NAMES)
         members = cast("set[bytes]", self._session.run(lambda client: client.smembers(key)))
         return {member.decode(errors="replace") for member in members}
 
-    def _is_behind(self, name: str, place: bytes) -> bool:
-        """Whether the stream's last entry is older than the one that was read: entries never go down."""
+    def _last_place(self, name: str) -> bytes | None:
+        """The id of a stream's last entry, empty if it has none; None: one that cannot be read would fail all."""
         key = self._session.key(name)
-        last = cast("Any", self._session.run(lambda client: client.xrevrange(key, count=1)))
-        return not last or number_of(last[0][0]) < number_of(place)
+        try:
+            last = cast("Any", self._session.run(lambda client: client.xrevrange(key, count=1)))
+        except WrongType:
+            if name not in self._set_aside:
+                self._set_aside.add(name)
+                _log.warning(
+                    "worker_set_aside", key=key.decode(), reason="it is no stream: somebody else's key"
+                )
+            return None
+        return cast("bytes", last[0][0]) if last else b""
 
     def _records(self, name: str, entries: list[Any]) -> list[tuple[str, Record]]:
         records = []

@@ -15,9 +15,15 @@ if TYPE_CHECKING:
 
 TAG, PAYLOAD = b"record", b"payload"
 """The fields of an entry."""
+NAMES = "workers"
+"""In place of a worker's name, the set of all: no worker can be called so."""
 SECONDS = 2.0
 """What the server has to answer within."""
 Result = TypeVar("Result")
+
+
+class WrongType(BrokerUnavailable):
+    """What stands under the key is no stream; the connection holds on."""
 
 
 class RedisSession:
@@ -81,6 +87,8 @@ class RedisSession:
             self.close()
             raise BrokerError(where, "user or password is wrong, or has no right to this") from None
         except exceptions.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                raise WrongType(where, "it refuses: WRONGTYPE, the key is no stream") from None
             self.close()
             # The server's words may quote what was sent; its first one is the kind of error.
             kind = (

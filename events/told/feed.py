@@ -72,6 +72,16 @@ class WorkerFeed:
             return iter(())
         return map(_told, self.worker.resident())
 
+    @property
+    def missing(self) -> str | None:
+        """Whom the log does not know (yet), in words; None: its worker is there."""
+        if self.worker is not None:
+            return None
+        if self._name is None:
+            return "the log knows of no worker yet"
+        names = ", ".join(sorted(self._names.values())) or "none"
+        return f"the log knows of no worker {self._name}; there are {names}"
+
     def _is_told(self, event: ev.AnyEvent) -> bool:
         """Whether routers must hear of it."""
         is_ours = getattr(event, "worker", None) == self._number and self.worker is not None

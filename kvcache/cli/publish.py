@@ -15,7 +15,7 @@ from kvcache.cli.parser import seconds
 from kvcache.cli.process import StopSignals
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
-from kvcache.publish.follower import CatchUp, Until
+from kvcache.publish.progress import CatchUp, Until
 from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 
 _LIVE_SECONDS = 0.2
@@ -26,8 +26,9 @@ engine may restart (and continue its log), and so may this: every sink goes on w
 routers are told "cleared" and the whole state whenever this starts.
 
 A sink that is slow, fails or hangs falls behind in the log, holds up no other, and loses nothing: what it did not take
-is offered again. How far each is behind is told on stderr, in one line on a terminal. Feeds and metrics first fold the
-last epoch of the log: until then they are not open, and it is told how much of the log is left.
+is offered again, with --once too, until it has taken all. How far each is behind is told on stderr, in one line on a
+terminal. Feeds and metrics first fold the last epoch of the log: until then they are not open, and it is told how much
+of the log is left.
 
 Ctrl-C and SIGTERM end it in good order. Exit code 1: the log is damaged, or its beginning was removed. The routers of
 a feed are told "cleared" then.
@@ -162,20 +163,26 @@ def _line(stats: PublishStats) -> str:
 
 def _described(lag: SinkLag) -> str:
     sink = lag.follower
-    text = f"{printable(sink.sink)} "
+    words = []
     if lag.batches:
         by = f" ({duration(lag.seconds)})" if lag.seconds is not None else ""
-        text += f"{count(lag.batches, 'batch', 'batches')}{by} behind"
-    else:
-        text += "up to date"
+        words.append(f"{count(lag.batches, 'batch', 'batches')}{by} behind")
+    elif sink.state in ("running", "ended") and lag.batches == 0 and sink.waits_for is None:
+        words.append("up to date")
     if lag.catch_up is not None:
-        text += _progress(lag.catch_up) + ("" if sink.is_open else "; not open before")
-    return f"{text}, failing: {sink.last_error}" if sink.state == "failing" else text
+        words.append(_progress(lag.catch_up) + ("" if sink.is_open else "; not open before"))
+    elif sink.state == "catching up":
+        words.append(sink.state)
+    if sink.state == "failing":
+        words.append(f"failing: {sink.last_error}")
+    elif sink.waits_for is not None or not words:
+        words.append(f"{sink.state}: {printable(sink.waits_for)}" if sink.waits_for else sink.state)
+    return f"{printable(sink.sink)} {', '.join(words)}"
 
 
 def _progress(catch_up: CatchUp) -> str:
     """How long that may take; the pace is unknown at first."""
-    text = f", catching up: {size(catch_up.bytes_left)} of the log left"
+    text = f"catching up: {size(catch_up.bytes_left)} of the log left"
     if catch_up.seconds_left is None:
         return text
     return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"
@@ -195,7 +202,8 @@ def to_json(stats: PublishStats) -> dict[str, object]:
             {
                 "sink": lag.follower.sink,
                 "state": lag.follower.state,
-                "seq": lag.follower.seq if lag.follower.seq >= 0 else None,
+                "waits_for": lag.follower.waits_for,
+                "seq": None if lag.follower.seq == -1 else lag.follower.seq,
                 "lag_batches": lag.batches,
                 "lag_seconds": lag.seconds,
                 "batches": lag.follower.batches,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from events.diagnostics import get_logger
 from events.types import EventBatch
 from sinks import Sink
+from sinks.base import SinkUnavailable
 from sinks.runner import BACKOFF_SECONDS_MAX, describe
 
 _FIRST_PAUSE_SECONDS = 0.1
@@ -41,11 +42,18 @@ class Delivery:
         self._sink, self._tick = sink, getattr(sink, "tick", None)
 
     def open(self) -> bool:
-        """Open the sink; False if it was told to stop. Raises what the sink does, the first time."""
+        """Open the sink; False if it was told to stop. Raises what the sink does, the first time.
+
+        What does not answer at the moment is tried again all the same (SinkUnavailable).
+        """
         assert self._sink is not None
         if not self._opened_before:
-            self._sink.open()
-            self.is_open = self._opened_before = True
+            try:
+                self._sink.open()
+                self.is_open = True
+            except SinkUnavailable as error:
+                self._note(error)
+            self._opened_before = True
         return self._until_done(lambda: None)
 
     def write(self, batch: EventBatch) -> bool:
@@ -54,10 +62,11 @@ class Delivery:
         write = self._sink.write
         return self._until_done(lambda: write(batch))
 
-    def tick(self) -> None:
-        """To be called after each batch, and all the time while there is none."""
+    def tick(self) -> bool:
+        """To be called after each batch, and all the time while there is none; False if the sink failed."""
         if self._tick is not None or not self.is_open:
-            self._try(self._tick or (lambda: None))
+            return self._try(self._tick or (lambda: None))
+        return True
 
     def close(self) -> None:
         """Close the sink, if it is open; what it raises is reported."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from events.log.epochs import Beginning, beginnings, first_batch, has_segments
+from events.log.head import LogHead
 from events.log.reader import Kind
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
@@ -97,6 +98,21 @@ def behind(log: Path, position: Position | None) -> Start | None:
         wanted = min([position.seq + 1, *later])
     before = [each for each in found if each.seq <= wanted]
     return _start(log, before[-1] if before else found[0], wanted)
+
+
+def is_ahead(log: Path, position: Position) -> bool:
+    """Whether a sink has had what the log does not hold: a power cut took it back, or the log is an old copy.
+
+    The writer's next epoch begins where the log ends, and then the sink goes on with that.
+    """
+    reader = LogHead(log)
+    try:
+        head = reader.look()
+    finally:
+        reader.close()
+    if head is None or head.log_id.hex() != position.log_id:
+        return False
+    return position.epoch > head.epoch or (position.epoch == head.epoch and position.seq > head.seq)
 
 
 def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:

@@ -13,9 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
@@ -24,59 +22,17 @@ from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
 from kvcache.publish.delivery import Delivery
-from kvcache.publish.epoch import Epoch, Start, behind, last_epoch
+from kvcache.publish.epoch import Epoch, Start, behind, is_ahead, last_epoch
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.position import Position, PositionFile
 from kvcache.publish.probe import LogProbe
-from sinks import Sink, SinkContext, SinkStats, SinkURL, open_sink
+from kvcache.publish.progress import CatchUp, FollowerStats, State, Until
+from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.router.feed import RouterFeed
 
 _SAVE_SECONDS = 0.5
 
-State = Literal["waiting", "catching up", "running", "failing", "ended"]
-Until = Literal["stopped", "end", "closed"]
-"""When the work is done: never, at the log's end as it is, or when the log's writer has closed it."""
-
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class CatchUp:
-    """How a sink comes to the end of the log that is there."""
-
-    bytes_left: int
-    """To be read; of files that are removed meanwhile, nothing."""
-    bytes_per_second: float
-    batches_per_second: float
-
-    @property
-    def seconds_left(self) -> float | None:
-        """At this pace; None: nothing was read yet."""
-        return self.bytes_left / self.bytes_per_second if self.bytes_per_second else None
-
-
-@dataclass(frozen=True)
-class FollowerStats:
-    """One moment of a sink."""
-
-    sink: str
-    state: State
-    seq: int
-    """The last batch that it has had; -1: none."""
-    ts: int | None
-    """When that batch was made, nanoseconds since 1970; None: before this process began."""
-    batches: int
-    """Taken since this process began."""
-    events: int
-    errors: int
-    """Times that it raised."""
-    last_error: str | None
-    is_open: bool = False
-    """Whether it is at work for others; one that folds is opened when it has caught up."""
-    lost_batches: int = 0
-    """Not there any more when they were to be read, or without the tokens that the sink needs."""
-    refused_peers: int = 0
-    """Connections to a feed that came to nothing because of keys."""
 
 
 class SinkFollower:
@@ -105,7 +61,9 @@ class SinkFollower:
         self._stopping = threading.Event()
         self._delivery = Delivery(self.name, self._stopping)
         self._folds = bool(getattr(self._sink, "folds", False))
-        self._file = None if self._folds else PositionFile(state_dir, self.name)
+        forgets = self._folds or SinkURL.parse(url).scheme == "stdout"
+        self._file = None if forgets else PositionFile(state_dir, self.name)
+        """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
         self._epoch: Epoch | None = None
         """Of the last batch that was met."""
         self._concealed = False
@@ -113,7 +71,13 @@ class SinkFollower:
         self._has_begun = self._is_live = self._is_finished = False
         """Whether a sink was made, whether it has been opened, whether all is done."""
         self._seq = -1
-        self._ts: int | None = None
+        self._given: tuple[int, int | None] = -1, None
+        """The last batch that was given to it, and when that was made."""
+        self._before: tuple[int, int | None] = -1, None
+        """What stood before the first batch that it was given."""
+        self._had: tuple[int | None, int | None] = None, None
+        """The same of what it is done with: a feed only folds what it is given, and sends it later."""
+        self._waits_for: str | None = None
         self._saved: Position | None = None
         self._saved_at = 0.0
         self._state: State = "waiting"
@@ -152,14 +116,12 @@ class SinkFollower:
     def stats(self) -> FollowerStats:
         """The counters of this moment."""
         delivery = self._delivery
-        state: State = self._state
-        if delivery.failures and state in ("catching up", "running"):
-            state = "failing"
+        is_failing = delivery.failures and self._state in ("catching up", "running")
         return FollowerStats(
             self.name,
-            state,
-            self._seq,
-            self._ts,
+            "failing" if is_failing else self._state,
+            self._waits_for,
+            *self._had,
             self._batches,
             self._events,
             delivery.errors,
@@ -197,11 +159,19 @@ class SinkFollower:
 
     def _find_start(self) -> Start | None:
         """Where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
-        if self._file is None:
+        if self._folds:
             return last_epoch(self._log)
-        if not self._has_begun:
+        if self._file is not None and not self._file.is_open:
             self._saved = self._file.open()
-        return behind(self._log, self._position() or self._saved)
+        position = self._position() or self._saved
+        if position is not None and not self._has_begun and is_ahead(self._log, position):
+            self._waits_for = f"the log ends before batch {position.seq:,}, which the sink has had"
+            if self._until == "end":
+                raise SinkError(
+                    f"{self.name}: {self._waits_for}: remove {self._file and self._file.path} to begin anew"
+                )
+            return None
+        return behind(self._log, position)
 
     def _follow(self, start: Start) -> None:
         """Read on from there, until all is done, the sink has to be made anew, or the log was cut."""
@@ -226,21 +196,23 @@ class SinkFollower:
     def _begin(self, start: Start) -> int:
         """Make the sink, and open it, unless it has to catch up first; returns the first batch that it needs."""
         epoch, first, known = start.epoch, start.seq, self._position() or self._saved
-        self._state = "catching up"
+        self._state, self._waits_for = "catching up", None
         sink = self._made(epoch.context(self._state_dir))
         if not self._has_begun and getattr(sink, "needs_tokens", None) and not epoch.has_tokens:
             raise NoTokens(str(self._log), self.name)
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
-        made_anew, self._has_begun, self._is_live = self._has_begun, True, self._file is not None
+        made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
         self._let_ask(sink, epoch)
         if not self._is_live:
             if made_anew and hasattr(sink, "resume"):
                 sink.resume(first - 1)
+            self._before = self._given = self._had = first - 1, None
             return first
         if known is not None and known.log_id == epoch.log_id.hex() and hasattr(sink, "resume"):
             # It may have had more than was noted before the process was killed.
             first = max(first, sink.resume(first - 1) + 1)
+        self._given = self._had = first - 1, None
         if self._delivery.open():
             if start.removed:
                 self._tell_of_gap(start)
@@ -297,14 +269,21 @@ class SinkFollower:
             self._sink.write(given)
         elif not self._delivery.write(given):
             return False
-        self._seq, self._ts = batch.seq, batch.ts
+        self._seq = batch.seq
+        self._given = batch.seq, batch.ts
         self._batches += 1
         self._events += len(batch.events)
+        if not (self._folds and self._is_live):
+            self._had = self._given
         if self._is_live:
-            self._delivery.tick()
+            self._tick()
             if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
                 self._save()
         return True
+
+    def _tick(self) -> None:
+        if self._delivery.tick():
+            self._had = self._given
 
     def _as_given(self, batch: EventBatch) -> EventBatch:
         if self._concealed:
@@ -328,15 +307,28 @@ class SinkFollower:
         """Asked by the reader at the end of what there is: whether to stop."""
         if self._stopping.is_set():
             return True
-        if not self._is_live and getattr(self._sink, "can_open", True):
-            self._is_live = self._delivery.open()
-        if self._is_live:
-            self._state = "running"
-            self._delivery.tick()
+        at_the_end = self._until == "end" or (self._until == "closed" and reader.closed)
+        if not self._is_live and not self._open_late(at_the_end=at_the_end):
+            return at_the_end
+        self._state = "running"
+        self._tick()
         if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
             self._save()
-        self._is_finished = self._until == "end" or (self._until == "closed" and reader.closed)
+        # What fails is tried again: it has not had everything.
+        self._is_finished = at_the_end and not self._delivery.failures
         return self._is_finished
+
+    def _open_late(self, *, at_the_end: bool) -> bool:
+        """Open a sink that has folded all there is, if it can be; raises SinkError if there will be no other chance."""
+        self._waits_for = getattr(self._sink, "waits_for", None)
+        if self._waits_for is None:
+            self._had = self._before  # nothing has gone out yet
+            self._is_live = self._delivery.open()
+        elif at_the_end:
+            raise SinkError(f"{self.name}: {self._waits_for}")
+        else:
+            self._state = "waiting"
+        return self._is_live
 
     # --- its thread: what is kept, and the end ----------------------------------------------------------
 
@@ -364,8 +356,12 @@ class SinkFollower:
                 self._sink.restate()
 
     def _end(self) -> None:
+        failed = self._delivery.failures
         self._delivery.close()
-        if self._has_begun:
+        if self._delivery.failures > failed and self._is_finished:
+            self._had = None, None
+            self.failure = SinkError(f"{self.name} did not take the end: {self._delivery.last_error}")
+        elif self._has_begun:
             self._save()
         if self._file is not None:
             self._file.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,9 +27,10 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     log_id: str
     """In hex: numbers mean nothing in another log."""
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
     """That of the batch: where a crash took batches back, the next epoch uses their numbers again."""
-    seq: int
+    seq: Annotated[int, msgspec.Meta(ge=-1)]
+    """-1: none."""
 
 
 class _Content(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +55,11 @@ class PositionFile:
         name = f"publish-{plain[:_NAME_CHARACTERS]}-{zlib.crc32(self.sink.encode()):08x}.json"
         self.path = self.directory / name
         self._lock: Lock | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is ours."""
+        return self._lock is not None
 
     def open(self) -> Position | None:
         """What it says; None: nothing yet. Raises SinkError if it is damaged or in use, OSError."""
@@ -83,10 +90,12 @@ class PositionFile:
             lock.give_back()
 
     def _read(self) -> Position | None:
+        if not self.path.exists():
+            return None
+        if not self.path.is_file():
+            raise SinkError(f"{self.path} is no regular file: remove it, or give another --state")
         try:
             content = msgspec.json.decode(self.path.read_bytes(), type=_Content)
-        except FileNotFoundError:
-            return None
         except msgspec.DecodeError:
             reason = "restore it, or remove it: the sink gets the whole log again then"
             raise SinkError(

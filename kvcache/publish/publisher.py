@@ -23,7 +23,8 @@ from events.errors import NotALog
 from events.log.head import Head, LogHead
 from events.log.segments import holds_foreign_files, is_log
 from kvcache.publish.errors import LogReplaced, NotPublishable
-from kvcache.publish.follower import CatchUp, FollowerStats, SinkFollower, Until
+from kvcache.publish.follower import SinkFollower
+from kvcache.publish.progress import CatchUp, FollowerStats, Until
 from sinks import SinkStats
 
 _LOOK_SECONDS = 0.05
@@ -38,7 +39,8 @@ class SinkLag:
     """A sink, and how far it is behind the end of the log."""
 
     follower: FollowerStats
-    batches: int
+    batches: int | None
+    """None: it is not known yet what the sink has had."""
     seconds: float | None
     """Between the last batch of the log and the last one that the sink has had, by the log's clock. None: unknown."""
     catch_up: CatchUp | None = None
@@ -179,6 +181,8 @@ def _lag(head: Head | None, follower: SinkFollower) -> SinkLag:
     catch_up = None
     with suppress(OSError):  # who reads the log tells of that
         catch_up = follower.catch_up()
+    if stats.seq is None:
+        return SinkLag(stats, None, None, catch_up)
     behind = max(0, head.seq - stats.seq)
     if not behind:
         return SinkLag(stats, 0, 0.0, catch_up)
@@ -201,7 +205,7 @@ def _as_runner(lag: SinkLag) -> SinkStats:
         sink.lost_batches,
         0,
         sink.errors,
-        lag.batches,
+        lag.batches or 0,
         state,
         sink.last_error,
         sink.refused_peers,

@@ -12,7 +12,7 @@ from typing import Any, cast
 from events.brokers.address import BrokerAddress, BrokerError, BrokerUnavailable
 from events.brokers.records import Record, parse_record
 from events.brokers.redis_reader import number_of
-from events.brokers.redis_session import PAYLOAD, TAG, RedisSession
+from events.brokers.redis_session import NAMES, PAYLOAD, TAG, RedisSession
 from events.errors import EventDecodeError
 
 MAX_PAYLOAD = 512 << 20
@@ -40,7 +40,7 @@ class RedisStream:
         self.name = str(address)
         self._worker = worker
         self._session = RedisSession(address)
-        self._key, self._workers = self._session.key(worker), self._session.key("workers")
+        self._key, self._workers = self._session.key(worker), self._session.key(NAMES)
         self._retain = int(retain_seconds * 1000)
         self._last = self._tried = _NOTHING
         """The id of the last entry that is there, and of the last one that was sent; it may be there."""

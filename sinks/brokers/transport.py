@@ -22,7 +22,7 @@ from events.brokers.address import BrokerError, BrokerUnavailable
 from events.brokers.records import Record
 from events.feed.changes import AnyChange, Cleared
 from events.types import GroupCreated
-from sinks.base import SinkError
+from sinks.base import SinkError, SinkUnavailable
 from sinks.router.batches import in_batches
 from sinks.router.feed import FeedBatch, FeedState
 from sinks.router.forms import MAPS, Form
@@ -113,14 +113,15 @@ class BrokerTransport:
         self._rank = self._settings.rank or rank
 
     def open(self, next_seq: int) -> None:
-        """Connect. Raises SinkError if that cannot be done, or the numbers do not fit to what is there."""
+        """Connect. Raises SinkUnavailable where the broker does not answer, SinkError where that changes nothing."""
         self._begin()
         try:
             last = self._stream.open()
             self._refuse_misfit(last, next_seq)
         except BrokerError as error:
             self._stream.close()
-            raise SinkError(str(error)) from None
+            kind = SinkUnavailable if isinstance(error, BrokerUnavailable) else SinkError
+            raise kind(str(error)) from None
         except BaseException:
             self._stream.close()
             raise

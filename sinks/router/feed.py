@@ -160,9 +160,9 @@ class RouterFeed:
     # --- the sink ---------------------------------------------------------------------------------------
 
     @property
-    def can_open(self) -> bool:
-        """Whether it is known whose feed this is."""
-        return not isinstance(self._feed, WorkerFeed) or self._feed.worker is not None
+    def waits_for(self) -> str | None:
+        """Why it cannot be opened yet, in words: it is not known whose feed this is. None: it can."""
+        return self._feed.missing if isinstance(self._feed, WorkerFeed) else None
 
     def open(self) -> None:
         """Reserve numbers and open the transport."""

@@ -104,7 +104,11 @@ def test_a_state_that_is_none_is_dropped(pieces: tuple[bytes, ...]) -> None:
     for at, piece in enumerate(pieces):
         assert follower.take(Record(0, piece, at, 1, at == last)) == []
     assert (follower.malformed, follower.waiting) == (1, True)
-    for record in (Record(0, _BATCH, 0, 2), Record(0, batch(stored(5)), 1, 2, True), Record(1, batch(stored(6)))):
+    for record in (
+        Record(0, _BATCH, 0, 2),
+        Record(0, batch(stored(5)), 1, 2, True),
+        Record(1, batch(stored(6))),
+    ):
         for report in follower.take(record):
             index.fold(report)
     assert (index.resident(), index.missed_batches, follower.malformed) == ({5, 6}, 0, 1)

@@ -17,8 +17,10 @@ import pytest
 
 from events.codec import to_json
 from events.log import LogReader
+from kvcache.cli.publish import _described
 from kvcache.cli.publish import to_json as spelled
-from kvcache.publish.publisher import PublishStats
+from kvcache.publish.progress import FollowerStats, State
+from kvcache.publish.publisher import PublishStats, SinkLag
 from tests.chaos import free_port, wait_until
 from tests.cli.conftest import Kvcache, Start, segments
 from tests.conftest import ROOT
@@ -48,6 +50,8 @@ def test_stdout_and_quiet(kvcache: Kvcache, start: Start, copy: Path) -> None:
     assert (process.returncode, err) == (0, "")
     assert out == "".join(f"{line}\n" for line in out.splitlines())
     assert len(out.splitlines()) == sum(len(batch.events) for batch in LogReader(copy))
+    again, _ = start("-q", "publish", copy, "--once", "--sink", "stdout:").communicate(timeout=60)
+    assert again == out, "what was printed is not there any more for who looks again"
     assert kvcache("publish", copy, "--json", "--sink", "stdout:").code == 2
 
 
@@ -76,6 +80,27 @@ def test_json(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
     [sink] = last["sinks"]
     assert (sink["seq"], sink["lag_batches"], sink["batches"]) == (batches[-1].seq, 0, len(batches))
     assert spelled(PublishStats(None, ()))["seq"] is None
+
+
+def _line(
+    state: State, batches: int | None, *, waits_for: str | None = None, error: str | None = None
+) -> str:
+    follower = FollowerStats("x:", state, waits_for, 1, None, 1, 1, 1, error)
+    return _described(SinkLag(follower, batches, None))
+
+
+def test_nothing_that_is_not_so_is_called_up_to_date() -> None:
+    """Only a sink that runs, or has ended, and has had everything."""
+    assert _line("running", 0) == "x: up to date"
+    assert _line("ended", 0, error="before") == "x: up to date"
+    assert _line("running", 3) == "x: 3 batches behind"
+    assert _line("waiting", None) == "x: waiting"
+    assert _line("waiting", 0, waits_for="no worker") == "x: waiting: no worker"
+    assert _line("catching up", 2) == "x: 2 batches behind, catching up"
+    assert _line("catching up", 0) == "x: catching up"
+    assert _line("failing", 0, error="refused") == "x: failing: refused"
+    assert _line("failing", 1, error="refused") == "x: 1 batch behind, failing: refused"
+    assert _line("ended", None) == "x: ended"
 
 
 def test_waits_and_ends_when_the_engine_closes(start: Start, kvcache: Kvcache, tmp_path: Path) -> None:

@@ -107,6 +107,11 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
     done = kvcache("publish", str(log), "--once", "--sink", "zmq+pub://127.0.0.1:0")
     assert done.code == 2
     assert "name it with engine=" in done.err
+    sink = "zmq+pub://127.0.0.1:0?engine=tcp://nobody"
+    done = kvcache("publish", str(log), "--once", "--sink", sink)
+    assert done.code == 2
+    assert "knows of no worker tcp://nobody; there are tcp://127.0.0.1:" in done.err
+    assert "up to date" not in done.err
     lines = log.parent / "events.jsonl"
     done = kvcache("publish", str(log), "--once", "--sink", f"file:{lines}?tokens=1")
     assert done.code == 0

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from events.errors import EventDecodeError
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.formats.vllm import (
-    BlockStored,
     END_OF_REPLAY,
+    BlockStored,
     Unknown,
     decode_batch,
     decode_seq,
@@ -485,7 +485,13 @@ def nested(depth: int) -> Any:
 @pytest.mark.parametrize("field", ["unknown", "extra_keys", "in a key"])
 def test_what_is_nested_too_deeply_is_refused(field: str, depth: int, *, is_read: bool) -> None:
     """Each reader packs it again on a stack of its own: what one could just read would end another."""
-    store = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    store = {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": None,
+        "token_ids": [1],
+        "block_size": 1,
+    }
     payload = msgspec.msgpack.encode([1.0, [store | {"HERE": 0}], 0])
     value = msgspec.msgpack.encode([[nested(depth)]] if field == "extra_keys" else nested(depth))
     if field == "in a key":

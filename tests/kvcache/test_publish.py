@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +25,7 @@ from kvcache.fold.residency import resident_names
 from kvcache.publish.errors import BeginningRemoved, LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.publisher import Publisher, PublishStats
 from sinks import SinkContext, SinkError, SinkURL, registry
-from sinks.base import SinkURLError
+from sinks.base import SinkUnavailable, SinkURLError
 from sinks.file import FileOptions, FileSink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
@@ -472,6 +474,53 @@ class TestSinksThatFail:
         with pytest.raises(SinkError, match="no such directory"):
             once(log, f"file:{tmp_path}/missing/e.jsonl")
 
+    @pytest.mark.parametrize("until", ["end", "closed"])
+    def test_a_feed_that_cannot_send_has_not_had_it(
+        self, tmp_path: Path, sinks: dict[str, Any], until: Literal["end", "closed"]
+    ) -> None:
+        """Folding is not sending: it is behind while its transport refuses, and is not done before it takes it."""
+        log = tmp_path / "log"
+        write(log)
+        told = sinks["c"] = Told()
+        send, told.send = told.send, Mock(side_effect=SinkError("made up"))  # type: ignore[method-assign]
+        with Running(log, "feed:c", until=until) as running:
+            wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 2, "it does not fail")
+            [lag] = running.publisher.stats().sinks
+            assert (lag.follower.state, lag.follower.seq) == ("failing", -1)
+            assert lag.batches == len(list(LogReader(log)))
+            told.send = send  # type: ignore[method-assign]
+            running.thread.join(30)
+            assert not running.thread.is_alive()
+            [lag] = running.publisher.stats().sinks
+            assert (lag.batches, running.error) == (0, None)
+        assert told.names
+
+    def test_what_fails_with_the_last_words_is_an_error(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """What a sink held back up to its end, and could not write, was not delivered; it is offered again."""
+        log = tmp_path / "log"
+        write(log)
+        sinks["a"] = Collector()
+        sinks["a"].close = Mock(side_effect=OSError(28, "made up"))
+        with pytest.raises(SinkError, match="made up"):
+            once(log, "x:a")
+        sinks["a"].close = Mock()
+        once(log, "x:a")
+        assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)] * 2
+
+    def test_one_that_does_not_answer_is_waited_for(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """As later, and the others have theirs."""
+        log = tmp_path / "log"
+        write(log)
+        sinks["a"] = Collector()
+        opens, sinks["a"].open = sinks["a"].open, Mock(side_effect=SinkUnavailable("nobody is there"))
+        with Running(log, "x:a", "x:b") as running:
+            wait_until(lambda: "b" in sinks and len(sinks["b"].seqs) > 3, "b is held up")
+            [lag, _] = running.publisher.stats().sinks
+            assert (lag.follower.state, lag.batches) == ("failing", len(list(LogReader(log))))
+            sinks["a"].open = opens
+            wait_until(lambda: sinks["a"].seqs == sinks["b"].seqs, "a is not opened")
+            assert running.error is None
+
     def test_what_no_log_can_serve(self, tmp_path: Path) -> None:
         """Wrong URLs are told before the log is waited for, as are plain salts, and two sinks of one name."""
         with pytest.raises(SinkURLError, match="unknown scheme"):
@@ -499,6 +548,55 @@ class TestSinksThatFail:
         path.write_text(path.read_text()[:-5])
         with pytest.raises(SinkError, match="damaged"):
             once(log, "x:a")
+
+    @pytest.mark.parametrize("position", [{"seq": -2}, {"epoch": -1}, {"seq": "1"}])
+    def test_a_position_that_none_can_be(
+        self, tmp_path: Path, sinks: dict[str, Any], position: dict[str, Any]
+    ) -> None:
+        """It is refused as damaged."""
+        self._change_position(tmp_path / "log", position)
+        with pytest.raises(SinkError, match="damaged"):
+            once(tmp_path / "log", "x:a")
+
+    @pytest.mark.parametrize("position", [{"seq": 100}, {"epoch": 3}])
+    def test_a_position_behind_the_end_of_the_log(
+        self, tmp_path: Path, sinks: dict[str, Any], position: dict[str, int]
+    ) -> None:
+        """A power cut took batches back: an epoch that begins is waited for, and a look at what there is says so."""
+        log = tmp_path / "log"
+        self._change_position(log, position)
+        had = len(sinks["a"].seqs)
+        with pytest.raises(SinkError, match="the log ends before batch"):
+            once(log, "x:a")
+        with Running(log, "x:a") as running:
+            wait_until(
+                lambda: running.publisher.stats().sinks[0].follower.waits_for is not None, "it goes on"
+            )
+            [lag] = running.publisher.stats().sinks
+            assert (lag.follower.state, lag.batches) == ("waiting", None)
+            if "seq" in position:
+                write(log, first=20)
+                wait_until(lambda: len(sinks["a"].seqs) > had + 3, "it does not go on")
+        ends = [batch.seq for batch in LogReader(log)][had:]
+        assert sinks["a"].seqs[had:] == ends
+
+    def test_a_position_that_is_no_file(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
+        """A pipe is not waited for."""
+        path = self._change_position(tmp_path / "log", {})
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(SinkError, match="no regular file"):
+            once(tmp_path / "log", "x:a")
+
+    @staticmethod
+    def _change_position(log: Path, position: dict[str, Any]) -> Path:
+        write(log)
+        once(log, "x:a")
+        [path] = log.glob("publish-*.json")
+        content = json.loads(path.read_text())
+        content["position"] |= position
+        path.write_text(json.dumps(content))
+        return path
 
     def test_memory_is_bounded_while_a_sink_hangs(
         self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
