@@ -172,8 +172,9 @@ def type_and_place(error: BaseException) -> str:
 
 def without_login(address: str) -> str:
     """An address, or a whole URL, without what stands before the last @, all of which may be a password."""
-    scheme, _, rest = address.partition(":")
-    return f"{scheme}:…@{rest.rpartition('@')[2]}" if "@" in rest else address
+    before, at, behind = address.rpartition("@")
+    scheme, colon, _ = before.partition(":")
+    return f"{scheme * bool(colon)}{colon}…@{behind}" if at else address
 
 
 def option_name(given: str) -> str:

@@ -152,6 +152,11 @@ def parse(url: str) -> tuple[BrokerAddress, str | None]:
         raise BrokerURLError(url.partition(":")[0], "not a valid address") from None
     if parts.scheme not in PORTS:
         raise BrokerURLError(url.partition(":")[0], f"no broker; brokers are {', '.join(PORTS)}")
+    if "@" in parts.path:
+        # What looks like a host and a port may be a user and half a password.
+        raise BrokerURLError(
+            parts.scheme, "in a password / is written %2F, or the password in password_file="
+        )
     known = [each.encode_name for each in msgspec.structs.fields(ReaderOptions)]
     bare = without_login(f"{parts.scheme}://{parts.hostname or ''}{parts.path}")
     unknown = [name for name, _ in pairs if name not in known]

@@ -155,6 +155,11 @@ class Continuity:
         for message in held:
             self.live(message)  # the first one may show another gap, and then the others wait again
 
+    def give_up(self, reason: str) -> None:
+        """Nobody listens any more: from the next batch on nothing is known."""
+        if self._next is not None:
+            self._reports.append(Missed(self._next, self._next, recovered=False, reason=reason))
+
     def _ask(self, start: int, gap_last: int | None) -> None:
         self._asked = self._request = self._run_first = start
         self._gap_last = gap_last

@@ -46,15 +46,11 @@ class InsecureEndpoint(EventsError):
 def host_of(endpoint: str) -> str | None:
     """The host of an endpoint to connect to; None for a transport without one. A name is not looked up.
 
-    Raises EndpointError for an address that nobody can have. Transports that there are not, and paths, are
-    ZeroMQ's to refuse.
+    Raises EndpointError for an address that nobody can have. Paths are ZeroMQ's to refuse.
     """
+    refuse_foreign(endpoint)
     transport, _, address = endpoint.partition("://")
-    if transport == "inproc":
-        raise EndpointError(endpoint, "it is an address inside one program")
-    if "@" in endpoint and transport != "ipc":
-        raise EndpointError(endpoint, "a user or password is not part of an endpoint")
-    if transport != "tcp":
+    if transport == "ipc":
         return None
     # Before a semicolon stands an address of this machine.
     host, colon, port = address.rpartition(";")[2].rpartition(":")
@@ -65,6 +61,19 @@ def host_of(endpoint: str) -> str | None:
     if host in ("", "*"):
         raise EndpointError(endpoint, "it has no host")
     return _checked_host(endpoint, host)
+
+
+def refuse_foreign(endpoint: str) -> None:
+    """Raise EndpointError for what is no address of a socket, without a password that it may have."""
+    transport = endpoint.partition("://")[0]
+    if transport == "ipc":
+        return
+    if "@" in endpoint:
+        raise EndpointError(endpoint, "a user or password is not part of an endpoint")
+    if transport == "inproc":
+        raise EndpointError(endpoint, "it is an address inside one program")
+    if transport != "tcp":
+        raise EndpointError(endpoint, "publishers are not reached that way")
 
 
 def host_to_bind(endpoint: str) -> str | None:

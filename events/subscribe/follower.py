@@ -47,6 +47,8 @@ class Follower:
         """The socket of the question that is open."""
         self.malformed = 0
         """Messages that were ignored since they do not even have a number."""
+        self.heard_at = time.monotonic()
+        """When its last message came."""
         self.refused = 0
         """Connections to the replay that came to nothing because of keys."""
 
@@ -62,10 +64,17 @@ class Follower:
 
     def live(self, frames: list[bytes]) -> None:
         """Take in a message of the stream."""
+        self.heard_at = time.monotonic()
         try:
             self._continuity.live(parse_message(frames))
         except EventDecodeError:
             self.malformed += 1
+
+    def give_up(self, reason: str) -> list[Report]:
+        """What is to be reported where it is not followed any more."""
+        self.close()
+        self._continuity.give_up(reason)
+        return self._continuity.take()
 
     def read_answers(self) -> None:
         """Take in what was answered."""

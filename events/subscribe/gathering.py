@@ -23,6 +23,7 @@ from typing import NamedTuple, Self
 
 import zmq
 
+from events.diagnostics import get_logger
 from events.sockets.curve import Curve
 from events.sockets.gate import Gate
 from events.sockets.keepalive import KEEPALIVE_SECONDS
@@ -34,6 +35,9 @@ from events.subscribe.lines import Line, LineOptions, Readable, refuse_insecure,
 __all__ = ["Gathering", "InsecureEndpoint", "Worker", "replay_in_topic"]
 
 MAX_WORKERS = 1000
+FORGET_SECONDS = 3600.0
+_LOOK_SECONDS = 0.2
+_log = get_logger(__name__)
 _POD = re.compile(r"kv@(?P<address>[^@]+:[0-9]+)@[^@]*")
 
 
@@ -60,7 +64,9 @@ class Gathering:
             topic is an address that the publisher chose.
         topic: only messages whose topic begins with this.
         replay_timeout, max_queued, max_message_bytes, keepalive: as of `events.subscribe.subscriber.Subscriber`.
-        max_workers: messages of further ones are counted (`ignored`) and not followed.
+        max_workers: how many are followed. If one comes in addition, the one that was silent longest is forgotten,
+            which is reported as a loss; unless all were heard within `forget_seconds`: then it is not followed, which
+            is logged, and its messages are counted (`ignored`).
         curve: our keys and the directory with those of the workers; required beyond loopback, unless `insecure`.
         insecure: lets anybody who reaches the endpoint be a worker.
         first: the first batch wanted of a worker that can be asked, when it is heard first.
@@ -79,6 +85,7 @@ class Gathering:
         max_message_bytes: int = 1 << 30,
         keepalive: float = KEEPALIVE_SECONDS,
         max_workers: int = MAX_WORKERS,
+        forget_seconds: float = FORGET_SECONDS,
         curve: Curve | None = None,
         insecure: bool = False,
         first: Callable[[Worker], int] = lambda _: 0,
@@ -87,8 +94,13 @@ class Gathering:
         if not insecure:
             refuse_insecure(endpoint, self._options)
         self._replay, self._topic, self._first = replay, topic.encode(), first
-        self._replay_timeout, self._max_workers = replay_timeout, max_workers
+        self._replay_timeout = replay_timeout
+        self._max_workers, self._forget_seconds = max_workers, forget_seconds
         self._followers: dict[Worker, Follower] = {}
+        self._looked_at = float("-inf")
+        """When it was looked for one to be forgotten."""
+        self._last_words: list[tuple[Worker, Report]] = []
+        """What is to be reported of those that were forgotten."""
         self.ignored = 0
         """Messages of workers that were too many."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -150,7 +162,7 @@ class Gathering:
         deadline = None if timeout_ms is None else time.monotonic() + timeout_ms / 1000
         while True:
             self._read_live()
-            reports: list[tuple[Worker, Report]] = []
+            reports, self._last_words = self._last_words, []
             for worker, follower in self._followers.items():
                 follower.read_answers()
                 follower.ask()
@@ -176,13 +188,15 @@ class Gathering:
             read += weight(frames)
             follower = self._follower(Worker(frames[0].decode(errors="replace"), key))
             if follower is None:
+                if not self.ignored:
+                    _log.warning("workers_ignored", endpoint=self.endpoint, followed=len(self._followers))
                 self.ignored += 1
             else:
                 follower.live(frames)
 
     def _follower(self, worker: Worker) -> Follower | None:
         found = self._followers.get(worker)
-        if found is None and len(self._followers) < self._max_workers:
+        if found is None and (len(self._followers) < self._max_workers or self._make_room()):
             endpoint = self._endpoint_of(worker)
             found = self._followers[worker] = Follower(
                 None if endpoint is None else lambda: self._line_to(worker, endpoint),
@@ -191,6 +205,20 @@ class Gathering:
                 replay_timeout=self._replay_timeout,
             )
         return found
+
+    def _make_room(self) -> bool:
+        """Forget the worker that was silent longest, if it was so for long; not at each message."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        oldest = min(self._followers, key=lambda worker: self._followers[worker].heard_at)
+        if now - self._followers[oldest].heard_at < self._forget_seconds:
+            return False
+        # It may come again: then what it holds must not be taken for what it held.
+        lost = self._followers.pop(oldest).give_up("it was silent for long, and others came in its place")
+        self._last_words += ((oldest, report) for report in lost)
+        return True
 
     def _endpoint_of(self, worker: Worker) -> str | None:
         endpoint = None if self._replay is None else self._replay(worker)

@@ -64,6 +64,10 @@ class BrokerListening:
         """States that could not be read; a batch that is none is told as missed."""
         return self._subscriber.malformed
 
+    def ignored(self, endpoint: str) -> int:
+        """All that write there are heard."""
+        return 0
+
     def unanswered_seconds(self, endpoint: str) -> float:
         """Nobody is asked."""
         return 0.0

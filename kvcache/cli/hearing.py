@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 
 from events.brokers.address import is_broker
@@ -15,6 +16,8 @@ from kvcache.cli.process import StopSignals
 _POLL_MS = 200
 _PATIENCE_SECONDS = 2.0
 """Of a replay endpoint; one that is there answers at once."""
+SILENCE_SECONDS = 5.0
+NOTHING_HEARD = "nothing was heard from {} yet: nobody publishes there, or there is nothing new"
 _REFUSED = (
     "a connection was refused because of a key that is missing, wrong, or not on the list of those that may connect; "
     "it is tried again"
@@ -41,6 +44,7 @@ def heard(
     while not stop.is_set():
         troubles.tell()
         for speaker, report in listening.poll(_POLL_MS):
+            troubles.hear(speaker.endpoint)
             yield speaker, report
             batches += bool(_has_events(report))
             if batches == args.count:
@@ -55,9 +59,20 @@ class _Troubles:
         self._listening, self._out = listening, out
         self._unanswered: set[str] = set()
         self._refused: set[str] = set()
+        self._silent, self._begun = set(listening.endpoints), time.monotonic()
+        """Where nothing was heard yet."""
         self._absent: dict[str, str | None] = {}
 
+    def hear(self, endpoint: str) -> None:
+        """Something was heard there."""
+        self._silent.discard(endpoint)
+
     def tell(self) -> None:
+        """What is to be said now."""
+        if self._silent and time.monotonic() - self._begun >= SILENCE_SECONDS:
+            for endpoint in sorted(self._silent):
+                self._out.note(NOTHING_HEARD.format(endpoint))
+            self._silent.clear()
         for endpoint in self._listening.endpoints:
             waited = self._listening.unanswered_seconds(endpoint)
             if endpoint not in self._unanswered and waited >= _PATIENCE_SECONDS:

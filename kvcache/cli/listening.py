@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from urllib.parse import parse_qsl
 
 from events.subscribe.continuity import Report
-from events.subscribe.endpoints import host_of, is_to_be_bound
+from events.subscribe.endpoints import host_of, is_to_be_bound, refuse_foreign
 from kvcache.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Place(NamedTuple):
     def read(cls, text: str) -> Place:
         """Raises `UsageError`."""
         endpoint, _, query = text.partition("?")
+        refuse_foreign(endpoint)
         options = dict(parse_qsl(query, keep_blank_values=True))
         for name, value in options.items():
             if name not in ("replay", "curve_server") or not value:
@@ -160,6 +161,10 @@ class Listening:
         """Messages there that were ignored since they do not even have a number."""
         return self._sources[endpoint].malformed
 
+    def ignored(self, endpoint: str) -> int:
+        """Messages there of workers that were too many."""
+        return getattr(self._sources[endpoint], "ignored", 0)
+
     def unavailable(self, endpoint: str) -> str | None:
         """ZeroMQ connects in the background, and does not say why it cannot."""
         return None
@@ -199,7 +204,7 @@ def _with_replay(places: list[Place], replay: str) -> list[Place]:
         )
     if any(place.replay is not None for place in places):
         raise UsageError("a replay is given twice: write either --replay or ENDPOINT?replay=PORT")
-    return [place._replace(replay=replay) for place in places]
+    return [place._replace(replay=_replay(place.endpoint, replay)) for place in places]
 
 
 def _source(

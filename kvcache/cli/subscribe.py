@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="ENDPOINT",
         help="where one publishes, as tcp://127.0.0.1:5557, or 'tcp://127.0.0.1:5557?replay=5558' with its replay; "
-        "where many connect, as tcp://*:5557; or a broker's stream, as nats://127.0.0.1:4222/kvcache",
+        "where many connect, as tcp://*:5557; or, alone, a broker's stream, as nats://127.0.0.1:4222/kvcache",
     )
     add(
         "--replay",
         metavar="ENDPOINT",
-        help="its replay socket: begin with all that it can still tell, and ask for what is missed; of many, "
-        f"{IN_TOPIC}: the sockets that their topics name",
+        help="its replay socket, or the port alone: begin with all that it can still tell, and ask for what is missed; "
+        f"of many, {IN_TOPIC}: the sockets that their topics name",
     )
     add(
         "--topic",

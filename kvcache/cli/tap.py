@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from events.brokers.address import is_broker
+from events.errors import without_login
 from events.told.state import FeedState
+from kvcache.cli.hearing import NOTHING_HEARD, SILENCE_SECONDS
 from kvcache.cli.listening import (
     IN_TOPIC,
     add_connection_options,
@@ -103,6 +106,11 @@ def _endpoints(args: argparse.Namespace) -> Iterator[Endpoint]:
 
     if len({*args.endpoint}) < len(args.endpoint):
         raise UsageError(_TWICE)
+    for text in filter(is_broker, args.endpoint):
+        raise UsageError(
+            f"{without_login(text).partition('?')[0]}: a broker is read by `kvcache subscribe`; tap listens to engines "
+            "themselves, and reads files"
+        )
     files = [text for text in args.endpoint if text.startswith(SCHEME)]
     for text in files:
         LinePlace.read(text)  # raises before anything is made
@@ -128,11 +136,17 @@ class _Teller:
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self._out, self._as_json, self._every = out, args.json, args.every
-        self._due = time.monotonic() + self._every
+        self._begun = time.monotonic()
+        self._due = self._begun + self._every
         self._said = ""
+        self._looked = False
 
     def tell(self, tap: Tap, *, last: bool = False) -> None:
         """To be called often."""
+        if not self._looked and time.monotonic() - self._begun >= SILENCE_SECONDS:
+            self._looked = True
+            for endpoint in sorted(tap.silent):
+                self._out.note(NOTHING_HEARD.format(printable(endpoint)))
         if time.monotonic() < self._due and not last:
             return
         self._due = time.monotonic() + self._every
@@ -154,6 +168,8 @@ def _line(tap: Tap) -> str:
         parts.append(f"{heard.recovered:,} missed and got by replay")
     if lost := sum(worker.lost for worker in state.workers.values()):
         parts.append(f"{count(lost, 'batch', 'batches')} lost")
+    if tap.ignored:
+        parts.append(f"{count(tap.ignored, 'message')} of further workers ignored")
     if log.state == "suspended":
         parts.append(f"the disk refuses the log: {log.last_error}")
     return "; ".join(parts)
@@ -173,6 +189,8 @@ def to_json(tap: Tap) -> dict[str, object]:
         "batches": tap.recorder.batches,
         "events": tap.recorder.events,
         "recovered_batches": tap.recorder.recovered,
+        "ignored_messages": tap.ignored,
+        "silent": sorted(tap.silent),
         "log_state": log.state,
         "log_error": log.last_error,
         "dropped_batches": log.dropped_batches,

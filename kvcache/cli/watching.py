@@ -108,7 +108,8 @@ def _display(listening: Source, args: argparse.Namespace, out: Output) -> Iterat
     if args.json:
 
         def of(endpoint: str) -> dict[str, int]:
-            return {"refused": listening.refused(endpoint), "malformed": listening.malformed(endpoint)}
+            counts = (listening.refused, listening.malformed, listening.ignored)
+            return {count.__name__: count(endpoint) for count in counts}
 
         yield every, lambda report: print(json.dumps(to_json(report, of)), flush=True)
     elif console is None:

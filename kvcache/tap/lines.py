@@ -75,6 +75,9 @@ class LineListener:
         self._rest = b""
         self._looked_at = 0.0
 
+    ignored = 0
+    """All that stands in the file is heard."""
+
     def poll(self, timeout_ms: int = 50) -> list[tuple[str, Report]]:
         """What was written, after at most so long."""
         deadline = time.monotonic() + timeout_ms / 1000

@@ -92,6 +92,11 @@ class Listener:
         """As it was given; where any free port was asked for, with the port that was found."""
         return self._many.endpoint if self._many is not None else self._endpoint.address
 
+    @property
+    def ignored(self) -> int:
+        """Messages of engines that were too many to be followed."""
+        return 0 if self._many is None else self._many.ignored
+
     def poll(self, timeout_ms: int = _POLL_MS) -> list[tuple[str, Heard]]:
         """What was heard, after at most so long."""
         heard: list[tuple[str, Heard]] = []
@@ -163,6 +168,10 @@ class Hears(Protocol):
     def address(self) -> str:
         """Where."""
 
+    @property
+    def ignored(self) -> int:
+        """Messages that nobody records."""
+
     def poll(self) -> Sequence[tuple[str, Heard]]:
         """What was heard, after a moment."""
 
@@ -175,12 +184,19 @@ class Sources:
 
     def __init__(self, listeners: Sequence[Hears]) -> None:
         self._listeners = listeners
+        self.silent = {listener.address for listener in listeners}
+        """Where nothing was heard yet. For any thread to read."""
         self._queue: queue.Queue[tuple[str, Heard] | BaseException] = queue.Queue(_MOST_QUEUED)
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=(each,), name=f"kvcache-tap-{each.address}", daemon=True)
             for each in listeners
         ]
+
+    @property
+    def ignored(self) -> int:
+        """Messages of engines that were too many to be followed."""
+        return sum(listener.ignored for listener in self._listeners)
 
     def start(self) -> None:
         """Begin to listen."""
@@ -208,6 +224,7 @@ class Sources:
         try:
             while not self._stopping.is_set():
                 for heard in listener.poll():
+                    self.silent.discard(listener.address)
                     self._put(heard)
         except BaseException as error:  # noqa: BLE001  whoever takes is to hear of it
             self._put(error)

@@ -84,6 +84,16 @@ class Tap:
         """What was heard, in numbers."""
         return self._recorder
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """The endpoints at which nothing was heard yet."""
+        return frozenset(self._sources.silent)
+
+    @property
+    def ignored(self) -> int:
+        """Messages of engines that were too many to be followed, where many connect."""
+        return self._sources.ignored
+
     def log_stats(self) -> LogStats:
         """How the log gets on."""
         return self._log.stats()

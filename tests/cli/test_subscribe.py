@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -145,6 +146,31 @@ class TestLines:
         assert code == 0
         assert ("(replayed)" in out) is (topic == "k")
         assert "      1.0  AllBlocksCleared\n" in out
+
+    def test_silence_is_told(
+        self, kvcache: Kvcache, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of each endpoint at which nothing was heard for a while, once; not of one that has spoken."""
+        monkeypatch.setattr("kvcache.cli.hearing.SILENCE_SECONDS", 0.5)
+        with replaying({0: batch(CLEARED)}) as server, free_port() as port:
+            there = f"{publisher.endpoint}?replay={server.endpoint.rpartition(':')[2]}"
+            late = Timer(3.0, lambda: publisher.send(1, batch(CLEARED, ts=9.0)))
+            late.start()
+            done = kvcache("subscribe", there, f"tcp://127.0.0.1:{port}", "--count", 2)
+            late.join()
+        heard_not = [line for line in done.err.splitlines() if "nothing was heard" in line]
+        assert [line.partition(" yet: ")[0] for line in heard_not] == [
+            f"kvcache: nothing was heard from tcp://127.0.0.1:{port}"
+        ]
+
+    @pytest.mark.parametrize("port_alone", [True, False])
+    def test_a_replay_by_its_port(self, kvcache: Kvcache, publisher: Publisher, *, port_alone: bool) -> None:
+        """As in ENDPOINT?replay=PORT."""
+        with replaying({0: batch(CLEARED)}) as server:
+            port = server.endpoint.rpartition(":")[2]
+            replay = ["--replay", port if port_alone else f"tcp://127.0.0.1:{port}"]
+            done = kvcache("subscribe", publisher.endpoint, *replay, "--count", 1)
+        assert done.out.endswith("AllBlocksCleared  (replayed)\n") or "(replayed)" in done.out
 
     def test_silent_replay(self, start: Start, publisher: Publisher) -> None:
         """A replay endpoint that does not answer is told of once, while it is waited for."""

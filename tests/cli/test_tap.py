@@ -127,6 +127,8 @@ def test_publish_refuses_what_cannot_be(kvcache: Kvcache, log: Path) -> None:
         (["tcp://no-such-host.invalid:1"], "cannot be found"),
         (["tcp://127.0.0.1"], "it has no port"),
         (["file:e.jsonl", "file:e.jsonl"], "given twice"),
+        (["nats://kv:SECRET@127.0.0.1/s"], "nats:…@127.0.0.1/s: a broker is read by `kvcache subscribe`"),
+        (["rediss://kv:SECRET@127.0.0.1/s?x=y"], "rediss:…@127.0.0.1/s: a user or password is not part"),
         (["file:e.jsonl?format=vllm"], "format is one of trtllm"),
     ],
 )

@@ -56,6 +56,8 @@ def test_the_host_is_found(endpoint: str) -> None:
         ("tcp://[host]:5557", "host is no IP address"),
         ("tcp://a:b:80", "a:b is no IP address"),
         ("inproc://feed", "inside one program"),
+        ("nats://host:4222", "not reached that way; write tcp://"),
+        ("host:5557", "not reached that way"),
     ],
 )
 def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
@@ -64,9 +66,21 @@ def test_what_nobody_can_have_is_refused(endpoint: str, reason: str) -> None:
         host_of(endpoint)
 
 
-def test_passwords_are_not_repeated() -> None:
-    """An endpoint with a user is refused without what stands before the host."""
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://somebody:SECRET@127.0.0.1:5557",
+        "rediss://somebody:SECRET@h/s",
+        "NATS://somebody:SECRET@h:4222/s",
+        "tls://somebody:SEC/SECRET@h",
+        "tcp://somebody:SEC@SECRET@h:1",
+        "nats:somebody:SECRET@h",
+        "somebody:SECRET@h",
+        "SECRET@h",
+    ],
+)
+def test_passwords_are_not_repeated(endpoint: str) -> None:
+    """An endpoint with a user is refused without what stands before the host, whatever its scheme."""
     with pytest.raises(EndpointError, match="a user or password is not part of an endpoint") as told:
-        host_of("tcp://somebody:SECRET@127.0.0.1:5557")
-    assert "somebody" not in str(told.value) + repr(told.value)
-    assert "SECRET" not in str(told.value) + repr(told.value)
+        host_of(endpoint)
+    assert "SEC" not in str(told.value) + repr(told.value)

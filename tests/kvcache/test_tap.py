@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
+import zmq
 
 from events.errors import LogOfOtherKind, LogWriteFailed
+from events.formats.vllm import encode_seq
 from events.log import LogReader, LogWriter
+from events.subscribe.gathering import MAX_WORKERS
 from events.told.state import FeedState, Worker
 from events.types import AnyEvent, FeedGap, FeedRestarted, Gap, WorkerSeen
 from kvcache.manager import KVCacheManager
@@ -284,6 +287,24 @@ def test_many_engines_connect(tmp_path: Path) -> None:
         assert len(set(sizes)) == 2
         for manager in managers:
             manager.close()
+
+
+def test_what_is_not_heard_is_counted(tmp_path: Path) -> None:
+    """Engines that are too many, and endpoints at which nobody speaks."""
+    with tapping(
+        tmp_path / "log", Endpoint("tcp://127.0.0.1:0", binds=True), Endpoint("tcp://127.0.0.1:1")
+    ) as tap:
+        with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+            socket.linger = 0
+            socket.connect(tap.endpoints[0])
+            deadline = time.monotonic() + WAIT
+            while not tap.ignored:
+                assert time.monotonic() < deadline
+                for number in range(MAX_WORKERS + 1):
+                    socket.send_multipart([b"%d" % number, encode_seq(0), batch(CLEARED)])
+                tap.work(0.05)
+        assert tap.silent == {"tcp://127.0.0.1:1"}
+        work_until(tap, lambda: len(tap.state.workers) == MAX_WORKERS)
 
 
 def test_a_disk_that_refuses(engine: Engine, tmp_path: Path, full_disk: FullDisk) -> None:

@@ -230,6 +230,24 @@ def test_workers_beyond_the_limit_are_ignored(port: int) -> None:
         assert len(router.indexes) == 1
 
 
+def test_a_worker_that_was_silent_for_long_gives_way(port: int) -> None:
+    """As at rolling restarts; that is a loss, and if it comes again it is a new one."""
+    with Router(port, max_workers=1, forget_seconds=0.3) as router:
+        with connecting(port, "pod=a") as first:
+            first.put(first.source.store(1, 3))
+            assert router.hears(lambda: any(index.resident() for index in router.indexes.values()))
+        router.hear(0.4)
+        with connecting(port, "pod=b") as second:
+            second.put(second.source.store(1, 2))
+            assert router.hears(lambda: router.told().get("b") == resident(second))
+        assert [worker.topic for worker in router.gathering.workers] == ["kv@b@unknown"]
+        assert router.of("kv@a@unknown").missed_batches == 1
+        router.hear(0.4)
+        with connecting(port, "pod=a") as again:
+            again.put(again.source.store(1, 1))
+            assert router.hears(lambda: router.of("kv@a@unknown").resident() == resident(again))
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://*:0", "tcp://0.0.0.0:0"])
 def test_binding_beyond_loopback_needs_keys(endpoint: str, keys: Keys) -> None:
     """Anybody could invent residency; the error says both ways out, and both are."""
