@@ -30,6 +30,8 @@ from events.told.blocks import Block, blocks_of, parents_first, stores_of
 from events.told.lineage import Lineage
 
 GPU = "GPU"
+MOST_COPIES = 100
+"""Of one block in one place that are counted: of more, the last ones are not known to be there."""
 
 
 class Place(NamedTuple):
@@ -98,7 +100,7 @@ class Worker:
         for block in blocks_of(event):
             if block.name in there:
                 self.repeated += 1
-                self.copies[place, block.name] = self.copies.get((place, block.name), 1) + 1
+                self.copies[place, block.name] = min(self.copies.get((place, block.name), 1) + 1, MOST_COPIES)
             else:
                 there[block.name] = block
                 self.lineage.add(place.group, block)
@@ -145,13 +147,12 @@ class Worker:
         return chain(stores_of(parents_first(blocks + kept)), _removals(kept))
 
     def copied(self) -> Iterator[FeedStored]:
-        """Stores of the further copies that there are of some of these."""
+        """Stores of the further copies that there are of some of these: of all that have a second one, a third, …"""
         return stores_of(
-            [
-                self.blocks[place][name]
-                for (place, name), count in self.copies.items()
-                for _ in range(count - 1)
-            ]
+            self.blocks[place][name]
+            for number in range(1, max(self.copies.values(), default=1))
+            for (place, name), count in self.copies.items()
+            if count > number
         )
 
 

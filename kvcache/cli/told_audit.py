@@ -53,11 +53,13 @@ def _facts(history: History) -> list[tuple[str, str]]:
             f"{count(history.stored, 'block')}, {history.stored_elsewhere:,} while another worker had them",
         ),
         ("removed", f"{count(history.removed, 'block')}{_spread(history.lifetimes, ' after ')}"),
+        ("moved", f"{count(history.moved, 'block')} from one level to another"),
         ("came back", f"{count(history.stored_again, 'block')}{_spread(history.gone_ages, ' gone for ')}"),
         ("forgotten", f"{count(history.forgotten, 'block')} by clearing, restarts and losses"),
     ]
     held = ", ".join(
-        f"{blocks:,} by {count(workers, 'worker')}" for workers, blocks in history.held_by.items()
+        f"{count(blocks, 'block')} by {'one worker' if workers == 1 else f'{workers:,} workers'} each"
+        for workers, blocks in history.held_by.items()
     )
     return [*facts, ("held now", held or "nothing")]
 
@@ -88,6 +90,7 @@ def _to_json(history: History) -> dict[str, Any]:
             "stored_elsewhere": history.stored_elsewhere,
             "stored_again": history.stored_again,
             "removed": history.removed,
+            "moved": history.moved,
             "forgotten": history.forgotten,
             "lifetimes": ages_json(history.lifetimes),
             "gone_ages": ages_json(history.gone_ages),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from events.feed_events import FeedRemoved, FeedStarted, FeedStored, Hash
+from events.feed_events import FeedReceived, FeedRemoved, FeedStarted, FeedStored, Hash
 from events.told.blocks import Block
 from events.told.state import FeedState, Place, Worker, place_of
 from events.types import AnyEvent, EventBatch
@@ -15,10 +16,23 @@ from kvcache.audit.histogram import Ages
 from kvcache.replay import known_events
 
 _Key = tuple[int, Place, Hash]
+_Name = tuple[int, int, Hash]
+"""Of a worker and a group."""
+
+
+class _Left(NamedTuple):
+    """A block that has left a place."""
+
+    place: Place
+    since: int
+    at: int
 
 
 class History(FeedState):
-    """A fold that also counts. Times are those at which batches were recorded, in ns."""
+    """A fold that also counts. Ages are in ns, by the clock of the engine where it says the time.
+
+    A block that leaves a level and is in another one behind the same batch has moved: it lives on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,8 +41,8 @@ class History(FeedState):
         self.last: EventBatch | None = None
         self.counting = True
         """Whether what happens counts, or only leads to where counting begins."""
-        self.stored = self.removed = 0
-        """Blocks that became resident in a place, and that left one."""
+        self.stored = self.removed = self.moved = 0
+        """Blocks that became resident in a place, that left one, and that left one for another."""
         self.stored_elsewhere = 0
         """Blocks that became resident in a worker while another one had them."""
         self.stored_again = 0
@@ -41,6 +55,10 @@ class History(FeedState):
         self._taken_over: dict[_Key, int] = {}
         """Of the epoch before, until it is said again or forgotten."""
         self._gone: dict[tuple[int, Hash], int] = {}
+        self._arrived: dict[_Name, Place] = {}
+        """In this batch, while they were in another place of the worker."""
+        self._left: dict[_Name, _Left] = {}
+        """In this batch: it is not counted yet."""
         self._holders: dict[Hash, Counter[int]] = {}
 
     def fold(self, batch: EventBatch, *, counts: bool = True) -> None:
@@ -48,6 +66,9 @@ class History(FeedState):
         self.now, self.counting = batch.ts, counts
         for event in known_events(batch):
             self.apply(event)
+        for key in [*self._left]:
+            self._settle(key)
+        self._arrived.clear()
         if counts:
             self.first, self.last = self.first or batch, batch
 
@@ -55,7 +76,10 @@ class History(FeedState):
         """Change the state by one event, and count it."""
         if isinstance(event, FeedStarted):
             self._taken_over, self._since = self._since, {}
+            self._arrived.clear()
             self._holders.clear()
+        if isinstance(event, FeedReceived) and event.published_ts:
+            self.now = event.published_ts
         super().apply(event)
 
     @property
@@ -69,31 +93,67 @@ class History(FeedState):
         new, place, ages = super().store(event), place_of(event), []
         for block in new:
             key, holders = (event.worker, place, block.name), self._holders.setdefault(block.name, Counter())
+            its_name = event.worker, place.group, block.name
             since = self._taken_over.pop(key, None)
+            if since is None:
+                since = self._before_move(its_name, place)
             elsewhere = any(worker != event.worker for worker in holders)
             holders[event.worker] += 1
             self._since[key] = self.now if since is None else since
+            if since is None and holders[event.worker] > 1:
+                self._arrived[its_name] = place
             gone = self._gone.pop((event.worker, block.name), None)
             if since is None and self.counting:
                 self.stored += 1
                 self.stored_elsewhere += elsewhere and holders[event.worker] == 1
                 if gone is not None:
-                    ages.append(self.now - gone)
+                    ages.append(max(0, self.now - gone))
         self.stored_again += len(ages)
         _add(self.gone_ages, ages)
         return new
 
     def remove(self, event: FeedRemoved) -> list[Hash]:
         """Count what is not resident any more."""
-        gone, place, ages = super().remove(event), place_of(event), []
+        gone, place = super().remove(event), place_of(event)
         for name in gone:
-            ages.append(self.now - self._since.pop((event.worker, place, name)))
-            if self._release(event.worker, name):
-                self._gone[event.worker, name] = self.now
-        if self.counting:
-            self.removed += len(gone)
-            _add(self.lifetimes, ages)
+            key = event.worker, place.group, name
+            since = self._since.pop((event.worker, place, name))
+            self._release(event.worker, name)
+            arrived = self._arrived.pop(key, place)
+            if arrived != place:
+                self._since[event.worker, arrived, name] = since
+                self._count_move(stored=-1)
+                continue
+            self._settle(key)
+            self._left[key] = _Left(place, since, self.now)
         return gone
+
+    def _before_move(self, key: _Name, place: Place) -> int | None:
+        """Since when a block lives that has just left another place; None: it has not."""
+        left = self._left.get(key)
+        if left is None or left.place == place:
+            self._settle(key)
+            return None
+        del self._left[key]
+        self._count_move()
+        return left.since
+
+    def _count_move(self, stored: int = 0) -> None:
+        if self.counting:
+            self.moved += 1
+            self.stored += stored
+
+    def _settle(self, key: _Name) -> None:
+        """Count a removal, if there was one, that was none of a move."""
+        left = self._left.pop(key, None)
+        if left is None:
+            return
+        worker, _, name = key
+        if worker not in self._holders.get(name, ()):
+            self._gone[worker, name] = left.at
+        if self.counting:
+            self.removed += 1
+            _add(self.lifetimes, [max(0, left.at - left.since)])
 
     def forget(self, worker: Worker) -> None:
         """Count what is not known to be there any more."""
@@ -104,18 +164,17 @@ class History(FeedState):
                 self._release(number, name)
         self.forgotten += worker.num_blocks if self.counting else 0
         self._taken_over = {key: since for key, since in self._taken_over.items() if key[0] != number}
+        self._arrived.clear()
         super().forget(worker)
 
-    def _release(self, worker: int, name: Hash) -> bool:
-        """One place of a worker less has it; returns whether none has."""
+    def _release(self, worker: int, name: Hash) -> None:
+        """One place of a worker less has it."""
         holders = self._holders[name]
         holders[worker] -= 1
-        if holders[worker]:
-            return False
-        del holders[worker]
+        if not holders[worker]:
+            del holders[worker]
         if not holders:
             del self._holders[name]
-        return True
 
 
 def _add(ages: Ages, found: Iterable[int]) -> None:

@@ -52,7 +52,7 @@ class FeedRecorder:
         self._sources: dict[str, dict[int | None, int]] = {}
         """Of each publisher, its workers by rank."""
         self._unheard: dict[str, tuple[int, int, str]] = {}
-        """What was lost of publishers that have not said yet who they are."""
+        """What was lost of publishers since they began: it may have been of a rank that was not heard yet."""
         self._seq = log.next_seq
         self.batches = self.events = self.recovered = 0
         """Heard since this began; batches that were missed and got by asking."""
@@ -140,19 +140,18 @@ class FeedRecorder:
 
     def _lost_before(self, source: str, heard: Received, worker: int, *, is_first: bool) -> Iterable[FeedGap]:
         """What a worker said before this, its first batch, if that was anything and matters."""
-        first, last, reason = self._unheard.pop(source, _NEVER)
-        if last < first and is_first and heard.seq and not heard.replayed:
-            first, last, reason = 0, heard.seq - 1, BEFORE
+        if source not in self._unheard and is_first and heard.seq and not heard.replayed:
+            self._unheard[source] = 0, heard.seq - 1, BEFORE
+        first, last, reason = self._unheard.get(source, _NEVER)
         begins_anew = bool(heard.batch.events) and isinstance(heard.batch.events[0], AllBlocksCleared)
         if last >= first and not begins_anew:
             yield FeedGap(worker=worker, first=first, last=last, reason=reason)
 
     def _lose(self, source: str, missed: Missed) -> None:
         workers = self._sources.get(source, {})
-        if not workers:
-            first, last, _ = self._unheard.get(source, _NEVER)
-            start = missed.first if last < first else min(first, missed.first)
-            self._unheard[source] = (start, max(last, missed.last), missed.reason)
+        first, last, _ = self._unheard.get(source, _NEVER)
+        start = missed.first if last < first else min(first, missed.first)
+        self._unheard[source] = (start, max(last, missed.last), missed.reason)
         self._append(
             [
                 FeedGap(worker=worker, first=missed.first, last=missed.last, reason=missed.reason)
@@ -164,6 +163,8 @@ class FeedRecorder:
         """What the log knew of a publisher holds on."""
         events: list[AnyEvent] = []
         for worker in self._before.pop(source, ()):
+            if not worker.complete and worker.number is not None:
+                self._unheard[source] = 0, worker.number, BEFORE
             self._sources.setdefault(source, {})[worker.seen.rank] = worker.seen.worker
             events += _all_of(worker)
         self._append(events)

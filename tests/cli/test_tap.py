@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from events.feed_events import FeedCleared, FeedReceived, FeedRemoved, FeedStarted, FeedStored, WorkerSeen
 from events.log import LogReader
+from events.types import AnyEvent, EventBatch
+from kvcache.audit.histogram import Ages
 from kvcache.tap.history import History
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
@@ -69,16 +72,20 @@ def test_audit(kvcache: Kvcache, log: Path) -> None:
     """Blocks are counted when they come, come back, and are somewhere else already."""
     blocks = facts(kvcache, "audit", log)["blocks"]
     assert {
-        key: blocks[key] for key in ("stored", "removed", "stored_again", "stored_elsewhere", "forgotten")
+        key: blocks[key]
+        for key in ("stored", "removed", "moved", "stored_again", "stored_elsewhere", "forgotten")
     } == {
-        "stored": 5,
-        "removed": 1,
-        "stored_again": 1,
+        "stored": 4,
+        "removed": 0,
+        "moved": 1,
+        "stored_again": 0,
         "stored_elsewhere": 1,
         "forgotten": 0,
     }
     assert blocks["held_by"] == {"1": 2, "2": 1}
-    assert "engines tell nothing of requests" in kvcache("audit", str(log)).out
+    shown = kvcache("audit", str(log)).out
+    assert "engines tell nothing of requests" in shown
+    assert "2 blocks by one worker each, 1 block by 2 workers each" in shown
 
 
 def test_events(kvcache: Kvcache, log: Path) -> None:
@@ -147,3 +154,70 @@ def test_history_over_epochs(log: Path) -> None:
     there = sum(worker.num_blocks for worker in history.workers.values())
     assert history.stored - history.removed - history.forgotten == there
     assert history.lifetimes.total == history.removed
+
+
+SECOND = 1_000_000_000
+
+
+def heard(seq: int, published: int, *said: AnyEvent) -> EventBatch:
+    """A batch that the tap heard a long time after it was published, as by a replay."""
+    received = FeedReceived(worker=0, number=seq, published_ts=published * SECOND, replayed=True)
+    return EventBatch(seq, 10_000 * SECOND + seq, (received, *said))
+
+
+def put(name: int, medium: str = "GPU") -> FeedStored:
+    tokens = (1).to_bytes(4, "little")
+    fields = {"parent_block_hash": None, "tokens": tokens, "block_size": 1, "medium": medium}
+    return FeedStored(worker=0, block_hashes=(name,), **fields)  # type: ignore[arg-type]
+
+
+def took(name: int, medium: str = "GPU") -> FeedRemoved:
+    return FeedRemoved(worker=0, block_hashes=(name,), medium=medium)
+
+
+def history_of(*batches: EventBatch) -> History:
+    history = History()
+    start = (FeedStarted(endpoints=()), WorkerSeen(worker=0, source="a", topic="", rank=0))
+    for each in (EventBatch(0, 1, start), *batches):
+        history.fold(each)
+        there = sum(worker.num_blocks for worker in history.workers.values())
+        assert history.stored - history.removed - history.forgotten == there
+        assert history.lifetimes.total == history.removed
+        assert set(history._since) == {
+            (0, place, name) for place, blocks in history.workers[0].blocks.items() for name in blocks
+        }
+    return history
+
+
+def seconds_of(ages: Ages) -> int:
+    """Of the one that was counted, to a percent."""
+    return round(ages.quantile(0.5) or 0)
+
+
+def test_ages_are_by_the_clock_of_the_engine() -> None:
+    """Batches that came by a replay were heard at one moment, and published at others."""
+    history = history_of(heard(1, 100, put(1)), heard(2, 160, took(1)), heard(3, 190, put(1)))
+    assert (seconds_of(history.lifetimes), seconds_of(history.gone_ages)) == (60, 30)
+
+
+@pytest.mark.parametrize("order", [(took(1), put(1, "CPU")), (put(1, "CPU"), took(1))])
+def test_a_block_that_changes_its_level_lives_on(order: tuple[AnyEvent, ...]) -> None:
+    """Whichever is told first, it is neither removed nor back; it lives until it is nowhere."""
+    history = history_of(heard(1, 100, put(1)), heard(2, 150, *order))
+    assert (history.stored, history.removed, history.moved, history.stored_again) == (1, 0, 1, 0)
+    history = history_of(heard(1, 100, put(1)), heard(2, 150, *order), heard(3, 170, took(1, "CPU")))
+    assert (history.removed, seconds_of(history.lifetimes)) == (1, 70)
+
+
+def test_what_is_no_move() -> None:
+    """The same level again; a copy elsewhere that stays or was there before; a batch later."""
+    history = history_of(heard(1, 1, put(1)), heard(2, 2, took(1), put(1)))
+    assert (history.stored, history.removed, history.moved, history.stored_again) == (2, 1, 0, 1)
+    history = history_of(
+        heard(1, 1, put(1)), heard(2, 2, put(1, "CPU")), heard(3, 3, took(1)), heard(4, 4, put(1))
+    )
+    assert (history.stored, history.removed, history.moved, history.stored_again) == (3, 1, 0, 0)
+    history = history_of(heard(1, 1, put(1)), heard(2, 2, took(1)), heard(3, 4, put(1, "CPU")))
+    assert (history.stored, history.removed, history.moved, history.stored_again) == (2, 1, 0, 1)
+    history = history_of(heard(1, 1, put(1)), heard(2, 2, put(1, "CPU"), FeedCleared(0), put(1), took(1)))
+    assert (history.moved, history.removed, history.forgotten) == (0, 1, 2)

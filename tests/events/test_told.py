@@ -16,7 +16,7 @@ from events.formats.vllm import decode_batch, encode_batch
 from events.told.blocks import blocks_of, stores_of
 from events.told.feed import SeveralWorkers, WorkerFeed
 from events.told.prefix import longest_prefixes
-from events.told.state import FeedState, Worker
+from events.told.state import MOST_COPIES, FeedState, Worker
 from events.types import (
     AnyEvent,
     EventBatch,
@@ -271,6 +271,24 @@ def test_fold_feed_and_snapshot_agree_with_counting(seed: int) -> None:
     assert again.workers[0].blocks == worker.blocks
     assert again.workers[0].copies == worker.copies
     assert again.workers[0].lineage.kept == worker.lineage.kept
+
+
+def test_copies_are_bounded() -> None:
+    """However often a block is stored again, the state is told in few events; it is gone too early, never too late."""
+    state = FeedState()
+    for event in BEGINNING:
+        state.apply(event)
+    for _ in range(5000):
+        state.apply(store(1, 2, 3))
+    worker = state.workers[0]
+    assert set(worker.copies.values()) == {MOST_COPIES}
+    told = [*worker.resident(), *worker.copied()]
+    assert len(told) == MOST_COPIES
+    assert all(event.block_hashes == (1, 2, 3) for event in told)
+    for _ in range(MOST_COPIES):
+        assert worker.blocks
+        state.apply(FeedRemoved(worker=0, block_hashes=(1, 2, 3)))
+    assert not worker.blocks
 
 
 def changes(feed: WorkerFeed, *batches: EventBatch) -> list[list[AnyChange]]:

@@ -179,6 +179,26 @@ def test_a_restarted_engine_is_known_by_its_numbers(engine: Engine, tmp_path: Pa
     assert len(events(tmp_path, FeedRestarted)) == 1
 
 
+def test_a_loss_may_have_been_of_a_rank_that_was_not_heard_yet(tmp_path: Path) -> None:
+    """Of one publisher with several ranks: whoever is heard later was not heard from the start."""
+    with Publisher() as publisher, tapping(tmp_path / "log", Endpoint(publisher.endpoint)) as tap:
+        publisher.wait_subscribed()
+        publisher.send(0, batch(CLEARED, rank=0))
+        publisher.send(1, batch(stored(1), rank=1))
+        publisher.send(4, batch(stored(2), rank=0))
+        publisher.send(5, batch(stored(3), rank=2))
+        publisher.send(6, batch(CLEARED, stored(4), rank=3))
+        work_until(tap, lambda: tap.recorder.batches == 5)
+        complete = {worker.seen.rank: worker.complete for worker in tap.state.workers.values()}
+        assert complete == {0: False, 1: False, 2: False, 3: True}
+    with Publisher() as publisher, tapping(tmp_path / "other", Endpoint(publisher.endpoint)) as tap:
+        publisher.wait_subscribed()
+        publisher.send(7, batch(stored(1), rank=0))
+        publisher.send(8, batch(stored(2), rank=1))
+        work_until(tap, lambda: tap.recorder.batches == 2)
+        assert not any(worker.complete for worker in tap.state.workers.values())
+
+
 class TestGoingOn:
     """A tap that is started again on its log."""
 
