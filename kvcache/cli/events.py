@@ -124,6 +124,8 @@ class _Printer:
         if self._as_json:
             address = {"seq": batch.seq, "index": index, "ts": batch.ts, "time": iso(batch.ts)}
             fields = to_dict(event, self._known.key_bytes, self._tokens)
-            print(msgspec.json.encode(address | fields).decode())
+            worker = getattr(event, "worker", None)
+            more = {} if worker is None else {"worker_name": self._known.worker(worker)}
+            print(msgspec.json.encode(address | fields | more).decode())
         else:
             print(event_line(batch, index, event, self._known, self.times.of(batch.ts)))

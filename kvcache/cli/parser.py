@@ -96,7 +96,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     parser = Parser(
         prog="kvcache",
         description="An event-sourced KV cache: play requests through it, and read the log that it leaves.",
-        epilog="`kvcache run` without anything plays generated chats: about 20 seconds.",
+        epilog="`kvcache run` without anything plays generated chats as fast as it can: about 20 seconds.",
     )
     parser.add_argument("--version", action="version", version=f"kvcache {__version__}")
     _add_common(parser, default=False)

@@ -114,7 +114,13 @@ def _add_event_options(parser: argparse.ArgumentParser) -> None:
         help="attach a router to a feed of its own, and compare what both hold at the end (always without a TRACE)",
     )
     add("--log", type=Path, metavar="DIR", help="where the log goes (a temporary directory)")
-    add("--continue", action="store_true", dest="resume", help="append a new epoch to the log in --log")
+    add(
+        "--continue",
+        "--resume",
+        action="store_true",
+        dest="resume",
+        help="append a new epoch to the log in --log",
+    )
     add("--keep", action="store_true", help="keep the log even if its directory is temporary")
     add(
         "--hold",

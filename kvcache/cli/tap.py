@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from events.brokers.address import is_broker
 from events.errors import without_login
+from events.log.segments import is_log
 from events.told.state import FeedState
 from kvcache.cli.hearing import NOTHING_HEARD, SILENCE_SECONDS
 from kvcache.cli.listening import (
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where an engine publishes, as tcp://127.0.0.1:5557, or with its replay tcp://127.0.0.1:5557?replay=5558",
     )
     add("--log", type=Path, required=True, metavar="DIR", help="a new directory, or one to go on with")
-    add("--resume", action="store_true", help="go on with the log that is in DIR")
+    add("--resume", "--continue", action="store_true", help="go on with the log that is in DIR")
     add(
         "--replay",
         metavar="ENDPOINT",
@@ -87,6 +88,10 @@ def run(args: argparse.Namespace, out: Output) -> int:
     from kvcache.tap.tap import Tap
 
     endpoints = list(_endpoints(args))
+    if not args.resume and is_log(args.log):
+        raise UsageError(
+            f"{args.log} holds a log already: choose another directory, or add --resume to go on with it"
+        )
     with (
         StopSignals() as stop,
         Tap(endpoints, args.log, resume=args.resume, record_tokens=not args.no_tokens) as tap,

@@ -15,7 +15,7 @@ from kvcache.cli.workers import Row, Workers
 
 _FULL = (
     *("worker", "topic", "rank", "GPU", "host", "storage", "ev/s", "lag"),
-    *("lost", "recovered", "restarts", "heard", "heartbeat", "prefix"),
+    *("lost", "recovered", "restarts", "anew", "heard", "heartbeat", "prefix"),
 )
 _BRIEF = (
     "worker",
@@ -30,8 +30,16 @@ _BRIEF = (
     "heard",
     "prefix",
 )
-_SHORTER = ((), ("topic",), ("topic", "heartbeat"))
+_SHORTER = ((), ("topic",), ("topic", "heartbeat"), ("topic", "heartbeat", "anew"))
 """What is left out of the full table, one after the other, until it fits."""
+_BRIEFER = (
+    (),
+    ("ev/s",),
+    ("ev/s", "restarts"),
+    ("ev/s", "restarts", "storage"),
+    ("ev/s", "restarts", "storage", "gaps"),
+)
+"""Likewise of the brief one, until names have room."""
 LEFT = ("worker", "topic")
 _SHORTEST_NAME = 8
 _WIDE, _NARROW = 2, 1
@@ -77,9 +85,10 @@ def view(report: Report, width: int | None) -> View:
     gap = _WIDE
     columns = next((each for each in shown if width is None or _width(each, cells, gap) <= width), None)
     if columns is None:
-        columns, gap = _columns(_BRIEF, cells, ()), _NARROW
+        gap = _NARROW
         assert width is not None
-        _shorten(cells, width - _width(columns[1:], cells, gap) - gap)
+        columns, room = _brief(cells, width)
+        _shorten(cells, room)
     rows = [tuple(cell[name] for name in columns) for cell in cells]
     return View(columns, rows, gap, styles, _below(workers, longest))
 
@@ -94,6 +103,16 @@ def _columns(
         for name in names
         if name not in without and (name in always or any(cell[name] not in ("", _NONE) for cell in cells))
     )
+
+
+def _brief(cells: list[dict[str, str]], width: int) -> tuple[tuple[str, ...], int]:
+    """The columns of a narrow terminal, and how long names can be."""
+    for without in _BRIEFER:
+        columns = _columns(_BRIEF, cells, without)
+        room = width - _width(columns[1:], cells, _NARROW) - _NARROW
+        if room >= _SHORTEST_NAME:
+            return columns, room
+    return columns, room
 
 
 def _width(columns: tuple[str, ...], cells: list[dict[str, str]], gap: int) -> int:
@@ -135,9 +154,10 @@ def _cells(row: Row, report: Report) -> dict[str, str]:
         "recovered": _number(index.recovered_batches),
         "gaps": _NONE if gaps == "0/0" else gaps,
         "restarts": _number(index.restarts),
+        "anew": _number(index.restated) if index.restated else _NONE,
         "heard": _heard(row, report),
         "heartbeat": _NONE if row.heartbeat_at is None else span(now - row.heartbeat_at),
-        "prefix": "" if workers.prompt is None else _levels(workers.held(row)),
+        "prefix": "" if workers.prompt is None else _levels(workers.held(row)) if known else _NONE,
     }
 
 

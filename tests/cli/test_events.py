@@ -389,7 +389,7 @@ class TestConditions:
     def test_handle_of_an_epoch(self, kvcache: Kvcache, tmp_path: Path) -> None:
         """Of two requests with one id --handle shows one: in a later epoch as lines show it, or by its whole number."""
         log = run_log(tmp_path / "log", "--limit", 2)
-        run_log(log, "--limit", 2, "--continue")
+        run_log(log, "--limit", 2, "--resume")
         first, second = (
             (seq, index)
             for seq, index, event in all_events(log)

@@ -22,7 +22,7 @@ import pytest
 from rich.console import Console
 
 from events.formats.vllm import decode_batch
-from events.subscribe.continuity import Missed, Received, Report, Restarted
+from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
 from events.subscribe.gathering import Worker
 from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
 from kvcache.cli.listening import Place, Speaker
@@ -464,6 +464,44 @@ class TestView:
         assert told <= set(shown.columns)
         assert "gaps" in shown.columns or {"lost", "recovered"} <= set(shown.columns)
         assert ("heartbeat" in shown.columns) is (width == 200)
+
+    @pytest.mark.parametrize("width", [50, 60, 70])
+    def test_it_fits_where_there_is_hardly_room(self, width: int) -> None:
+        """Columns give way, so that names can be told apart, and rich has nothing to cut."""
+        workers = Workers(clock=Clock(), wall=lambda: 500.0)
+        for port in (5901, 5902, 5913):
+            speaker = Speaker(f"tcp://127.0.0.1:{port}")
+            workers.fold(speaker, received(0, *[stored(n) for n in range(2000)], ts=1.0))
+            workers.fold(speaker, received(1, stored(9, medium="CPU"), stored(8, medium="DISK"), rank=0))
+            workers.fold(speaker, Missed(2, 1234, recovered=False))
+        shown = view(TableReport(workers, lambda row: True), width)
+        console = Console(file=(text := StringIO()), width=width)
+        console.print(drawn(shown))
+        assert len({row[0] for row in shown.rows}) == 3
+        assert max(map(len, text.getvalue().splitlines())) <= width
+        for row, line in zip(shown.rows, text.getvalue().splitlines()[2:], strict=False):
+            assert line.split() == " ".join(row).split()
+        assert {"worker", "GPU", "host", "heard"} <= set(shown.columns)
+
+    def test_who_was_never_heard_has_no_prefix(self) -> None:
+        """Nothing is known of it, not even that it holds nothing."""
+        shown = view(self.full(), None)
+        prefix = {row[0]: row[-1] for row in shown.rows}
+        assert shown.columns[-1] == "prefix"
+        assert prefix["nobody:1"] == "–"
+        assert prefix["kv@10.0.0.1:8000@organization/model KEY123"] == "0+0+0"
+
+    def test_a_state_told_anew_is_shown(self) -> None:
+        """As by a feed whose engine was killed and continued: its numbers go on, so that is no restart."""
+        workers = Workers(clock=Clock(), wall=lambda: 500.0)
+        speaker = Speaker("tcp://a:1")
+        workers.fold(speaker, received(0, stored(1)))
+        assert "anew" not in view(TableReport(workers, lambda row: True), None).columns
+        workers.fold(speaker, Restated(1, 4095))
+        workers.fold(speaker, received(4096, CLEARED, stored(1)))
+        shown = view(TableReport(workers, lambda row: True), None)
+        cells = dict(zip(shown.columns, shown.rows[0], strict=True))
+        assert (cells["anew"], cells["restarts"]) == ("1", "0")
 
     def test_what_it_says(self) -> None:
         """Each cell, at any width; nothing that a publisher calls itself drives the terminal."""

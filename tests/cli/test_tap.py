@@ -15,7 +15,7 @@ from kvcache.audit.histogram import Ages
 from kvcache.tap.history import History
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests.cli.conftest import Kvcache
+from tests.cli.conftest import Kvcache, Start
 from tests.events.publisher import Publisher, batch, removed, stored
 from tests.kvcache.test_tap import work_until
 
@@ -93,6 +93,26 @@ def test_events(kvcache: Kvcache, log: Path) -> None:
     done = kvcache("events", str(log), "--block", f"{30:016x}")
     assert [line.split()[2] for line in done.out.splitlines()] == ["FeedStored", "FeedRemoved", "FeedStored"]
     assert "worker=tcp://127.0.0.1:" in done.out
+
+
+def test_events_as_json_name_the_worker(kvcache: Kvcache, log: Path) -> None:
+    """Beside its number, as lines for people do."""
+    lines = [json.loads(line) for line in kvcache("events", str(log), "--json").out.splitlines()]
+    stores = [line for line in lines if line["type"] == "FeedStored"]
+    assert len({(line["worker"], line["worker_name"]) for line in stores}) == 2
+    assert all(line["worker_name"].startswith("tcp://127.0.0.1:") for line in stores)
+    assert not any("worker_name" in line for line in lines if "worker" not in line)
+
+
+@pytest.mark.parametrize("word", ["--resume", "--continue"])
+def test_a_log_that_is_there(kvcache: Kvcache, start: Start, log: Path, word: str) -> None:
+    """It is said how to go on with it, in words of the command line."""
+    done = kvcache("tap", "tcp://127.0.0.1:1", "--log", str(log))
+    assert done.code == 2
+    assert "choose another directory, or add --resume to go on with it" in done.err
+    process = start("tap", "tcp://127.0.0.1:1", "--log", log, word)
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("kvcache: recording tcp://127.0.0.1:1 into")
 
 
 @pytest.mark.parametrize("command", ["diff", "explain", "curve", "whatif", "export", "report"])
