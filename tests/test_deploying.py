@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped]
@@ -17,6 +19,24 @@ from sinks.router.options import ZMQOptions
 
 DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
 WORKER = list(yaml.safe_load_all((DEPLOY / "worker.yaml").read_text()))
+
+
+MONITOR = DEPLOY / "monitor.yaml"
+ALERTS = DEPLOY.parent / "monitoring" / "alerts.yml"
+_RULE = """---
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: kvcache
+spec:
+"""
+
+
+def monitor() -> str:
+    """The monitor, with the alert rules as they are now."""
+    scraping = MONITOR.read_text().partition("---\n")[0]
+    rules = ALERTS.read_text()
+    return scraping + _RULE + indent(rules[rules.index("groups:") :], "  ")
 
 
 def named(kind: str) -> dict[str, Any]:
@@ -72,19 +92,43 @@ def test_ports_volumes_and_labels_belong_together() -> None:
     claims = {each["metadata"]["name"] for each in spec["volumeClaimTemplates"]}
     assert mounted == volumes | claims
     label = spec["selector"]["matchLabels"]
-    monitor = yaml.safe_load((DEPLOY / "monitor.yaml").read_text())
-    assert label == named("Service")["spec"]["selector"] == monitor["spec"]["selector"]["matchLabels"]
+    scraping, _ = yaml.safe_load_all(MONITOR.read_text())
+    assert label == named("Service")["spec"]["selector"] == scraping["spec"]["selector"]["matchLabels"]
     assert label == named("NetworkPolicy")["spec"]["podSelector"]["matchLabels"]
     ports = {port["name"] for port in named("Service")["spec"]["ports"]}
-    assert {each["port"] for each in monitor["spec"]["endpoints"]} <= ports
+    assert {each["port"] for each in scraping["spec"]["endpoints"]} <= ports
 
 
 def test_the_image_has_the_extras_that_the_sidecar_needs() -> None:
     """Those of pyproject.toml, by their names."""
     text = (DEPLOY / "Containerfile").read_text()
-    extras = {extra for found in re.findall(r"\[([a-z,]+)\]\"", text) for extra in found.split(",")}
+    [default] = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.MULTILINE)
+    assert text.count("[$EXTRAS]") == 2
+    extras = set(default.split(","))
     project = (DEPLOY.parents[1] / "pyproject.toml").read_text()
     assert extras == {"cli", "hash", "prometheus"}
     assert all(re.search(rf"^{extra} = ", project, re.MULTILINE) for extra in extras)
     [entry] = re.findall(r"ENTRYPOINT (\[.*\])", text)
     assert shlex.split(entry.strip("[]")) == ["kvcache"]
+
+
+def test_the_operator_has_all_alerts() -> None:
+    """The rule is the file of alerts, and nothing else."""
+    _, rule = yaml.safe_load_all(MONITOR.read_text())
+    assert rule["spec"] == yaml.safe_load(ALERTS.read_text())
+    assert MONITOR.read_text() == monitor(), "run: python -m tests.test_deploying"
+
+
+def test_one_name_of_the_image() -> None:
+    """What is built is what is deployed, and the image has what it is built from."""
+    built = (DEPLOY / "Containerfile").read_text()
+    [tag] = set(re.findall(r"-t (\S+)", built + (DEPLOY.parent / "deploying.md").read_text()))
+    assert container("kv-events")["image"] == tag
+    ignored = (DEPLOY.parents[1] / ".containerignore").read_text().splitlines()
+    project = tomllib.loads((DEPLOY.parents[1] / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {f"!{name}" for name in packages} <= set(ignored)
+
+
+if __name__ == "__main__":
+    MONITOR.write_text(monitor())

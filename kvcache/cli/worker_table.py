@@ -107,6 +107,8 @@ def _columns(
 
 def _brief(cells: list[dict[str, str]], width: int) -> tuple[tuple[str, ...], int]:
     """The columns of a narrow terminal, and how long names can be."""
+    columns: tuple[str, ...] = ()
+    room = 0
     for without in _BRIEFER:
         columns = _columns(_BRIEF, cells, without)
         room = width - _width(columns[1:], cells, _NARROW) - _NARROW
