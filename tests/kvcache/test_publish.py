@@ -461,6 +461,7 @@ class TestSinksThatFail:
         with Running(log, "x:a") as running:
             wait_until(lambda: running.publisher.stats().sinks[0].follower.errors > 2, "it does not fail")
             wait_until(lambda: len(sinks["a"].seqs) > 4, "it is not tried again")
+            wait_until(lambda: _runs(running.publisher), "it does not run")
             stats = running.publisher.stats().sinks[0].follower
         assert sinks["a"].seqs == [batch.seq for batch in LogReader(log)]
         assert sinks["a"].opened == 2

@@ -29,7 +29,7 @@ from tests.kvcache.test_failing_log import FullDisk, full_disk
 from tests.kvcache.test_replay import config
 
 __all__ = ["full_disk"]
-WAIT = 10.0
+WAIT = 30.0
 
 
 def work_until(tap: Tap, done: Callable[[], bool]) -> None:
