@@ -34,7 +34,10 @@ SHARED = {"--help", "--verbose", "--quiet", "--log-json"}
         ("completion ", {"bash", "zsh", "fish", "tcsh"}),
         ("run --limit ", set()),
         ("run --speed ", {"real", "max"}),
-        ("run --sink ", {"file:", "kafka:", "nats:", "prometheus:", "redis:", "stdout:", "zmq+pub:"}),
+        (
+            "run --sink ",
+            {"file:", "kafka:", "nats:", "otel:", "prometheus:", "redis:", "stdout:", "zmq+pub:"},
+        ),
         ("run --sink f", {"file:"}),
         ("run ", {"a_file", "a_directory"}),
         ("run --config a_", {"a_file", "a_directory"}),
@@ -67,7 +70,8 @@ def test_zsh_accepts(kvcache: Kvcache) -> None:
 def test_zsh_lists_schemes(kvcache: Kvcache) -> None:
     """In what an option takes, a bare colon would begin something else."""
     assert (
-        r"(file\: kafka\: nats\: prometheus\: redis\: stdout\: zmq+pub\:)" in kvcache("completion", "zsh").out
+        r"(file\: kafka\: nats\: otel\: prometheus\: redis\: stdout\: zmq+pub\:)"
+        in kvcache("completion", "zsh").out
     )
 
 

@@ -538,7 +538,7 @@ class TestSinks:
         """A URL of no sink is refused with the schemes that there are."""
         done = kvcache("run", *SMALL, "--sink", "gopher:x")
         assert done.code == 2
-        assert "known schemes: file, kafka, nats, prometheus, redis, stdout" in done.err
+        assert "known schemes: file, kafka, nats, otel, prometheus, redis, stdout" in done.err
 
 
 class TestDisagreement:

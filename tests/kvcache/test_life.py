@@ -50,7 +50,9 @@ class FoldWitness(Witness):
         if isinstance(event, SequenceRewound):
             sequence = self.state.sequences[event.handle]
             blocks = min(sequence.computed, event.num_tokens - 1) // self.state.tokens_per_block
-            return [(PRIMARY, sequence.tables[0][blocks : sequence.path_ends[0].end].tobytes())]
+            needed = -(-event.num_tokens // self.state.tokens_per_block)
+            first = self.state.groups[0].first_to_leave(sequence, blocks, needed)
+            return [(PRIMARY, sequence.tables[0][first:].tobytes())]
         if isinstance(event, BlocksPinned):
             return [(PRIMARY, event.slots[0])]
         if isinstance(event, BlocksUnpinned):
