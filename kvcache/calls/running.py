@@ -63,10 +63,10 @@ class Running:
         `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
         its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
         `store_context_blocks` said so; where another block is needed, the full ones become reusable. So append draft
-        tokens when they are accepted, with their K/V written: they cannot be taken back, and other requests would read
-        what was never written (`debug_fill_blank` shows that). Returns the sequences whose tables point at other blocks
-        than before. Raises `OutOfBlocks` (and appends nothing) if the
-        blocks for all of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        tokens only with their K/V written: `rewind` takes them back, but what was stored of them stays cached, and
+        other requests would read what was never written (`debug_fill_blank` shows that). Returns the sequences whose
+        tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of
+        them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
         `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
