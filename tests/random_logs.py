@@ -15,9 +15,10 @@ from events.log import LogWriter
 from events.tokens import symbols
 from events.types import EventBatch, Gap
 from kvcache.config import KVCacheConfig
-from kvcache.errors import CapacityError, ComputationLost, TransfersPending
+from kvcache.errors import CapacityError, ComputationLost, TransfersPending, UsageError
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
+from kvcache.inputs.retention import Retention, RetentionRange
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests import strategies
@@ -33,8 +34,8 @@ def random_log(seed: int, directory: Path) -> Path:
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
-    others; copies that are late and seldom fail; lost batches; processes that end and begin anew, empty or with the
-    state that the log tells.
+    others; every other one with branches, tokens taken back, and retention; copies that are late and seldom fail; lost
+    batches; processes that end and begin anew, empty or with the state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
         program = Program(seed, directory)
@@ -80,6 +81,8 @@ class Program:
         """Tokens of the running sequences."""
         self.computed: dict[int, int] = {}
         self.with_tokens = seed % 10 != 7
+        self.branches = seed % 2 == 1
+        """Whether sequences branch and go back, and requests state how their blocks are to be kept."""
         self.log = LossyLog(directory, record_tokens=self.with_tokens, fsync="never", log_id=bytes(16))
         self.clock = itertools.count()
         self.begin(None)
@@ -109,6 +112,8 @@ class Program:
         reports = self.rng.choice([1, 6, 6])
         usual = [self.admit] * 8 + [self.compute] * reports + [self.end] * 6 + [self.decode] * 6
         usual += [self.flush] * 4 + [self.tick, self.tick, self.set_priority]
+        if self.branches:
+            usual += [self.fork, self.rewind]
         seldom = [self.clear, self.lose, self.restart]
         for _ in range(steps):
             with suppress(*ROOM):
@@ -144,6 +149,9 @@ class Program:
             items.append(MultimodalItem(rng.choice(ITEMS), position, rng.randint(1, len(tokens) - position)))
         extra_ids = rng.choices(range(2), k=len(tokens)) if extra else None
         self.last = Request(request_id, tokens, lora_id, lora_name, salt, items, extra_ids)
+        if self.branches and rng.random() < 0.3:
+            stated = [RetentionRange(rng.randint(0, 4), None, rng.choice([0, 34, 80]))]
+            self.last = replace(self.last, retention=Retention(stated, rng.choice([20, 35])))
         return self.last
 
     def some(self) -> list[int]:
@@ -166,6 +174,21 @@ class Program:
         for request_id, count in zip(ids, counts, strict=True):
             self.lengths[request_id] += count
             self.computed[request_id] = self.lengths[request_id] - 1
+
+    def fork(self) -> None:
+        for request_id in self.some()[:1]:
+            self.manager.fork(request_id, self.admitted)
+            self.lengths[self.admitted] = self.lengths[request_id]
+            self.computed[self.admitted] = self.computed[request_id]
+            self.admitted += 1
+
+    def rewind(self) -> None:
+        for request_id in self.some()[:1]:
+            left = self.rng.randint(max(1, self.lengths[request_id] - 4), self.lengths[request_id])
+            with suppress(UsageError):  # a window has let go of what would be needed
+                self.manager.rewind(request_id, left)
+                self.lengths[request_id] = left
+                self.computed[request_id] = min(self.computed[request_id], left - 1)
 
     def end(self) -> None:
         for request_id in self.some()[:2]:

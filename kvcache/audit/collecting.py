@@ -51,6 +51,10 @@ class Several(Listener):
         for each in self._listeners:
             each.refused(history, event)
 
+    def forked(self, history: History, child: Running) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.forked(history, child)
+
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:  # noqa: D102
         for each in self._listeners:
             each.ended(history, sequence, event)

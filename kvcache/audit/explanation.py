@@ -144,6 +144,13 @@ class Explanations(Listener):
                 explanation.exported.append(exported)
                 self._open[sequence.number] = exported
 
+    def forked(self, history: History, child: Running) -> None:
+        """A branch runs without an admission, too."""
+        if (explanation := self._of(child.request_id)) is not None:
+            exported = Exported(Moment(history.batch, history.now), child.num_prompt_tokens)
+            explanation.exported.append(exported)
+            self._open[child.number] = exported
+
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """Note a refusal, and who held the blocks."""
         explanation = self._of(event.request_id)

@@ -240,6 +240,7 @@ class HistoryFold(History):
         self._set_computed(child, child.computed, added=True)
         for window, held in zip(self.windows, child.held, strict=True):
             window.reuse(held[held >= 0], self.now)
+        self.listener.forked(self, child)
 
     def _on_rewound(self, event: ev.SequenceRewound) -> None:
         sequence, computed = self.running[event.handle], self.running[event.handle].computed

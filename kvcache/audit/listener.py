@@ -23,6 +23,9 @@ class Listener:
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """A request did not fit."""
 
+    def forked(self, history: History, child: Running) -> None:
+        """A sequence branched: the branch has looked nothing up, so it is no admission."""
+
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """A request ended."""
 

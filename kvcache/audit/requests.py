@@ -55,6 +55,10 @@ class Requests(Collector[RequestRow]):
         self._running[admission.number] = admission, refused
         self._exported.pop(admission.number, None)
 
+    def forked(self, history: History, child: Running) -> None:
+        """Without an admission, as those that came with an exported state."""
+        self._exported[child.number] = child
+
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note the end."""
         output = event.num_tokens - sequence.num_prompt_tokens
