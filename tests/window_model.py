@@ -347,15 +347,16 @@ class Window:
     def expire(self, now: int, stamp: int, told: dict[Path, int]) -> int:
         """Whose time is over goes last among those of the default priority; returns the last stamp.
 
-        `told` ranks blocks of a sliding window that are equally deep.
+        `told` ranks them as the manager has told of them.
         """
         over = [path for path, block in self.cached.items() if 0 < block.expiry <= now]
         for kind in sorted({(self.cached[path].level, self.cached[path].priority) for path in over}):
             alike = [path for path in over if (self.cached[path].level, self.cached[path].priority) == kind]
-            stamp += not self.sliding
-            for path in sorted(alike, key=lambda path: (len(path), told[path])):
-                stamp += self.sliding
-                block = self.cached[path]
+            before: Path | None = None
+            for path in sorted(alike, key=lambda path: (len(path) * self.sliding, told[path])):
+                # Blocks that continue each other as told are released together, in a sliding window none are.
+                stamp += self.sliding or path[:-1] != before
+                block, before = self.cached[path], path
                 block.stamp, block.priority, block.duration, block.expiry = stamp, -1, 0, 0
         for path in over:
             self.cached[path].priority = PRIORITY

@@ -93,13 +93,17 @@ class GroupState(HeldPaths):
                 self._offer(above)
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
-        """The time is over for which these blocks, row by row, had a priority; returns the last stamp used."""
+        """The time is over for which these blocks had a priority; returns the last stamp used.
+
+        Blocks that continue each other get one stamp, so that no two leaves have the same.
+        """
         done, runs = 0, list[Run]()
         while done < len(slots):
             run = self._cut_to(level, slots, done, None)
             timed = run.expiry > 0 and not run.refs and run.priority == old_priority
             invariant(timed, "the time of a block is over that had none, or has another priority")
-            run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp + 1
+            stamp += not runs or run.parent is not runs[-1]
+            run.priority, run.duration, run.expiry, run.released_at = priority, 0, 0, stamp
             done += len(run.slots)
             runs.append(run)
         for run in runs:
@@ -108,7 +112,7 @@ class GroupState(HeldPaths):
         for run in runs:
             if run.id in self.tree.runs:
                 self._offer(run)
-        return stamp + 1
+        return stamp
 
     def _cut_to(self, level: int, slots: array[int], done: int, above: Run | None) -> Run:
         """Make the cached blocks from ``slots[done]`` on, as far as one run holds them, a run of their own."""
