@@ -145,6 +145,8 @@ class KVCacheManager:
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
         )
         self._running = Running(guard, self._blocks, self._checker, readiness)
+        # Called once per step: without the detour by the class.
+        self.add_tokens = self._running.add_tokens  # type: ignore[method-assign]
         reuse = self.config.enable_block_reuse
         self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
         self._monitor = Monitor(journal, self._requests_kept)

@@ -91,7 +91,7 @@ class Expiry:
     @property
     def due(self) -> bool:
         """Whether the time of some block may be over; this is asked at every step."""
-        return bool(self._heap) and self._heap[0][0] <= self.now()
+        return self._heap[0][0] <= self.now() if self._heap else False
 
     def expire(self) -> None:
         """Record whose time is over: by one event for all that were kept alike."""

@@ -52,6 +52,8 @@ class WindowBlockManager(WindowAdmission):
         """
         if not self._reuse or self._group.shared:
             return list(sequences)
+        if self._state.all_kept_alike:
+            return self._fill(sequences, *DEFAULT)
         alike: dict[tuple[int, int], list[Sequence]] = {}
         index, size = self.index, self.tokens_per_block
         how: tuple[int, int]

@@ -64,6 +64,7 @@ class BlockFold(Contents):
         if sequence.inherited or (copied.priority, copied.duration) != (DEFAULT_PRIORITY, 0):
             others = [each for each in sequence.inherited if each.group != event.group]
             sequence.inherited = (*others, copied)
+            self.all_kept_alike = False
 
     def _store(self, event: ev.BlocksStored) -> None:
         index, first, size = event.group, event.first_block, self.tokens_per_block

@@ -69,6 +69,8 @@ class Contents:
         """Raised by each release."""
         self.clock = 0
         """The last time that an event has told; 0 as long as nothing is kept for a time."""
+        self.all_kept_alike = True
+        """Whether no request that was ever admitted has blocks that are kept otherwise than by default."""
         self.pins: dict[int, Pin] = {}
         self.next_pin = 1
         self.changed_blocks = 0

@@ -270,6 +270,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
     sequence.num_prompt_tokens, sequence.computed = entry.num_prompt_tokens, entry.computed
     sequence.tables, sequence.detached, sequence.keys = tables, detached, bytearray(entry.keys)
     sequence.retention, sequence.inherited = entry.retention, entry.inherited
+    state.all_kept_alike = state.all_kept_alike and entry.retention is None and not entry.inherited
     state.sequences[entry.handle] = sequence
     state.handles[entry.request_id] = entry.handle
     state.note_rich(entry.handle, entry.tokens)

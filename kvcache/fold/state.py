@@ -121,6 +121,7 @@ class CacheState(ForkFold):
         invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
         sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
         sequence.computed, sequence.retention = event.reused, event.retention
+        self.all_kept_alike = self.all_kept_alike and event.retention is None
         self.tell_time(event.clock)
         self.sequences[event.handle] = sequence
         self.handles[event.request_id] = event.handle
