@@ -29,16 +29,16 @@ ITEMS = (b"\x11" * 32, b"\x22" * 32, b"\x33" * 32)
 ROOM = (CapacityError, TransfersPending, ComputationLost)
 
 
-def random_log(seed: int, directory: Path) -> Path:
+def random_log(seed: int, directory: Path, *, branches: bool = False) -> Path:
     """Write the log of a random program into a new directory, and return it. The same seed gives the same bytes.
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
     without reuse, with either order of eviction; LoRA adapters, salts, extra ids, images that get the symbols of
-    others; every other one with branches, tokens taken back, and retention; copies that are late and seldom fail; lost
+    others; with `branches` also those, tokens taken back, and retention; copies that are late and seldom fail; lost
     batches; processes that end and begin anew, empty or with the state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
-        program = Program(seed, directory)
+        program = Program(seed, directory, branches=branches)
         program.run(STEPS)
     return directory
 
@@ -66,7 +66,7 @@ class LossyLog(LogWriter):
 class Program:
     """Random commands, and managers that follow each other on one log."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
+    def __init__(self, seed: int, directory: Path, *, branches: bool = False) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         rng = self.rng
         self.directory = directory
@@ -81,7 +81,7 @@ class Program:
         """Tokens of the running sequences."""
         self.computed: dict[int, int] = {}
         self.with_tokens = seed % 10 != 7
-        self.branches = seed % 2 == 1
+        self.branches = branches
         """Whether sequences branch and go back, and requests state how their blocks are to be kept."""
         self.log = LossyLog(directory, record_tokens=self.with_tokens, fsync="never", log_id=bytes(16))
         self.clock = itertools.count()
