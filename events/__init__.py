@@ -35,6 +35,7 @@ from events.types import BlocksFilled as BlocksFilled
 from events.types import BlocksMoved as BlocksMoved
 from events.types import BlocksPinned as BlocksPinned
 from events.types import BlocksRemoved as BlocksRemoved
+from events.types import BlocksReturned as BlocksReturned
 from events.types import BlocksReused as BlocksReused
 from events.types import BlocksStored as BlocksStored
 from events.types import BlocksUnpinned as BlocksUnpinned

@@ -15,6 +15,8 @@ class AllocateReason(StrEnum):
     """For a branch of a sequence: what it does not share."""
     REWIND = "rewind"
     """Instead of a cached block in which a sequence goes on otherwise."""
+    RESERVE = "reserve"
+    """For tokens that are not known yet, or for the next ones of a prompt that had not got all its slots."""
 
 
 class MoveReason(StrEnum):

@@ -52,6 +52,7 @@ _MEASURES: dict[type, Callable[[Any], int]] = {
     ev.BlocksRemoved: lambda e: len(e.slots) + len(e.names),
     ev.ContextComputed: lambda _: 0,
     ev.BlocksDetached: lambda e: len(e.handles) + len(e.counts) + len(e.slots) + len(e.freed),
+    ev.BlocksReturned: lambda e: len(e.handles) + len(e.counts) + len(e.slots),
     ev.SequenceAdded: lambda e: len(e.tokens),
     ev.FeedStored: lambda e: len(e.tokens) + len(e.more) + _HASH_BYTES * len(e.block_hashes),
     ev.FeedRemoved: lambda e: len(e.more) + _HASH_BYTES * len(e.block_hashes),

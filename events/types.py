@@ -33,6 +33,7 @@ from events.kinds.blocks import BlocksFilled as BlocksFilled
 from events.kinds.blocks import BlocksMoved as BlocksMoved
 from events.kinds.blocks import BlocksPinned as BlocksPinned
 from events.kinds.blocks import BlocksRemoved as BlocksRemoved
+from events.kinds.blocks import BlocksReturned as BlocksReturned
 from events.kinds.blocks import BlocksReused as BlocksReused
 from events.kinds.blocks import BlocksStored as BlocksStored
 from events.kinds.blocks import BlocksUnpinned as BlocksUnpinned
@@ -99,6 +100,7 @@ AnyEvent = (
     | TokensAppended
     | ContextComputed
     | BlocksDetached
+    | BlocksReturned
     | SequenceForked
     | SequenceRewound
     | SequenceRemoved

@@ -248,6 +248,7 @@ class KVCacheManager:
         extra_ids: Tokens | None = None,
         resumed: bool = False,
         retention: Retention | None = None,
+        reserve_tokens: int | None = None,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
@@ -256,7 +257,16 @@ class KVCacheManager:
         other arguments.
         """
         request = Request(
-            request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed, retention
+            request_id,
+            tokens,
+            lora_id,
+            lora_name,
+            cache_salt,
+            multimodal,
+            extra_ids,
+            resumed,
+            retention,
+            reserve_tokens,
         )
         return self._add([request])[0]
 
@@ -311,6 +321,7 @@ class KVCacheManager:
 
     store_context_blocks = _of_running(Running.store_context_blocks)
     add_tokens = _of_running(Running.add_tokens)
+    reserve = _of_running(Running.reserve)
     set_priority = _of_running(Running.set_priority)
     fork = _of_running(Running.fork)
     rewind = _of_running(Running.rewind)

@@ -222,7 +222,7 @@ def _blocks_pinned(e: ev.BlocksPinned, known: Known) -> str:
 def _tokens_appended(e: ev.TokensAppended, known: Known) -> str:
     # Counted from `counts`, because the ids themselves may have been taken out.
     tokens = int(np.sum(unpack_u32(e.counts))) if e.counts else len(e.handles) // HANDLE_BYTES
-    return f"{_sequences(e.handles, known)} tokens={tokens}"
+    return f"{_sequences(e.handles, known)} tokens={tokens}{' draft' * e.draft}"
 
 
 def _sequence_removed(e: ev.SequenceRemoved, known: Known) -> str:
@@ -301,6 +301,7 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.BlocksDetached: lambda e, known: (
         f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} freed={len(e.freed) // SLOT_BYTES}"
     ),
+    ev.BlocksReturned: lambda e, known: f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)}",
     ev.SequenceForked: lambda e, known: (
         f"{_whose(e.handle, known)} into {_handle(e.child)} request={text(e.request_id)}"
     ),

@@ -128,6 +128,7 @@ class FakeEngine:
         """Compute K/V up to a token of the prompt and report it."""
         sequence = self.manager._blocks.sequence(request_id)
         stop = sequence.num_tokens if stop is None else stop
+        self.have_slots(request_id, stop)
         self.write(request_id, stop)
         self.manager.store_context_blocks(request_id, stop)
         self.overwrite_blank()
@@ -172,8 +173,47 @@ class FakeEngine:
     def decode(self, request_ids: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """One step: write what was sampled last (and whatever of the prompt was left), then append."""
         for request_id in request_ids:
+            self.have_slots(request_id, self.manager._blocks.sequence(request_id).num_tokens)
             self.write(request_id, self.manager._blocks.sequence(request_id).num_tokens)
         self.manager.add_tokens(list(request_ids), list(tokens))
+        self.overwrite_blank()
+
+    def have_slots(self, request_id: RequestId, stop: int) -> None:
+        """Have slots for the tokens of a prompt up to one, if it was admitted without."""
+        sequence = self.manager._blocks.sequence(request_id)
+        if self.manager._blocks.slots_of(sequence) < stop:
+            self.manager.reserve([request_id], [stop - sequence.computed])
+            self.overwrite_blank()
+
+    def guess_ahead(self, request_id: RequestId, guesses: Sequence[int], right: int, sampled: int) -> None:
+        """Compute guessed tokens in reserved slots; of those the first `right` were right, and one more was sampled."""
+        self.start_transfers()
+        sequence = self.manager._blocks.sequence(request_id)
+        known = sequence.num_tokens
+        self.manager.reserve([request_id], [len(guesses)])
+        self.overwrite_blank()
+        self.write(request_id, known)
+        values = np.array(expected([*sequence.tokens, *guesses], sequence.namespace), np.float32)[known:]
+        if not self.finds(request_id, known - 1):
+            values = np.full_like(values, WRONG)
+        positions = np.arange(known, known + len(guesses))
+        for group, memory in enumerate(self.memories):
+            memory.write(self.table(request_id, group)[positions // self.size], positions % self.size, values)
+        self.manager.add_tokens([request_id], [*guesses[:right], sampled], [right + 1])
+        self.overwrite_blank()
+
+    def draft(self, request_id: RequestId, drafts: Sequence[int], right: int, sampled: int) -> None:
+        """Behind a sampled token append drafts, compute them, and take back all but the first `right`; then another one
+        was sampled.
+        """
+        self.decode([request_id], [sampled])
+        known = self.manager._blocks.sequence(request_id).num_tokens
+        self.manager.add_tokens([request_id], list(drafts), [len(drafts)], draft=True)
+        self.overwrite_blank()
+        self.write(request_id, known + len(drafts))
+        if right < len(drafts):
+            self.rewind(request_id, known + right)
+        self.manager.add_tokens([request_id], [sampled])
         self.overwrite_blank()
 
     def fork(self, parent: RequestId, child: RequestId) -> None:

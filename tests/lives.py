@@ -47,7 +47,13 @@ def occasion_name(occasion: Any) -> str:
 def named_slots(event: Any) -> Iterator[tuple[int, bytes]]:
     """The slots that an event names, with their levels."""
     match event:
-        case ev.BlocksAllocated() | ev.BlocksStored() | ev.BlocksFilled() | ev.BlocksDetached():
+        case (
+            ev.BlocksAllocated()
+            | ev.BlocksStored()
+            | ev.BlocksFilled()
+            | ev.BlocksDetached()
+            | ev.BlocksReturned()
+        ):
             yield PRIMARY, event.slots
         case ev.BlocksReused():
             yield event.level, event.slots
@@ -136,7 +142,7 @@ class Program:
         commands = [self.admit, self.compute, self.end] * 4 + [self.decode] * 3
         commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
         if self.keeps:
-            commands += [self.pin, self.unpin, self.fork, self.rewind]
+            commands += [self.pin, self.unpin, self.fork, self.rewind, self.reserve]
         for _ in range(steps):
             with suppress(CapacityError, TransfersPending, ComputationLost):
                 self.rng.choice(commands)()
@@ -177,6 +183,10 @@ class Program:
             length = self.manager._blocks.sequence(request_id).num_tokens
             with suppress(UsageError):  # a window has let go of what would be needed
                 self.manager.rewind(request_id, self.rng.randint(max(1, length - 5), length))
+
+    def reserve(self) -> None:
+        ids = self.some()
+        self.manager.reserve(ids, [self.rng.randint(0, 6) for _ in ids])
 
     def unpin(self) -> None:
         for pin in list(self.manager.pins())[:1]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from events.types import PRIMARY, SECONDARY
 from tests.window_model import Path, Retention, Running, Window, common_tokens, path_of
 
-Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None]
-"""Id, namespace, tokens, how its blocks are to be kept."""
+Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None, int | None]
+"""Id, namespace, tokens, how its blocks are to be kept, for how many tokens beyond what is reused it gets blocks."""
 
 
 class Refused(Exception):
@@ -107,9 +107,9 @@ class Model:
         new, claimed = 0, [set[Path]() for _ in self.windows]
         needed: tuple[int, ...] = ()
         available: tuple[int, ...] = ()
-        for index, (_, namespace, tokens, _) in enumerate(requests):
+        for index, (_, namespace, tokens, _, reserve) in enumerate(requests):
             found = self.match(namespace, tokens)
-            new += self.blocks_for(len(tokens)) - (len(found.path) - 1)
+            new += self.new_blocks(tokens, found, reserve)
             for window, paths in zip(self.windows, claimed, strict=True):
                 paths.update(window.claims(found.path, found.tokens))
             counts = [_count(window, new, paths) for window, paths in zip(self.windows, claimed, strict=True)]
@@ -117,6 +117,15 @@ class Model:
             if any(more > there for more, there in counts):
                 return index, needed, available
         return len(requests), needed, available
+
+    def new_blocks(self, tokens: Sequence[Hashable], found: Reuse, reserve: int | None) -> int:
+        """Blocks that an admitted request gets beside what it reuses."""
+        first = len(tokens) if reserve is None else min(len(tokens), found.tokens + reserve)
+        return self.blocks_for(first) - (len(found.path) - 1)
+
+    def blocks_of(self, request_id: Hashable) -> int:
+        """How long the tables of a sequence are, in each window."""
+        return len(self.windows[0].tables[request_id])
 
     # -- commands
 
@@ -128,7 +137,7 @@ class Model:
         if fit < len(requests):
             raise Refused(fit, needed, available)
         admitted = []
-        for request_id, namespace, tokens, retention in requests:
+        for request_id, namespace, tokens, retention, _ in requests:
             found = self.match(namespace, tokens)
             admitted.append(Admitted(found, [_onboarded(each, found) for each in self.windows]))
             sequence = Running(namespace, list(tokens), found.tokens, retention, len(tokens))
@@ -142,8 +151,8 @@ class Model:
                     window.copies[request_id] = len(path) - 2, (source.priority, source.duration)
                 window.claim(request_id, found.path, found.tokens)
             window.evict(needed[index], exempt)
-            for (request_id, _, tokens, _), (found, _) in zip(requests, admitted, strict=True):
-                window.grow(request_id, self.blocks_for(len(tokens)) - (len(found.path) - 1))
+            for (request_id, _, tokens, _, reserve), (found, _) in zip(requests, admitted, strict=True):
+                window.grow(request_id, self.new_blocks(tokens, found, reserve))
             window.onboard()
         for (request_id, *_), (found, _) in zip(requests, admitted, strict=True):
             for window in self.windows:
@@ -159,13 +168,41 @@ class Model:
         return swapped
 
     def append(
-        self, ids: Sequence[Hashable], tokens: Sequence[int], counts: Sequence[int]
+        self, ids: Sequence[Hashable], tokens: Sequence[int], counts: Sequence[int], draft: bool = False
     ) -> dict[Hashable, list[list[int]]]:
         """Returns the swapped blocks, for each window, of each sequence that has any."""
-        growth = []
-        for index, (request_id, count) in enumerate(zip(ids, counts, strict=True)):
-            length = len(self.running[request_id].tokens)
-            growth.append(self.blocks_for(length + count) - self.blocks_for(length))
+        lengths = [len(self.running[each].tokens) + more for each, more in zip(ids, counts, strict=True)]
+        storing = [each for each in ids if not self.goes_on_plainly(each)]
+        storing += self.grow(ids, [self.blocks_for(length) for length in lengths])
+        rest = list(tokens)
+        for request_id, count in zip(ids, counts, strict=True):
+            sequence = self.running[request_id]
+            sequence.tokens += rest[:count]
+            if not draft:
+                sequence.computed = len(sequence.tokens) - 1
+            del rest[:count]
+        swapped = {
+            each: [window.store(each, self.running[each]) for window in self.windows]
+            for each in ids
+            if each in storing and not draft
+        }
+        for request_id, length in zip(ids, lengths, strict=True):
+            for window in self.windows:
+                del window.tables[request_id][self.blocks_for(length) :]
+        self.detach(ids)
+        return {each: swaps for each, swaps in swapped.items() if any(swaps)}
+
+    def goes_on_plainly(self, request_id: Hashable) -> bool:
+        """Whether a sequence has just the blocks that its tokens take, and all but its last one are computed."""
+        sequence = self.running[request_id]
+        even = self.blocks_of(request_id) == self.blocks_for(len(sequence.tokens))
+        return even and sequence.computed >= len(sequence.tokens) - 1
+
+    def grow(self, ids: Sequence[Hashable], blocks: Sequence[int]) -> list[Hashable]:
+        """Have tables of so many blocks, or longer ones; returns which had to grow. Raises `Refused`."""
+        growth: list[int] = []
+        for index, (request_id, wanted) in enumerate(zip(ids, blocks, strict=True)):
+            growth.append(max(0, wanted - self.blocks_of(request_id)))
             if any(sum(growth) > window.available() for window in self.windows):
                 raise Refused(index)
         for window in self.windows:
@@ -173,19 +210,22 @@ class Model:
                 window.evict(max(sum(growth), min(window.ahead, window.available())))
             for request_id, more in zip(ids, growth, strict=True):
                 window.grow(request_id, more)
-        rest = list(tokens)
+        return [request_id for request_id, more in zip(ids, growth, strict=True) if more]
+
+    def reserve(self, ids: Sequence[Hashable], counts: Sequence[int]) -> None:
+        """Have blocks for tokens to come; of a prompt that has not got all its blocks, for more of what is known."""
+        wanted = []
         for request_id, count in zip(ids, counts, strict=True):
-            sequence = self.running[request_id]
-            sequence.tokens += rest[:count]
-            sequence.computed = len(sequence.tokens) - 1
-            del rest[:count]
-        swapped = {
-            each: [window.store(each, self.running[each]) for window in self.windows]
-            for each, more in zip(ids, growth, strict=True)
-            if more
-        }
-        self.detach(ids)
-        return {each: swaps for each, swaps in swapped.items() if any(swaps)}
+            sequence, has = self.running[request_id], self.blocks_of(request_id)
+            if has * self.size < len(sequence.tokens):
+                chunk = min(sequence.computed + count, len(sequence.tokens))
+                wanted.append(max(has, self.blocks_for(chunk)))
+            else:
+                wanted.append(self.blocks_for(len(sequence.tokens) + count))
+        self.grow(ids, wanted)
+        for request_id, blocks in zip(ids, wanted, strict=True):
+            for window in self.windows:
+                del window.tables[request_id][blocks:]
 
     def detach(self, ids: Sequence[Hashable]) -> None:
         """Sequences let go of what the windows have left."""
@@ -203,19 +243,21 @@ class Model:
     def fork(self, parent: Hashable, child: Hashable) -> list[list[int]]:
         """Returns for each window the parent's blocks that were swapped for another's."""
         sequence = self.running[parent]
-        new = self.blocks_for(len(sequence.tokens)) - sequence.computed // self.size
+        own = min(self.blocks_for(len(sequence.tokens)), self.blocks_of(parent))
+        new = own - sequence.computed // self.size
         if any(new > window.available() for window in self.windows):
             raise Refused
         swapped = [window.store(parent, sequence) for window in self.windows]
         self.running[child] = replace(sequence, tokens=sequence.tokens[:])
         for window in self.windows:
-            window.fork(parent, child, sequence)
+            window.fork(parent, child, sequence, new)
         return swapped
 
     def rewind(self, request_id: Hashable, num_tokens: int) -> None:
         """Take back all but the first tokens. Raises `Refused`: True if some window does not see enough any more."""
         sequence = self.running[request_id]
-        computed, needed = min(sequence.computed, num_tokens - 1), self.blocks_for(num_tokens)
+        computed = min(sequence.computed, num_tokens - 1)
+        needed = min(self.blocks_for(num_tokens), self.blocks_of(request_id))
         if any(window.first_seen(computed) < window.detached(request_id) for window in self.windows):
             raise Refused(True)
         if not all(each.room_to_rewind(request_id, computed // self.size, needed) for each in self.windows):

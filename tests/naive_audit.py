@@ -348,7 +348,8 @@ class NaiveAudit:
     def append(self, event: ev.TokensAppended) -> None:
         for handle in array("q", event.handles):
             running = self.running[handle]
-            running.computed = max(running.computed, len(running.prompt.tokens))
+            if not event.draft:
+                running.computed = max(running.computed, len(running.prompt.tokens))
         if not event.tokens:
             return  # the log has none
         handles, tokens = array("q", event.handles), self.spelled(event.tokens)

@@ -125,14 +125,25 @@ def prompts(earlier: Sequence[Sequence[Symbol]]) -> st.SearchStrategy[list[Symbo
     return st.one_of(continued, continued, fresh)
 
 
+Drawn = tuple[str | int, Namespace, list[Symbol], Retention | None, int | None]
+"""A request: id, namespace, prompt, retention, and for how many tokens it gets slots at first."""
+
+
 def batches(
     free_ids: Sequence[str | int], earlier: Sequence[Sequence[Symbol]]
-) -> st.SearchStrategy[list[tuple[str | int, Namespace, list[Symbol], Retention | None]]]:
+) -> st.SearchStrategy[list[Drawn]]:
     """One to four requests with ids that are not in use."""
     # Most share a namespace, so that they meet.
     namespaces = st.sampled_from((NAMESPACES[0],) * 4 + (EXTRA,) * 2 + NAMESPACES)
     return st.lists(
-        st.builds(_allowed, st.sampled_from(list(free_ids)), namespaces, prompts(earlier), retentions()),
+        st.builds(
+            _allowed,
+            st.sampled_from(list(free_ids)),
+            namespaces,
+            prompts(earlier),
+            retentions(),
+            st.sampled_from([None, None, None, 1, 3, 6]),
+        ),
         min_size=1,
         max_size=4,
         unique_by=lambda each: (type(each[0]), each[0]),
@@ -163,10 +174,15 @@ def _retention(
 
 
 def _allowed(
-    request_id: str | int, namespace: Namespace, prompt: list[Symbol], retention: Retention | None
-) -> tuple[str | int, Namespace, list[Symbol], Retention | None]:
+    request_id: str | int,
+    namespace: Namespace,
+    prompt: list[Symbol],
+    retention: Retention | None,
+    reserve: int | None,
+) -> Drawn:
     """The prompt without extra ids of 0, and without any where the namespace has none."""
-    return request_id, namespace, [_simplest(symbol, len(namespace) == 4) for symbol in prompt], retention
+    simple = [_simplest(symbol, len(namespace) == 4) for symbol in prompt]
+    return request_id, namespace, simple, retention, reserve
 
 
 def _simplest(symbol: Symbol, with_extra_ids: bool) -> Symbol:
@@ -182,6 +198,7 @@ def request(
     namespace: Namespace,
     prompt: Sequence[Symbol],
     retention: Retention | None = None,
+    reserve_tokens: int | None = None,
 ) -> Request:
     """The request as the manager takes it."""
     lora_id, lora_name, salt, *_ = namespace
@@ -202,6 +219,7 @@ def request(
         items[::-1],
         extra_ids if len(namespace) == 4 else None,
         retention=None if retention is None else spelled_retention(retention),
+        reserve_tokens=reserve_tokens,
     )
 
 

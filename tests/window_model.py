@@ -273,8 +273,8 @@ class Window:
                 changed.append(entry)
         return changed
 
-    def fork(self, parent: Hashable, child: Hashable, sequence: Running) -> None:
-        """The child holds what is computed, and has blocks of its own for the rest."""
+    def fork(self, parent: Hashable, child: Hashable, sequence: Running, new: int) -> None:
+        """The child holds what is computed, and has so many blocks of its own for the rest."""
         table, (blocks, begun) = self.tables[parent], divmod(sequence.computed, self.size)
         shared = [self.hold(entry) if isinstance(entry, tuple) else entry for entry in table[:blocks]]
         if begun:
@@ -282,8 +282,8 @@ class Window:
         elif parent in self.copies:
             self.copies[child] = self.copies[parent]
         self.tables[child] = shared
-        self.evict(len(table) - blocks)
-        self.grow(child, len(table) - blocks)
+        self.evict(new)
+        self.grow(child, new)
 
     def first_seen(self, token: int) -> int:
         """The first block that a token sees."""
@@ -292,8 +292,8 @@ class Window:
     def room_to_rewind(self, request_id: Hashable, blocks: int, needed: int) -> bool:
         """Whether there is a block for a copy, if one is needed."""
         table = self.tables[request_id]
-        others, last = self.held_by_others(request_id), table[blocks]
-        if isinstance(last, int) and last not in others:
+        others = self.held_by_others(request_id)
+        if all(isinstance(entry, int) and entry not in others for entry in table[blocks : blocks + 1]):
             return True
         freed = [entry for entry in table[blocks:] if isinstance(entry, int) and entry not in others]
         return self.available() + len(freed) >= needed - blocks
@@ -306,8 +306,9 @@ class Window:
         table, (blocks, begun) = self.tables[request_id], divmod(sequence.computed, self.size)
         if self.copies.get(request_id, (0,))[0] > blocks:
             del self.copies[request_id]
-        last, first = table[blocks], needed
-        if isinstance(last, tuple) or last in self.held_by_others(request_id):
+        # A prompt may have no block yet for the next token to be computed.
+        last, first = table[blocks] if blocks < len(table) else None, needed
+        if isinstance(last, tuple) or last in self.held_by_others(request_id) - {None}:
             first, kept = blocks, self.kept(request_id, sequence, blocks)
             if isinstance(last, tuple):
                 kept = self.cached[last].priority, self.cached[last].duration

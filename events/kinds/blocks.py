@@ -156,6 +156,17 @@ class BlocksDetached(Event, frozen=True):
     clock: int = 0
 
 
+class BlocksReturned(Event, frozen=True):
+    """Sequences gave back the last slots of their tables, which were reserved and are not needed: they are blank."""
+
+    handles: Handles
+    counts: Counts
+    """Blocks per sequence."""
+    group: GroupIndex
+    slots: Slots
+    """Each sequence's deepest first."""
+
+
 class BlocksPinned(Event, frozen=True):
     """Cached blocks of a sequence are held by a reference that outlives it."""
 

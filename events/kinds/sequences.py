@@ -40,6 +40,8 @@ class TokensAppended(Event, frozen=True):
     counts: Counts
     """Tokens per sequence; empty: one each."""
     tokens: Tokens
+    draft: bool = False
+    """They may be taken back: of the sequences no more counts as computed than before."""
 
 
 class ContextComputed(Event, frozen=True):

@@ -219,7 +219,7 @@ class HistoryFold(History):
         self._set_computed(sequence, min(event.num_tokens, sequence.num_prompt_tokens))
 
     def _on_appended(self, event: ev.TokensAppended) -> None:
-        if event.counts or event.handles != self._tokens.handles:
+        if not event.draft and (event.counts or event.handles != self._tokens.handles):
             for handle in array("q", event.handles):
                 sequence = self.running[handle]
                 if sequence.computed < sequence.num_prompt_tokens:

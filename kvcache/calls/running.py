@@ -20,7 +20,7 @@ from kvcache.inputs.arguments import (
     listed,
 )
 from kvcache.inputs.requests import RequestChecker
-from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
+from kvcache.inputs.tokens import Tokens, pack_counts, pack_naturals, pack_tokens
 from kvcache.results import StoreResult
 
 
@@ -48,6 +48,8 @@ class Running:
                 f"request {request_id!r} has {sequence.num_tokens} tokens, so {num_computed_tokens} cannot be "
                 "computed: append sampled tokens with add_tokens first"
             )
+        if num_computed_tokens > self._blocks.slots_of(sequence):
+            self._blocks.refuse_without_slots([sequence])
         if not self._readiness.certain:
             self._readiness.refuse_uncomputable([sequence])
         with self._guard:
@@ -56,34 +58,63 @@ class Running:
 
     @exclusive
     def add_tokens(
-        self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
+        self,
+        request_ids: Items[RequestId],
+        tokens: Tokens,
+        counts: Items[int] | None = None,
+        *,
+        draft: bool = False,
     ) -> dict[RequestId, StoreResult]:
         """Append sampled tokens: one call per engine step for all running sequences.
 
         `tokens` is flat; `counts` says how many belong to each sequence (None: one each). All tokens of a sequence but
         its last one are taken as computed from now on, the prompt and what was sampled before too, whether or not
-        `store_context_blocks` said so; where another block is needed, the full ones become reusable. So append draft
-        tokens only with their K/V written: `rewind` takes them back, but what was stored of them stays cached, and
-        other requests would read what was never written (`debug_fill_blank` shows that). Returns the sequences whose
-        tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all of
-        them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
+        `store_context_blocks` said so, and what that completes becomes reusable. Not so with `draft`: of tokens that
+        `rewind` may take back nothing counts as computed, or is stored, before the next call without it. What was
+        reserved for a sequence is taken first, and given back where these tokens do not need it. Returns the sequences
+        whose tables point at other blocks than before. Raises `OutOfBlocks` (and appends nothing) if the blocks for all
+        of them cannot be had; `OutOfBlocks.index` is the first sequence that does not fit. Raises
         `TransfersPending` as `store_context_blocks` does, and `PromptTooLong` if one has reached `max_tokens`.
         """
         ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
         packed = pack_tokens(tokens, self._checker.max_tokens * (len(ids) or 1))
         num_tokens = len(packed) // TOKEN_BYTES
-        if counts is None:
+        if counts is None and draft is False:
             batch = self._blocks.decode_batch(ids, num_tokens, self._checker.longest_sequence)
             if not self._readiness.certain:
                 self._readiness.refuse_uncomputable(batch.sequences)
+            if not batch.even:
+                self._blocks.refuse_without_slots(batch.sequences)
             with self._guard:
                 return self._blocks.step(batch, packed)
-        sizes = pack_counts(counts, len(ids), num_tokens)
+        draft = checked_flag(draft, "draft")
+        sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
         running = self._blocks.running(ids)
+        self._blocks.refuse_without_slots(running)
         if not self._readiness.certain:
-            self._readiness.refuse_uncomputable(running)
+            # Of drafts nothing counts as computed, so nothing need be there.
+            refuse = self._readiness.refuse_lost if draft else self._readiness.refuse_uncomputable
+            refuse(running)
         with self._guard:
-            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence)
+            return self._blocks.append(running, packed, sizes, self._checker.longest_sequence, draft=draft)
+
+    @exclusive
+    def reserve(self, request_ids: Items[RequestId], counts: Items[int]) -> None:
+        """Have slots for so many tokens to come of each of these sequences, whose values are not known yet.
+
+        So an engine launches a step before it has read what the last one sampled, or writes K/V of tokens that it may
+        reject. The slots are in the block tables, behind those of the tokens that are there; the next `add_tokens` that
+        names the sequence takes those that its tokens need and gives the others back, and another `reserve` puts its
+        count in the place of this one (0 gives all back). For a prompt that was admitted with `reserve_tokens`, and has
+        not got all its slots, `counts` are of the tokens behind what is computed: its next chunk, which stays the
+        sequence's. Raises `OutOfBlocks` (and reserves nothing) as `add_tokens` does, and `PromptTooLong` beyond
+        `max_tokens`.
+        """
+        ids = listed(request_ids, "request_ids")
+        sizes = pack_naturals(counts, len(ids))
+        running = self._blocks.running(ids)
+        with self._guard:
+            self._blocks.reserve(running, sizes, self._checker.longest_sequence)
 
     @exclusive
     def set_priority(

@@ -56,7 +56,8 @@ class Scheduling:
             primary, secondary = each.primary // size, each.secondary // size
             reusable[window.window], held[window.window] = primary + secondary, primary - idle
             needed[window.window] = claims.needed + idle
-            more = window.blocks_for(total) - window.blocks_for(checked.num_tokens)
+            full = (planned.reused_tokens - planned.reused_partial) // size
+            more = window.blocks_for(total) - full - each.new_blocks
             if isinstance(self._state.groups[window.index], SlidingGroup):
                 has = primary + secondary + each.new_blocks
                 more = max(0, min(more, blocks_at_most(total, window.window, size) - has))
@@ -67,7 +68,8 @@ class Scheduling:
     def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
         """Blocks that a running sequence takes when it gets its next token, and so many draft tokens with it.
 
-        A prompt has its blocks from its admission on, so this is of decoding only.
+        A prompt has its blocks from its admission on, so this is of decoding; or what a prompt still lacks
+        (`reserve_tokens`), and one token more.
         """
         more = 1 + checked_natural(draft_tokens, "draft_tokens")
         sequence = self._blocks.sequence(request_id)
@@ -134,7 +136,9 @@ def _storable(group: AnyGroup, sequence: Sequence, size: int) -> int:
         return full
     # Blocks that lost their names while several held them stay without.
     first = max(sequence.path_ends[group.index].end, sequence.detached[group.index])
-    return next((index for index in range(first, full) if table[index] in group.shared), full)
+    return next(
+        (index for index in range(first, min(full, len(table))) if table[index] in group.shared), full
+    )
 
 
 class Simulation:

@@ -25,7 +25,7 @@ def part_of_sequences(
     match event:
         case ev.BlocksFilled():
             return filled_rows(event, _chosen("q", event.handles, handles), key_bytes)
-        case ev.BlocksAllocated():
+        case ev.BlocksAllocated() | ev.BlocksReturned():
             own, counts, slots = _counted(event.handles, event.counts, event.slots, handles)
             return replace(event, handles=own, counts=counts, slots=slots)
         case ev.BlocksDetached():

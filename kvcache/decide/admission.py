@@ -75,7 +75,10 @@ def plan(windows: Windows, request: CheckedRequest) -> Plan:
     size = windows[0].tokens_per_block
     matches = [window.match(request.namespace, request.symbols, stop) for window in windows]
     common, tokens = in_all(matches, size, windows[0].key_bytes)
-    new_blocks = windows[0].blocks_for(request.num_tokens) - common[0].blocks
+    num_tokens = request.num_tokens
+    if request.reserve_tokens is not None:
+        num_tokens = min(num_tokens, tokens + request.reserve_tokens)
+    new_blocks = windows[0].blocks_for(num_tokens) - common[0].blocks
     plans = []
     for window, found in zip(windows, common, strict=True):
         source = window.source(found.partial) if found.partial is not None else None

@@ -27,7 +27,17 @@ class Due(NamedTuple):
 class DecodeBatch:
     """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
 
-    __slots__ = ("_due", "_leaving", "_period", "_steps", "_steps_left", "handles", "ids", "sequences")
+    __slots__ = (
+        "_due",
+        "_leaving",
+        "_period",
+        "_steps",
+        "_steps_left",
+        "even",
+        "handles",
+        "ids",
+        "sequences",
+    )
 
     def __init__(
         self,
@@ -41,6 +51,8 @@ class DecodeBatch:
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed int64."""
+        self.even = all(sequence.is_even(tokens_per_block) for sequence in sequences)
+        """Whether the step is like all that follow; if not, its sequences are looked at one by one."""
         self._period = tokens_per_block
         self._steps = 0
         lengths = [sequence.num_tokens for sequence in sequences]

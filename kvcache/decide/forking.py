@@ -16,7 +16,12 @@ from kvcache.fold.state import CacheState
 
 def own_blocks(parent: Sequence, tokens_per_block: int) -> int:
     """Blocks that a branch does not share: the one that is computed in part, and those behind it."""
-    return len(parent.tables[0]) - parent.computed // tokens_per_block
+    return needed_blocks(parent, parent.num_tokens, tokens_per_block) - parent.computed // tokens_per_block
+
+
+def needed_blocks(sequence: Sequence, num_tokens: int, tokens_per_block: int) -> int:
+    """Blocks that a sequence has of its first tokens, without those that are reserved for others."""
+    return min(-(-num_tokens // tokens_per_block), len(sequence.tables[0]))
 
 
 def fork(
@@ -53,8 +58,8 @@ def rewind(
     """Take back all but the first tokens of a sequence: where its last block is cached, it gets a copy of its own."""
     size = state.tokens_per_block
     blocks, begun = divmod(min(sequence.computed, num_tokens - 1), size)
-    needed = -(-num_tokens // size)
-    sources = [window.source_of_own(sequence, blocks, begun) for window in windows]
+    needed = needed_blocks(sequence, num_tokens, size)
+    sources = [window.source_of_own(sequence, blocks, begun) if begun else None for window in windows]
     freed = tuple(
         [window.freed_by(sequence, window.first_to_leave(sequence, num_tokens)) for window in windows]
     )
@@ -62,7 +67,7 @@ def rewind(
     for window, source in zip(windows, sources, strict=True):
         missing = needed - len(sequence.tables[window.index])
         window.free_up(missing, sequence.handle)
-        if missing and begun:
+        if missing and source is not None:
             window.copy_partial(sequence, source, {source.slot} if source.cached else set())
             missing -= 1
         if missing:

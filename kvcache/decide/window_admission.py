@@ -88,7 +88,7 @@ class WindowAdmission:
 
     def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens."""
-        return self.blocks_for(sequence.num_tokens + num_tokens) - self.blocks_for(sequence.num_tokens)
+        return max(0, self.blocks_for(sequence.num_tokens + num_tokens) - len(sequence.tables[self.index]))
 
     def _names(self, keys: bytes) -> bytes:
         return names_of_keys(keys, self.key_bytes)
@@ -155,7 +155,8 @@ class WindowAdmission:
     def first_to_leave(self, sequence: Sequence, num_tokens: int) -> int:
         """The first block that a sequence lets go of when all but so many tokens are taken back."""
         blocks = min(sequence.computed, num_tokens - 1) // self.tokens_per_block
-        return self._group.first_to_leave(sequence, blocks, self.blocks_for(num_tokens))
+        needed = min(self.blocks_for(num_tokens), len(sequence.tables[self.index]))
+        return self._group.first_to_leave(sequence, blocks, needed)
 
     def copy_partial(self, sequence: Sequence, source: CopySource, unread: set[Slot]) -> None:
         """Copy the start of a block into a new one of the sequence.

@@ -51,21 +51,23 @@ class Readiness:
             raise TransfersPending
 
     def refuse_uncomputable(self, sequences: Items[Sequence]) -> None:
-        """Raise if one of these sequences has not got what it is computed from.
-
-        `ComputationLost`: a copy has failed, and the sequence has not heard of it, or cannot begin again.
-        `TransfersPending`: one into its blocks has not been started.
+        """Raise if one of these sequences has not got what it is computed from: as `refuse_lost`, and
+        `TransfersPending` where a copy into its blocks has not been started.
         """
-        self._refuse_lost(sequences)
-        for sequence in sequences if self._stuck else ():
-            if sequence.request_id in self._stuck:
-                raise ComputationLost(sequence.request_id, 0, stuck=True)
+        self.refuse_lost(sequences)
         if self._transfers is None or not self._transfers.pending:
             return
         for group in range(len(sequences[0].tables) if sequences else 0):
             unwritten = self._transfers.pending_targets(group, PRIMARY)
             if unwritten and not all(unwritten.isdisjoint(sequence.tables[group]) for sequence in sequences):
                 raise TransfersPending
+
+    def refuse_lost(self, sequences: Items[Sequence]) -> None:
+        """Raise `ComputationLost`: a copy has failed, and a sequence has not heard of it, or cannot begin again."""
+        self._refuse_lost(sequences)
+        for sequence in sequences if self._stuck else ():
+            if sequence.request_id in self._stuck:
+                raise ComputationLost(sequence.request_id, 0, stuck=True)
 
     def _refuse_lost(self, sequences: Items[Sequence]) -> None:
         for sequence in sequences if self._lost else ():

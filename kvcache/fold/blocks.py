@@ -25,6 +25,10 @@ class BlockFold(Contents):
         slots = array("i", event.slots)
         self.groups[index].levels[PRIMARY].take_slots(slots)
         handles = array("q", event.handles)
+        if event.why == ev.AllocateReason.RESERVE:
+            for handle in handles:
+                # It has other slots from now on than its tokens need, so it does not decode like others.
+                self.set_computed(sequences[handle], sequences[handle].computed)
         if not event.counts:
             for handle, slot in zip(handles, slots, strict=True):
                 sequences[handle].tables[index].append(slot)
@@ -178,6 +182,28 @@ class BlockFold(Contents):
         self.releases += len(sequences)
         agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed
         invariant(agree, "other blocks were let go of than the window has left behind")
+
+    def _return(self, event: ev.BlocksReturned) -> None:
+        counts, slots, group = array("I", event.counts), array("i", event.slots), self.groups[event.group]
+        invariant(sum(counts) == len(slots), "other slots are returned than counted")
+        start = 0
+        for handle, count in zip(array("q", event.handles), counts, strict=True):
+            sequence, returned = self.sequences[handle], slots[start : start + count]
+            table, start = sequence.tables[event.group], start + count
+            needed = max(sequence.computed, 1)
+            invariant(
+                0 < count <= len(table) - -(-needed // self.tokens_per_block),
+                "slots are returned that are in use",
+            )
+            invariant(
+                table[: -count - 1 : -1] == returned, "the slots that a sequence gives back are not its own"
+            )
+            invariant(
+                group.return_uncached(returned) == returned,
+                "the slots that a sequence gives back are not its own",
+            )
+            del table[-count:]
+            self.running.forget_row()
 
     # -- copies
 

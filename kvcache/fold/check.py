@@ -128,12 +128,21 @@ def _check_states(group: GroupState, run: Run) -> None:
 
 def _check_table(group: AnyGroup, sequence: Sequence) -> None:
     table, first = sequence.tables[group.index], sequence.detached[group.index]
-    needed = -(-sequence.num_tokens // group.tokens_per_block)
-    invariant(len(table) == needed, "a block table does not fit the tokens")
-    invariant(0 <= first < needed, "a sequence has let go of its last block")
+    size = group.tokens_per_block
+    needed = -(-(sequence.num_tokens if sequence.is_decoding else max(sequence.computed, 1)) // size)
+    invariant(len(table) >= needed, "a block table is too short for what is computed")
+    invariant(not sequence.is_decoding or len(table) == needed, "a sequence that decodes has reserved slots")
+    invariant(
+        len(table) == len(sequence.tables[0]), "a sequence has more blocks in one window than in another"
+    )
+    # Only a prompt that has no slot yet for the next token may have let go of all the others.
+    last = len(table) - (len(table) * size > sequence.computed)
+    invariant(0 <= first <= last, "a sequence has let go of its last block")
     invariant(table[:first] == array("i", [DETACHED]) * first, "a block was left behind out of order")
     held = table[first:]
-    invariant(len(set(held)) == len(held) and min(held) >= 0, "a block table names a slot twice, or none")
+    invariant(
+        len(set(held)) == len(held) and min(held, default=0) >= 0, "a block table names a slot twice, or none"
+    )
     invariant(0 <= sequence.computed <= sequence.num_tokens, "more is computed than there is")
 
 

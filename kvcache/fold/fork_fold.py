@@ -36,7 +36,8 @@ class ForkFold(PinFold):
         invariant(0 < num_tokens < sequence.num_tokens, "no tokens are taken back, or all")
         # The last token that is left is computed anew, in a block that nobody else reads.
         computed = min(sequence.computed, num_tokens - 1)
-        blocks, needed = computed // self.tokens_per_block, -(-num_tokens // self.tokens_per_block)
+        blocks = computed // self.tokens_per_block
+        needed = min(-(-num_tokens // self.tokens_per_block), len(sequence.tables[0]))
         self.tell_time(event.clock)
         self.releases += 1
         for group, freed in zip(self.groups, event.freed, strict=True):

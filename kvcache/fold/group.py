@@ -100,8 +100,10 @@ class Group:
         """The first block that a sequence lets go of when it goes back to the block `blocks`, and needs so many: that
         one as well if others may read it.
         """
-        shared = sequence.tables[self.index][blocks] in self.shared
-        return blocks if shared or blocks < sequence.path_ends[self.index].end else needed
+        if blocks < sequence.path_ends[self.index].end:
+            return blocks
+        shared = blocks < needed and sequence.tables[self.index][blocks] in self.shared
+        return blocks if shared else needed
 
     def share_uncached(self, slots: array[int]) -> None:
         """One more sequence holds these uncached blocks."""

@@ -55,6 +55,7 @@ IN_PRIMARY: Life = {
         MoveReason.RECOMPUTED: {REFERENCED},
         ev.BlocksReused: {BLANK},  # given back for a cached one
         ev.BlocksDetached: {BLANK},
+        ev.BlocksReturned: {BLANK},
         ev.SequenceRemoved: {BLANK},
         ev.BlocksUnpinned: {BLANK},
         ev.SequenceForked: {SHARED},

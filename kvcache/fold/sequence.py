@@ -92,6 +92,15 @@ class Sequence(SequenceTokens):
         """Whether all tokens but the last sampled one count as computed, however many there are."""
         return self._computed == _FOLLOWS
 
+    def is_even(self, tokens_per_block: int) -> bool:
+        """Whether the next token is appended as always: all before it count as computed, and have just the slots that
+        they need.
+        """
+        computed, num_tokens = self._computed, self.num_tokens
+        return computed < 0 or (
+            computed >= num_tokens - 1 and len(self.tables[0]) == -(-num_tokens // tokens_per_block)
+        )
+
     @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""

@@ -107,7 +107,7 @@ class SlidingGroup(SlidingTree):
         index, slots, freed = self.index, array("i"), array("i")
         for sequence, count in zip(sequences, counts, strict=True):
             table, first = sequence.tables[index], sequence.detached[index]
-            invariant(0 < count < len(table) - first, "a sequence lets go of blocks that it has not got")
+            invariant(0 < count <= len(table) - first, "a sequence lets go of blocks that it has not got")
             own = table[first : first + count]
             cached = min(max(sequence.path_ends[index].end - first, 0), count)
             stamp += 1
@@ -126,7 +126,7 @@ class SlidingGroup(SlidingTree):
         slots, freed, idle = array("i"), array("i"), array("i")
         for released, sequence in enumerate(sequences, stamp + 1):
             table, first = sequence.tables[index], sequence.detached[index]
-            if first + 1 >= len(table):
+            if first >= len(table):
                 raise InvariantViolated("a sequence lets go of blocks that it has not got")
             slot = table[first]
             slots.append(slot)

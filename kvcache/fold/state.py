@@ -50,6 +50,7 @@ class CacheState(ForkFold):
             ev.TokensAppended: self._append_tokens,
             ev.ContextComputed: self._compute,
             ev.BlocksDetached: self._detach,
+            ev.BlocksReturned: self._return,
             ev.SequenceForked: self._fork,
             ev.SequenceRewound: self._rewind,
             ev.SequenceRemoved: self._remove_sequence,
@@ -154,9 +155,10 @@ class CacheState(ForkFold):
         for handle, count in zip(handles, counts, strict=True):
             lengths[handle] = lengths.get(handle, self.sequences[handle].num_tokens) + count
         invariant(max(lengths.values(), default=0) <= self.longest, "a sequence outgrows the cache")
+        computed = {handle: self.sequences[handle].computed for handle in lengths} if event.draft else {}
         self.running.append(event)
         for handle, length in lengths.items():
-            self.sequences[handle].computed = length - 1
+            self.sequences[handle].computed = computed.get(handle, length - 1)
 
     def _compute(self, event: ev.ContextComputed) -> None:
         sequence = self.sequences[event.handle]

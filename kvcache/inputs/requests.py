@@ -14,7 +14,14 @@ from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
 from kvcache.errors import DuplicateRequest, InvalidTokens, PromptTooLong, Unsupported, UsageError
-from kvcache.inputs.arguments import checked_flag, checked_integer, checked_request_id, checked_text, listed
+from kvcache.inputs.arguments import (
+    checked_flag,
+    checked_integer,
+    checked_natural,
+    checked_request_id,
+    checked_text,
+    listed,
+)
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.retention import Retention, checked_retention
 from kvcache.inputs.tokens import Tokens, pack_tokens
@@ -53,6 +60,9 @@ class Request:
     itself counts as reused, but not as hits (`Stats.reused_tokens_own`)."""
     retention: Retention | None = None
     """How its blocks are to be kept; None: those that are new get the default priority, 35, others stay as they are."""
+    reserve_tokens: int | None = None
+    """For how many tokens beyond what is reused there shall be slots at first, at least 1: an engine that computes the
+    prompt in chunks has the others with `reserve`, chunk by chunk. None: for the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class CheckedRequest:
     """What it stands for, if it has items or extra ids."""
     resumed: bool = False
     retention: events.structs.Retention | None = None
+    reserve_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,18 +135,23 @@ class RequestChecker:
         request_id = checked_request_id(request.request_id)
         uses_extra_ids = request.extra_ids is not None
         namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids)
+        reserve_tokens = request.reserve_tokens
+        if reserve_tokens is not None and checked_natural(reserve_tokens, "reserve_tokens") < 1:
+            raise UsageError("reserve_tokens must be at least 1, or None for the whole prompt")
+        # Whoever gets slots chunk by chunk need not have all of them at once.
+        limit = self.longest_prompt if reserve_tokens is None else self.longest_sequence
         try:
-            symbols = pack_tokens(request.tokens, self.longest_prompt.tokens)
+            symbols = pack_tokens(request.tokens, limit.tokens)
         except PromptTooLong as error:
-            raise self.longest_prompt.exceeded_by(error.length) from None
+            raise limit.exceeded_by(error.length) from None
         if not symbols:
             raise InvalidTokens("the prompt is empty: at least one token is needed")
-        if len(symbols) > self.longest_prompt.tokens * TOKEN_BYTES:
-            raise self.longest_prompt.exceeded_by(len(symbols) // TOKEN_BYTES)
+        if len(symbols) > limit.tokens * TOKEN_BYTES:
+            raise limit.exceeded_by(len(symbols) // TOKEN_BYTES)
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
         resumed = checked_flag(request.resumed, "resumed")
         retention = checked_retention(request.retention)
-        checked = CheckedRequest(request_id, namespace, symbols, rich, resumed, retention)
+        checked = CheckedRequest(request_id, namespace, symbols, rich, resumed, retention, reserve_tokens)
         return checked.with_symbols(self._symbols)
 
     def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:

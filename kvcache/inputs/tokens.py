@@ -97,14 +97,29 @@ def _pack_buffer(tokens: Any, limit: int | None) -> bytes:
 
 def pack_counts(counts: Any, num_sequences: int, num_tokens: int) -> array[int]:
     """How many of `num_tokens` tokens belong to each sequence, as uint32; raises `InvalidTokens`."""
-    try:
-        # The bytes of bytes would be taken for packed numbers.
-        fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
-        packed = array("I", counts) if fitting and bool not in map(type, counts) else None
-    except Exception:  # noqa: BLE001
-        packed = None
+    packed = _packed_counts(counts, num_sequences)
     if packed is None or min(packed, default=1) < 1 or sum(packed) != num_tokens:
         raise InvalidTokens(
             f"counts must give each of {num_sequences} sequences at least 1 of the {num_tokens} tokens"
         )
     return packed
+
+
+def pack_naturals(counts: Any, num_sequences: int) -> array[int]:
+    """A number of tokens for each sequence, from 0 on, as uint32; raises `InvalidTokens`."""
+    packed = _packed_counts(counts, num_sequences)
+    if packed is None:
+        raise InvalidTokens(
+            f"counts must give each of {num_sequences} sequences a number of tokens, 0 or more"
+        )
+    return packed
+
+
+def _packed_counts(counts: Any, num_sequences: int) -> array[int] | None:
+    """A number from 0 on for each sequence; None: these are no such numbers."""
+    try:
+        # The bytes of bytes would be taken for packed numbers.
+        fitting = len(counts) == num_sequences and not isinstance(counts, bytes | bytearray)
+        return array("I", counts) if fitting and bool not in map(type, counts) else None
+    except Exception:  # noqa: BLE001
+        return None

@@ -107,16 +107,18 @@ class Append:
     """None: one token each."""
     tokens: memoryview
     """int32."""
+    draft: bool = False
+    """They may be taken back."""
 
-    @classmethod
-    def of(cls, parts: list[tuple[int, memoryview]]) -> Append:
-        """The tokens of several sequences in one call."""
+    def of(self, parts: list[tuple[int, memoryview]]) -> Append:
+        """The same call for other sequences, each with its tokens."""
         tokens = memoryview(b"".join(part for _, part in parts)).cast("i")
-        return cls(tuple(handle for handle, _ in parts), tuple(len(part) for _, part in parts), tokens)
+        handles, counts = tuple(handle for handle, _ in parts), tuple(len(part) for _, part in parts)
+        return Append(handles, counts, tokens, self.draft)
 
     def without(self, handle: int) -> Append:
         """The call without one sequence."""
-        return Append.of([part for part in self.parts() if part[0] != handle])
+        return self.of([part for part in self.parts() if part[0] != handle])
 
     def parts(self) -> list[tuple[int, memoryview]]:
         """The tokens of each sequence."""

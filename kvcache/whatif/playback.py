@@ -256,14 +256,16 @@ class Playback:
             if handle in self._running and handle not in self._late:
                 on_time.append((handle, tokens))
             else:
-                self._put_off(handle, Append((handle,), (len(tokens),), tokens))
-        self._append_tokens(Append.of(on_time))
+                self._put_off(handle, command.of([(handle, tokens)]))
+        self._append_tokens(command.of(on_time))
 
     def _append_tokens(self, command: Append) -> None:
         """Append tokens to running requests, after removing as many of them as are in the way."""
         while command.handles:
             try:
-                self.manager.add_tokens(list(command.handles), command.tokens, command.counts)
+                self.manager.add_tokens(
+                    list(command.handles), command.tokens, command.counts, draft=command.draft
+                )
             except OutOfBlocks:
                 command = self._preempt(command)
             except PromptTooLong:
@@ -286,8 +288,7 @@ class Playback:
         for handle, part in command.parts():
             if handle == request.handle:
                 # Recorded as much earlier as it is late.
-                step = Append((handle,), (len(part),), part)
-                request.steps.appendleft((self._now - request.delay, step))
+                request.steps.appendleft((self._now - request.delay, command.of([(handle, part)])))
         self._end(request)
         self._wait(request)
         return command.without(request.handle)

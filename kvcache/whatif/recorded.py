@@ -190,7 +190,7 @@ class _Commands(_Prompts):
     def _append(self, event: ev.TokensAppended) -> None:
         handles, tokens = tuple(array("q", event.handles)), memoryview(event.tokens).cast("i")
         counts = tuple(array("I", event.counts)) if event.counts else None
-        self._add(Append(handles, counts, tokens), self._growing)
+        self._add(Append(handles, counts, tokens, event.draft), self._growing)
         self._growing = frozenset()
 
     def _compute(self, event: ev.ContextComputed) -> None:

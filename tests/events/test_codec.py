@@ -188,6 +188,7 @@ def test_tokens_of_one_each_are_counted_by_no_list() -> None:
         "handles": [1, 2],
         "counts": None,
         "tokens": None,
+        "draft": False,
     }
 
 

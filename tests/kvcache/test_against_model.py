@@ -34,7 +34,7 @@ from events.types import (
     UpdateReason,
 )
 from kvcache.config import KVCacheConfig
-from kvcache.decide import block_manager
+from kvcache.decide import growth
 from kvcache.errors import (
     DuplicateRequest,
     KVCacheError,
@@ -124,12 +124,15 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         batch = data.draw(strategies.batches(free, self.earlier), label="batch")
         requests = [request(*each) for each in batch]
-        if any(len(tokens) > self.longest_prompt for _, _, tokens, _ in batch):
+        if any(
+            len(tokens) > (self.longest_prompt if reserve is None else self.limit)
+            for _, _, tokens, _, reserve in batch
+        ):
             with pytest.raises(PromptTooLong):
                 self.both("add_sequences", requests)
             return
-        self.earlier = (self.earlier + [tokens for _, _, tokens, _ in batch])[-8:]
-        sources = [self.sources_of(namespace, tokens) for _, namespace, tokens, _ in batch]
+        self.earlier = (self.earlier + [tokens for _, _, tokens, *_ in batch])[-8:]
+        sources = [self.sources_of(namespace, tokens) for _, namespace, tokens, *_ in batch]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
             expected = self.model.add(batch, sources)
@@ -169,6 +172,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def compute(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.model.running)))
         num_tokens = data.draw(st.integers(0, len(self.model.running[request_id].tokens)))
+        if num_tokens > self.model.blocks_of(request_id) * self.size:
+            with pytest.raises(UsageError, match="has slots for"):
+                self.both("store_context_blocks", request_id, num_tokens)
+            return
         swapped = self.model.compute(request_id, num_tokens)
         result = self.both("store_context_blocks", request_id, num_tokens)
         self.check_stored(request_id, result, swapped)
@@ -191,37 +198,66 @@ class ManagerBesideModel(RuleBasedStateMachine):
             self.states_agree()
 
     @precondition(lambda self: self.model.running)
-    @rule(data=st.data())
-    def decode_many(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), draft=st.sampled_from([False, False, True]))
+    def decode_many(self, data: st.DataObject, draft: bool) -> None:
         ids = data.draw(st.lists(st.sampled_from(list(self.model.running)), min_size=1, unique=True))
         counts = data.draw(st.lists(st.integers(1, 5), min_size=len(ids), max_size=len(ids)))
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=sum(counts), max_size=sum(counts)))
-        self.append(ids, tokens, counts)
+        self.append(ids, tokens, counts, draft=draft)
 
-    def append(self, ids: list[Hashable], tokens: list[int], counts: list[int] | None) -> None:
+    @precondition(lambda self: self.model.running)
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        ids = data.draw(st.lists(st.sampled_from(list(self.model.running)), min_size=1, unique=True))
+        counts = data.draw(st.lists(st.integers(0, 5), min_size=len(ids), max_size=len(ids)))
+        if any(
+            len(self.model.running[each].tokens) + more > self.limit and self.has_slots(each)
+            for each, more in zip(ids, counts, strict=True)
+        ):
+            with pytest.raises(PromptTooLong):
+                self.both("reserve", ids, counts)
+            return
+        try:
+            self.model.reserve(ids, counts)
+        except Refused as refused:
+            self.refused_from(refused.args[0], "reserve", ids, counts)
+            return
+        self.both("reserve", ids, counts)
+
+    def has_slots(self, request_id: Hashable) -> bool:
+        """Whether each of its tokens has a slot."""
+        return self.model.blocks_of(request_id) * self.size >= len(self.model.running[request_id].tokens)
+
+    def refused_from(self, index: int, method: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(OutOfBlocks) as raised:
+            self.both(method, *arguments, **options)
+        assert raised.value.index == index
+
+    def append(
+        self, ids: list[Hashable], tokens: list[int], counts: list[int] | None, *, draft: bool = False
+    ) -> None:
         arguments = (ids, tokens) if counts is None else (ids, tokens, counts)
         growth = counts or [1] * len(ids)
+        if not all(self.has_slots(each) for each in ids):
+            with pytest.raises((UsageError, PromptTooLong)):
+                self.both("add_tokens", *arguments, draft=draft)
+            return
         if any(
             len(self.model.running[each].tokens) + more > self.limit
             for each, more in zip(ids, growth, strict=True)
         ):
             with pytest.raises(PromptTooLong):
-                self.both("add_tokens", *arguments)
+                self.both("add_tokens", *arguments, draft=draft)
             return
         try:
-            expected = self.model.append(ids, tokens, growth)
+            expected = self.model.append(ids, tokens, growth, draft)
         except Refused as refused:
-            self.refused_from(refused.args[0], arguments)
+            self.refused_from(refused.args[0], "add_tokens", *arguments, draft=draft)
             return
-        changed = self.both("add_tokens", *arguments)
+        changed = self.both("add_tokens", *arguments, draft=draft)
         assert {request_id for request_id, result in changed.items() if result.replaced} == set(expected)
         for request_id, swapped in expected.items():
             self.check_stored(request_id, changed[request_id], swapped)
-
-    def refused_from(self, index: int, arguments: tuple[Any, ...]) -> None:
-        with pytest.raises(OutOfBlocks) as raised:
-            self.both("add_tokens", *arguments)
-        assert raised.value.index == index
 
     @precondition(lambda self: self.model.running)
     @rule(
@@ -467,7 +503,7 @@ def explore(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symbols_module, "FORGET_ABOVE", 3)
-        patch.setattr(block_manager, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
+        patch.setattr(growth, "EVICT_AHEAD_SHARE", AHEAD_SHARE)
         run_state_machine_as_test(machine, settings=chosen)
 
 

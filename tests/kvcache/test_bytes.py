@@ -57,7 +57,7 @@ ACTIONS = (
     + ("forward",) * 2
     + ("decode",) * 3
     + ("end",) * 2
-    + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin", "rewind", "rewind")
+    + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin", "rewind", "rewind", "guess", "draft")
 )
 
 
@@ -117,7 +117,12 @@ class Driver:
         try:
             if action == "admit":
                 requests = [
-                    Request(self.next_id + number, self.prompt(), cache_salt=r.choice([None] * 4 + ["a"]))
+                    Request(
+                        self.next_id + number,
+                        self.prompt(),
+                        cache_salt=r.choice([None] * 4 + ["a"]),
+                        reserve_tokens=r.choice([None, None, 1, 4]),
+                    )
                     for number in range(r.choice([1, 1, 2, 3]))
                 ]
                 self.next_id += len(requests)
@@ -137,6 +142,8 @@ class Driver:
                 length = engine.manager._blocks.sequence(chosen).num_tokens
                 with suppress(UsageError):  # some window has let go of what would be needed
                     engine.rewind(chosen, r.randint(max(1, length - 5), length))
+            elif action in ("guess", "draft") and engine.running:
+                self.speculate(action, r.choice(engine.running))
             elif action == "pin" and engine.running:
                 engine.manager.pin(r.choice(engine.running), r.randrange(3))
             elif action == "unpin" and engine.manager.pins():
@@ -156,6 +163,14 @@ class Driver:
                 engine.end(r.choice(engine.running))
         except ComputationLost:
             engine.poll()  # what was lost without having been told: `flush` has noticed it
+
+    def speculate(self, how: str, request_id: int | str) -> None:
+        """Some tokens ahead, of which some are right."""
+        r, engine = self.random, self.engine
+        engine.have_slots(request_id, engine.manager._blocks.sequence(request_id).num_tokens)
+        guesses = [r.randrange(2) for _ in range(r.randint(1, 5))]
+        ahead = engine.guess_ahead if how == "guess" else engine.draft
+        ahead(request_id, guesses, r.randint(0, len(guesses)), r.randrange(2))
 
     def run(self, steps: int) -> None:
         for number in range(steps):

@@ -442,6 +442,8 @@ SITUATIONS: dict[str, tuple[Callable[[], KVCacheManager], Callable[[KVCacheManag
         ),
     ),
     "append": (decoding, lambda m: m.add_tokens(["a"], [7, 8, 9], [3])),
+    "reserve": (decoding, lambda m: (m.reserve(["a"], [4]), m.reserve(["a"], [0]))),
+    "draft": (decoding, lambda m: m.add_tokens(["a"], [7, 8], [2], draft=True)),
     "prioritise": (decoding, lambda m: m.set_priority("a", 50)),
     "fork": (decoding, lambda m: m.fork("a", "b")),
     "rewind": (decoding, lambda m: m.rewind("a", 4)),

@@ -227,6 +227,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("count_reusable", ([1],)),
     ("store_context_blocks", ("a", 1)),
     ("add_tokens", (["a"], [1])),
+    ("reserve", (["a"], [1])),
     ("set_priority", ("a", 50)),
     ("fork", ("a", "c")),
     ("rewind", ("a", 1)),

@@ -261,15 +261,18 @@ def test_what_a_running_request_reuses_it_does_not_compute_again(tmp_path: Path)
 
 
 def test_a_request_that_decodes_has_computed_its_prompt(tmp_path: Path) -> None:
-    """Nobody said so but the appended token, and block 0 is not stored before the next block is needed."""
+    """Nobody said so but the appended token, which stores block 0; a draft says nothing of that kind."""
     log = Logged(tmp_path)
     log.add("a", [1, 2, 3])
+    log.manager.flush()
+    log.manager.add_tokens(["a"], [5], draft=True)
     log.add("b", [1, 2, 4])
+    log.manager.flush()
     log.manager.add_tokens(["a", "b"], [5, 5])
     log.add("c", [1, 2, 6])
     assert [told(each) for each in log.audit()[1:]] == [
         "2 being_computed, 1 last_token",
-        "2 never_seen, 1 last_token",
+        "2 primary, 1 last_token",
     ]
 
 
@@ -420,7 +423,7 @@ def test_a_process_that_goes_on_with_an_exported_state(tmp_path: Path) -> None:
     assert [told(each) for each in log.audit()[-3:]] == [
         "2 primary, 2 secondary, 1 last_token",
         "4 being_computed, 1 last_token",
-        "4 never_seen, 1 last_token",  # block 0 is computed, block 1 generated
+        "2 primary, 2 never_seen, 1 last_token",  # block 0 is computed, block 1 generated
     ]
 
 
@@ -482,21 +485,15 @@ def test_batches_that_were_lost(tmp_path: Path) -> None:
 
 
 def test_out_of_window(tmp_path: Path) -> None:
-    """Windows of 4 and of all, blocks of 4. Decoding tells that all is computed, and token 9 sees nothing of block 0.
-
-    So the small window had let go of block 0 before it was cached; the large one has it.
-    """
-    log = Logged(tmp_path, tokens_per_block=4, max_attention_window=(4, 16))
-    log.add("a", range(9))
-    log.manager.add_tokens(["a"], [9])
-    log.manager.remove_sequence("a")
-    log.manager.flush()
+    """Windows of 4 and of all, blocks of 4. The log begins when the small window has not got block 0 (any more)."""
+    log = Logged(tmp_path, tokens_per_block=4, max_attention_window=(4, 16), primary_blocks=(3, 6))
+    log.serve("a", range(9))
+    log.crowd("x", 2)  # of the small window, block 0 goes: two are cached, one is blank
+    log.manager.close()
+    log.manager = KVCacheManager.resume(replay(log.directory).state, log=tmp_path / "second")
+    log.directory = tmp_path / "second"
     log.add("b", [0, 1, 2, 3, 100, 101])
-    log.add("c", range(9))
-    assert [told(each) for each in log.audit()[1:]] == [
-        "4 out_of_window, 1 unaligned, 1 last_token",
-        "8 primary, 1 last_token",
-    ]
+    assert told(log.audit()[-1]) == "4 out_of_window, 1 unaligned, 1 last_token"
 
 
 def test_the_first_window_that_has_it_not_gives_the_reason(tmp_path: Path) -> None:
@@ -681,13 +678,13 @@ def test_reasons_that_need_certain_windows(random_logs: list[list[EventBatch]]) 
 
 
 def test_random_logs_meet_every_reason(random_logs: list[list[EventBatch]]) -> None:
-    """No reason of the table is without a case, and none is rare."""
+    """No reason of the table is without a case, and none is rare but the one that takes an exported state."""
     met: Counter[str] = Counter()
     for batches in random_logs:
         for admission in naive_audit(batches):
             met.update(set(admission.reasons))
     assert set(met) == set(REASONS)
-    assert min(met.values()) >= 5, met
+    assert min(count for reason, count in met.items() if reason != "out_of_window") >= 5, met
 
 
 def test_random_logs_have_what_makes_them_worth_reading(random_logs: list[list[EventBatch]]) -> None:
