@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.conftest import ROOT, RunPython
 
 
@@ -27,3 +29,16 @@ def test_beam_search(run_python: RunPython) -> None:
     assert done.stdout.endswith(" copied, 0 held at the end\n")
     copied = int(done.stdout.splitlines()[1].split(", ")[1].split()[0])
     assert 0 < copied <= 64 * 3, "a branch copies at most the block that it begins in"
+
+
+def test_preemption(run_python: RunPython) -> None:
+    """All are served though not all fit, and who returns finds some of what it had computed."""
+    done = run_python((ROOT / "examples" / "preemption.py").read_text(encoding="utf-8"))
+    assert (done.returncode, done.stderr) == (0, "")
+    served, returning = done.stdout.splitlines()
+    found = re.fullmatch(
+        r"12 requests served, one was preempted (\d+) times, 0 blocks held at the end", served
+    )
+    assert found is not None
+    assert int(found[1]) > 0
+    assert int(returning.split()[0]) > 0
