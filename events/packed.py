@@ -82,6 +82,11 @@ def names_of_keys(keys: bytes, key_bytes: int) -> bytes:
     return names_between(keys, key_bytes, 0, len(keys) // key_bytes)
 
 
+def split_names(names: bytes) -> list[bytes]:
+    """A column of names as one for each block."""
+    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]
+
+
 def names_between(keys: bytes | bytearray, key_bytes: int, first: int, last: int) -> bytes:
     """The names of some entries, at least one, of a column of keys; reads no more of the column than these."""
     begin = first * key_bytes

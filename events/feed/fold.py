@@ -14,41 +14,31 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from events import types as ev
+from events.feed.cache_fold import CacheFold
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.exported import Row, exported_rows
 from events.feed.extra_keys import told
 from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns
 from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
-from events.packed import NAME_BYTES, SLOT_BYTES, names_of_keys
-from events.tokens.sequences import NamedTokens, RunningTokens
+from events.packed import NAME_BYTES, split_names
 from events.tokens.symbols import SymbolTable
-from events.types import PRIMARY, SECONDARY, SLIDING, GroupCreated, MoveReason
+from events.types import PRIMARY, SECONDARY, SLIDING, MoveReason
 
 _unpack_handles = struct.Struct("<q").iter_unpack
 _unpack_numbers = struct.Struct("<I").iter_unpack
-_HEARD_WHEN_LOST = (ev.Gap, ev.CacheCreated, ev.StateExported)
 
 
-class Feed:
+class Feed(CacheFold[Change]):
     """Folds batches into the changes that routers may see. Needs a stream that holds token ids."""
 
+    _changes: list[Change]
+
     def __init__(self) -> None:
-        self.groups: tuple[GroupCreated, ...] = ()
-        self.lost = False
-        """Batches are missing: nothing is said until the whole state comes (`StateExported`)."""
-        self._beginning = False
-        """A cache was created in this batch: a state in it is the one that the cache begins with."""
-        self.last_seq: int | None = None
-        self.tokens_per_block = 1
-        self._key_bytes = 0
+        super().__init__()
         self._columns: list[tuple[Columns, Columns]] = []
-        self._sequences: dict[int, NamedTokens] = {}
-        self._running = RunningTokens(self._sequences)
-        self._symbols = SymbolTable()
         self._transfers: dict[int, tuple[int, int, array[int]]] = {}
         """Copy to (group, level, slots from the shallowest block on)."""
         self._waiting: list[dict[bytes, list[tuple[int, array[int], bytes]]]] = []
@@ -58,42 +48,13 @@ class Feed:
         self._hidden: list[set[bytes]] = []
         """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent; none where
         the window slides, since nothing waits for them there."""
-        self._changes: list[Change] = []
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.Gap: self._meet_gap,
-            ev.CacheCreated: self._create,
-            ev.StateExported: self._install,
-            ev.SequenceAdded: self._add_sequence,
-            ev.SequenceForked: self._fork,
-            ev.SequenceRewound: self._rewind,
-            ev.TokensAppended: self._running.append,
-            ev.BlocksReused: self._reuse,
-            ev.BlocksStored: self._store,
+        self._handlers |= {
             ev.BlocksFilled: self._fill,
-            ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
-            ev.SequenceRemoved: self._remove_sequence,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,
             ev.CacheCleared: self._clear,
-            ev.SymbolsInterned: self._symbols.intern,
-            ev.SymbolsForgotten: self._symbols.forget,
         }
-
-    def fold(self, batch: ev.EventBatch) -> list[Change]:
-        """What the batch changes for routers, in order."""
-        expected = None if self.last_seq is None else self.last_seq + 1
-        if expected is not None and batch.seq != expected:
-            self.lost = True
-        handlers = self._handlers
-        for event in batch.events:
-            kind = type(event)
-            handler = handlers.get(kind)
-            if handler is not None and (not self.lost or kind in _HEARD_WHEN_LOST):
-                handler(event)
-        self.last_seq, self._beginning = batch.seq, False
-        changes, self._changes = self._changes, []
-        return changes
 
     def snapshot(self) -> Iterator[Change]:
         """Everything visible at the time of this call, as stores, parents first; what is folded later changes nothing.
@@ -108,21 +69,10 @@ class Feed:
         """The names that routers know in this level."""
         return self._columns[group][level].announced_names()
 
-    # -- the stream
-
-    def _meet_gap(self, gap: ev.Gap) -> None:
-        """A log's own loss does not concern a feed that has seen those batches."""
-        if self.last_seq is None or gap.last_seq > self.last_seq:
-            self.lost = True
-
-    def _create(self, event: ev.CacheCreated) -> None:
-        self.lost, self._beginning = False, True
-        self.groups = event.groups
-        self.tokens_per_block, self._key_bytes = event.tokens_per_block, event.key_bytes
-        self._forget()
-        self._changes.append(Cleared())
+    # -- the cache
 
     def _forget(self) -> None:
+        super()._forget()
         size = self.tokens_per_block
         self._columns = [
             (Columns(group.num_blocks[PRIMARY], size), Columns(group.num_blocks[SECONDARY], size))
@@ -130,9 +80,6 @@ class Feed:
         ]
         self._hidden = [set() for _ in self.groups]
         self._slides = [group.kind == SLIDING for group in self.groups]
-        self._sequences.clear()
-        self._running.forget_row()
-        self._symbols.clear()
         self._transfers.clear()
         self._waiting = [{} for _ in self.groups]
 
@@ -146,31 +93,36 @@ class Feed:
             waiting.clear()
         self._changes.append(Cleared())
 
-    def _add_sequence(self, event: ev.SequenceAdded) -> None:
-        self._sequences[event.handle] = NamedTokens(array("i", event.tokens), event.namespace)
+    def _install_blocks(self, event: ev.StateExported) -> None:
+        for group, exported in enumerate(event.groups):
+            for row in exported_rows(
+                exported, self.tokens_per_block, self._key_bytes, slides=self._slides[group]
+            ):
+                self._install_row(group, row)
+        for item in event.transfers:
+            slots = array("i", item.slots)
+            if item.level == SECONDARY and not self._slides[item.group]:
+                slots.reverse()  # offloads name the deepest block first
+            self._transfers[item.transfer] = (item.group, item.level, slots)
 
-    def _fork(self, event: ev.SequenceForked) -> None:
-        self._sequences[event.child] = self._sequences[event.handle].branch()
-
-    def _rewind(self, event: ev.SequenceRewound) -> None:
-        self._running.forget_row()
-        self._sequences[event.handle].rewind(event.num_tokens, self.tokens_per_block)
-
-    def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
-        del self._sequences[event.handle]
-        self._running.forget_row()
+    def _install_row(self, group: int, row: Row) -> None:
+        """Note consecutive full blocks of an exported state."""
+        stored = Stored(
+            group, row.level, row.names, row.parent, row.tokens, self.tokens_per_block, row.namespace
+        )
+        state = IN_FLIGHT if row.transfer else ANNOUNCED if self._is_visible(group, row.parent) else WAITING
+        self._columns[group][row.level].write(row.slots, stored, state, row.transfer)
+        if state != ANNOUNCED and not self._slides[group]:
+            self._hidden[group].update(split_names(stored.names))
+        if state == WAITING:
+            self._wait(stored, row.slots)
 
     # -- blocks
 
-    def _reuse(self, event: ev.BlocksReused) -> None:
-        last = event.first_block + len(event.slots) // SLOT_BYTES
-        self._sequences[event.handle].name(last - len(event.names) // NAME_BYTES, event.names)
-
     def _store(self, event: ev.BlocksStored) -> None:
+        super()._store(event)
         size, first_block = self.tokens_per_block, event.first_block
         sequence, slots = self._sequences[event.handle], array("i", event.slots)
-        given = names_of_keys(event.keys, self._key_bytes)
-        sequence.name(first_block + len(slots) - len(given) // NAME_BYTES, given)
         if event.last_tokens < size:
             slots.pop()  # routers see full blocks only
         count = len(slots)
@@ -228,7 +180,7 @@ class Feed:
             self._announce(stored)
         else:
             columns.write(slots, stored, WAITING)
-            self._hidden[group].update(_split(names))
+            self._hidden[group].update(split_names(names))
             self._wait(stored, slots)
 
     def _is_visible(self, group: int, parent: bytes) -> bool:
@@ -248,7 +200,7 @@ class Feed:
             hidden, waiting = self._hidden[stored.group], self._waiting[stored.group]
             if not hidden:
                 continue
-            names = _split(stored.names)
+            names = split_names(stored.names)
             hidden.difference_update(names)
             for name in names if waiting else ():
                 for level, slots, kept in waiting.pop(name, ()):
@@ -271,18 +223,19 @@ class Feed:
         """The blocks of these names are not in these slots any more, shallowest last."""
         columns, hidden = self._columns[group][level], self._hidden[group]
         if hidden:
-            hidden.difference_update(_split(columns.names_in(slots)))
+            hidden.difference_update(split_names(columns.names_in(slots)))
         told = columns.take_out(slots, names)
         if told:
             self._changes.append(Removed(group, level, told))
 
     def _remove(self, event: ev.BlocksRemoved) -> None:
         waiting = self._waiting[event.group]
-        for name in _split(event.names) if waiting else ():
+        for name in split_names(event.names) if waiting else ():
             waiting.pop(name, None)  # what hung behind it was removed before
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
+        super()._move(event)
         columns = self._columns[event.group]
         source, target = columns[event.from_level], columns[event.to_level]
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
@@ -292,14 +245,12 @@ class Feed:
             from_slots.reverse()
             to_slots.reverse()
         target.copy_from(source, from_slots, to_slots, event.transfer)
-        full = _split(source.names_in(event.from_slots))
+        full = split_names(source.names_in(event.from_slots))
         from_slots.reverse()
-        names = event.names if leaves_first else b"".join(_split(event.names)[::-1])
+        names = event.names if leaves_first else b"".join(split_names(event.names)[::-1])
         self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
         if not slides:
             self._hidden[event.group].update(full)
-        if event.handle is not None and event.why != MoveReason.OFFLOAD:
-            self._sequences[event.handle].name(event.first_block, event.names)
         if event.transfer:
             self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
         else:
@@ -322,49 +273,8 @@ class Feed:
         for transfer in array("q", event.transfers):
             self._transfers.pop(transfer, None)
 
-    # -- the whole state
-
-    def _install(self, event: ev.StateExported) -> None:
-        """Begin with an exported state, unless this fold has it already."""
-        if not self.lost and not self._beginning:
-            return
-        self.lost = False
-        self._forget()
-        self._symbols.install(event)
-        for sequence in event.sequences:
-            names = names_of_keys(sequence.keys, self._key_bytes)
-            tokens = array("i", sequence.tokens)
-            self._sequences[sequence.handle] = NamedTokens(tokens, sequence.namespace, names)
-        for group, exported in enumerate(event.groups):
-            for row in exported_rows(
-                exported, self.tokens_per_block, self._key_bytes, slides=self._slides[group]
-            ):
-                self._install_row(group, row)
-        for item in event.transfers:
-            slots = array("i", item.slots)
-            if item.level == SECONDARY and not self._slides[item.group]:
-                slots.reverse()  # offloads name the deepest block first
-            self._transfers[item.transfer] = (item.group, item.level, slots)
-        self._changes = [Cleared(), *self.snapshot()]
-
-    def _install_row(self, group: int, row: Row) -> None:
-        """Note consecutive full blocks of an exported state."""
-        stored = Stored(
-            group, row.level, row.names, row.parent, row.tokens, self.tokens_per_block, row.namespace
-        )
-        state = IN_FLIGHT if row.transfer else ANNOUNCED if self._is_visible(group, row.parent) else WAITING
-        self._columns[group][row.level].write(row.slots, stored, state, row.transfer)
-        if state != ANNOUNCED and not self._slides[group]:
-            self._hidden[group].update(_split(stored.names))
-        if state == WAITING:
-            self._wait(stored, row.slots)
-
 
 def _told_blocks(groups: list[FrozenBlocks], symbols: SymbolTable) -> Iterator[Change]:
     for group, blocks in enumerate(groups):
         for change in visible_blocks(group, blocks):
             yield told(change, symbols) if isinstance(change, Stored) else change
-
-
-def _split(names: bytes) -> list[bytes]:
-    return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]

@@ -83,6 +83,10 @@ class NamedTokens(SequenceTokens):
             self.names += bytes(begin - len(self.names))
         self.names[begin : begin + len(names)] = names
 
+    def name_up_to(self, stop: int, names: bytes) -> None:
+        """Note the names of its last blocks before `stop`: an event leaves out those that others have given."""
+        self.name(stop - len(names) // NAME_BYTES, names)
+
 
 class RunningTokens:
     """Appends tokens to the sequences of a fold, which adds and removes them itself."""

@@ -14,57 +14,39 @@ import msgspec
 from events import types as ev
 from events.errors import EventsError
 from events.feed.changes import AnyChange, Cleared, Told
+from events.feed.stream_fold import StreamFold
 from events.formats.told import to_wire
 from events.told.blocks import stores_of
 from events.told.state import Worker, name_of
-from events.types import GroupCreated
 
 
 class SeveralWorkers(EventsError):
     """A feed is that of one worker."""
 
 
-class WorkerFeed:
-    """Folds batches into the changes of the worker with this name; None: of the only one that there is."""
+class WorkerFeed(StreamFold[AnyChange]):
+    """Folds batches into the changes of the worker with this name; None: of the only one that there is.
 
-    groups: tuple[GroupCreated, ...] = ()
+    `fold` raises SeveralWorkers.
+    """
+
+    _heard_when_lost = (ev.Gap, ev.FeedStarted, ev.WorkerSeen)
 
     def __init__(self, name: str | None = None) -> None:
-        self.lost = False
-        """Batches of the log are missing: nothing is said until it says again all that is known."""
-        self.last_seq: int | None = None
+        super().__init__()
         self.worker: Worker | None = None
         self._name = name
         self._number: int | None = None
         self._names: dict[int, str] = {}
-        self._changes: list[AnyChange] = []
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.Gap: self._meet_gap,
-            ev.FeedStarted: self._start,
-            ev.WorkerSeen: self._see,
-        }
         self._of_worker: dict[type, Callable[[Worker, Any], None]] = {
             ev.FeedStored: self._store,
             ev.FeedRemoved: self._remove,
             ev.FeedCleared: self._clear,
-            ev.FeedGap: self._lose,
+            ev.FeedGap: self._clear,
             ev.FeedRestarted: self._clear,
         }
-
-    def fold(self, batch: ev.EventBatch) -> list[AnyChange]:
-        """What the batch changes for routers, in order. Raises SeveralWorkers."""
-        if self.last_seq is not None and batch.seq != self.last_seq + 1:
-            self.lost = True
-        for event in batch.events:
-            kind = type(event)
-            if (handler := self._handlers.get(kind)) is not None:
-                handler(event)
-            elif self._is_told(event):
-                assert self.worker is not None
-                self._of_worker[kind](self.worker, event)
-        self.last_seq = batch.seq
-        changes, self._changes = self._changes, []
-        return changes
+        self._handlers |= {ev.FeedStarted: self._start, ev.WorkerSeen: self._see}
+        self._handlers |= dict.fromkeys(self._of_worker, self._hear)
 
     def snapshot(self) -> Iterator[AnyChange]:
         """Everything that is known to be resident, as stores, parents first; what is folded later changes nothing."""
@@ -82,17 +64,14 @@ class WorkerFeed:
         names = ", ".join(sorted(self._names.values())) or "none"
         return f"the log knows of no worker {self._name}; there are {names}"
 
-    def _is_told(self, event: ev.AnyEvent) -> bool:
-        """Whether routers must hear of it."""
-        is_ours = getattr(event, "worker", None) == self._number and self.worker is not None
-        return is_ours and not self.lost and type(event) in self._of_worker
-
-    def _meet_gap(self, gap: ev.Gap) -> None:
-        if self.last_seq is None or gap.last_seq > self.last_seq:
-            self.lost = True
+    def _hear(self, event: Any) -> None:
+        """What some worker told."""
+        if self.worker is not None and event.worker == self._number:
+            self._of_worker[type(event)](self.worker, event)
 
     def _start(self, event: ev.FeedStarted) -> None:
-        self.lost, self.worker, self._number = False, None, None
+        self._begin()
+        self.worker = self._number = None
         self._names.clear()
         self._changes.append(Cleared())
 
@@ -120,11 +99,7 @@ class WorkerFeed:
         if gone:
             self._changes.append(_told(msgspec.structs.replace(event, block_hashes=tuple(gone))))
 
-    def _clear(self, worker: Worker, event: ev.FeedCleared | ev.FeedRestarted) -> None:
-        worker.forget()
-        self._changes.append(Cleared())
-
-    def _lose(self, worker: Worker, event: ev.FeedGap) -> None:
+    def _clear(self, worker: Worker, event: ev.FeedCleared | ev.FeedGap | ev.FeedRestarted) -> None:
         worker.forget()
         self._changes.append(Cleared())
 

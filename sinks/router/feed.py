@@ -23,7 +23,7 @@ import msgspec
 
 from events.feed.changes import AnyChange, Cleared
 from events.feed.fold import Feed
-from events.feed.inventory import Inventory
+from events.feed.stream_fold import StreamFold
 from events.told.feed import WorkerFeed
 from events.types import EventBatch, Gap, GroupCreated
 from sinks.queue import Overflow
@@ -105,7 +105,7 @@ class RouterFeed:
         coalesce_seconds: float = 0.05,
         max_batch_bytes: int = 1 << 20,
         heartbeat_seconds: float = 1.0,
-        feed: Feed | WorkerFeed | Inventory | None = None,
+        feed: StreamFold[AnyChange] | None = None,
         opens_as: Callable[[str, int], None] = lambda topic, rank: None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -116,7 +116,7 @@ class RouterFeed:
         self._max_bytes = max_batch_bytes
         self._heartbeat = heartbeat_seconds
         self._monotonic, self._wall = monotonic, wall
-        self._feed: Feed | WorkerFeed | Inventory = Feed() if feed is None else feed
+        self._feed: StreamFold[AnyChange] = Feed() if feed is None else feed
         self._opens_as = opens_as
         self._pending: list[AnyChange] = []
         self._pending_bytes = 0
