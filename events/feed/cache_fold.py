@@ -20,8 +20,7 @@ from events.types import MoveReason
 class CacheFold(StreamFold[Change_co]):
     """Folds the events of one cache. Needs a stream that holds token ids.
 
-    Subclasses add handlers for blocks. Those of `BlocksStored` and `BlocksMoved` begin with the one that is here, which
-    notes the names of the sequence's blocks.
+    Subclasses add handlers for blocks, and call `_name_stored` and `_name_moved` in them.
     """
 
     _heard_when_lost = (ev.Gap, ev.CacheCreated, ev.StateExported)
@@ -41,8 +40,6 @@ class CacheFold(StreamFold[Change_co]):
             ev.SequenceRewound: self._rewind,
             ev.TokensAppended: self._running.append,
             ev.BlocksReused: self._reuse,
-            ev.BlocksStored: self._store,
-            ev.BlocksMoved: self._move,
             ev.SequenceRemoved: self._remove_sequence,
             ev.SymbolsInterned: self._symbols.intern,
             ev.SymbolsForgotten: self._symbols.forget,
@@ -103,10 +100,14 @@ class CacheFold(StreamFold[Change_co]):
         stop = event.first_block + len(event.slots) // SLOT_BYTES
         self._sequences[event.handle].name_up_to(stop, event.names)
 
-    def _store(self, event: ev.BlocksStored) -> None:
-        stop = event.first_block + len(event.slots) // SLOT_BYTES
-        self._sequences[event.handle].name_up_to(stop, names_of_keys(event.keys, self._key_bytes))
+    def _name_stored(self, event: ev.BlocksStored) -> NamedTokens:
+        """Whose blocks they are."""
+        sequence = self._sequences[event.handle]
+        if event.keys:
+            stop = event.first_block + len(event.slots) // SLOT_BYTES
+            sequence.name_up_to(stop, names_of_keys(event.keys, self._key_bytes))
+        return sequence
 
-    def _move(self, event: ev.BlocksMoved) -> None:
+    def _name_moved(self, event: ev.BlocksMoved) -> None:
         if event.handle is not None and event.why != MoveReason.OFFLOAD:
             self._sequences[event.handle].name(event.first_block, event.names)

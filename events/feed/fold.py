@@ -49,7 +49,9 @@ class Feed(CacheFold[Change]):
         """Per group: cached full blocks that routers do not know yet, in flight or waiting for their parent; none where
         the window slides, since nothing waits for them there."""
         self._handlers |= {
+            ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
+            ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._remove,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,
@@ -120,9 +122,8 @@ class Feed(CacheFold[Change]):
     # -- blocks
 
     def _store(self, event: ev.BlocksStored) -> None:
-        super()._store(event)
         size, first_block = self.tokens_per_block, event.first_block
-        sequence, slots = self._sequences[event.handle], array("i", event.slots)
+        sequence, slots = self._name_stored(event), array("i", event.slots)
         if event.last_tokens < size:
             slots.pop()  # routers see full blocks only
         count = len(slots)
@@ -235,7 +236,7 @@ class Feed(CacheFold[Change]):
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
-        super()._move(event)
+        self._name_moved(event)
         columns = self._columns[event.group]
         source, target = columns[event.from_level], columns[event.to_level]
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)

@@ -31,7 +31,9 @@ class Inventory(CacheFold[InventoryChange]):
         self._blocks: list[dict[bytes, Block]] = []
         """Per group, by name."""
         self._handlers |= {
+            ev.BlocksStored: self._store,
             ev.BlocksFilled: self._fill,
+            ev.BlocksMoved: self._move,
             ev.BlocksUpdated: self._update,
             ev.BlocksRemoved: self._remove,
             ev.CacheCleared: self._clear,
@@ -68,9 +70,8 @@ class Inventory(CacheFold[InventoryChange]):
     # -- blocks
 
     def _store(self, event: ev.BlocksStored) -> None:
-        super()._store(event)
+        sequence, first = self._name_stored(event), event.first_block
         tokens = (len(event.slots) // SLOT_BYTES - 1) * self.tokens_per_block + event.last_tokens
-        sequence, first = self._sequences[event.handle], event.first_block
         self._enter(event.group, event.level, event.priority, event.parent, sequence, first, tokens)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
@@ -101,7 +102,7 @@ class Inventory(CacheFold[InventoryChange]):
         )
 
     def _move(self, event: ev.BlocksMoved) -> None:
-        super()._move(event)
+        self._name_moved(event)
         blocks = self._blocks[event.group]
         for name in split_names(event.names):
             blocks[name] = blocks[name]._replace(level=event.to_level)

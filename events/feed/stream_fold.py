@@ -36,11 +36,10 @@ class StreamFold(ABC, Generic[Change_co]):
         """What the batch changes, in order."""
         if self.last_seq is not None and batch.seq != self.last_seq + 1:
             self.lost = True
-        handlers = self._handlers
+        handler_of = self._handlers.get
         for event in batch.events:
-            kind = type(event)
-            handler = handlers.get(kind)
-            if handler is not None and (not self.lost or kind in self._heard_when_lost):
+            handler = handler_of(type(event))
+            if handler is not None and (not self.lost or type(event) in self._heard_when_lost):
                 handler(event)
         self.last_seq, self._beginning = batch.seq, False
         changes, self._changes = self._changes, []

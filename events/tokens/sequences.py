@@ -78,14 +78,14 @@ class NamedTokens(SequenceTokens):
 
     def name(self, first: int, names: bytes) -> None:
         """Note the names of its blocks from `first` on."""
-        begin = first * NAME_BYTES
-        if begin > len(self.names):
-            self.names += bytes(begin - len(self.names))
-        self.names[begin : begin + len(names)] = names
+        self.name_up_to(first + len(names) // NAME_BYTES, names)
 
     def name_up_to(self, stop: int, names: bytes) -> None:
         """Note the names of its last blocks before `stop`: an event leaves out those that others have given."""
-        self.name(stop - len(names) // NAME_BYTES, names)
+        begin = stop * NAME_BYTES - len(names)
+        if begin > len(self.names):
+            self.names += bytes(begin - len(self.names))
+        self.names[begin : begin + len(names)] = names
 
 
 class RunningTokens:

@@ -119,11 +119,7 @@ class HistoryFold(History):
         self.listener.restarted(self, before)
 
     def _go_on(self, exported: ev.SequenceExported, known: Running | None) -> None:
-        symbols = (
-            array("i", exported.tokens)
-            if exported.tokens
-            else array("i", bytes(TOKEN_BYTES * exported.num_tokens))
-        )
+        symbols = _symbols(exported.tokens, exported.num_tokens)
         number = known.number if known is not None else self._numbered(exported.request_id)
         sequence = Running(number, exported.request_id, symbols, exported.namespace, len(self.windows))
         sequence.num_prompt_tokens = exported.num_prompt_tokens
@@ -168,9 +164,7 @@ class HistoryFold(History):
         return len(self.requests) - 1
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        symbols = (
-            array("i", event.tokens) if event.tokens else array("i", bytes(TOKEN_BYTES * event.num_tokens))
-        )
+        symbols = _symbols(event.tokens, event.num_tokens)
         number = self._numbered(event.request_id)
         sequence = Running(number, event.request_id, symbols, event.namespace, len(self.windows))
         sequence.left = [window.left_behind(event.reused, self.tokens_per_block) for window in self.windows]
@@ -224,13 +218,7 @@ class HistoryFold(History):
                 sequence = self.running[handle]
                 if sequence.computed < sequence.num_prompt_tokens:
                     self._set_computed(sequence, sequence.num_prompt_tokens)
-        self._tokens.append(
-            event if event.tokens else msgspec.structs.replace(event, tokens=self._zeros(event))
-        )
-
-    def _zeros(self, event: ev.TokensAppended) -> bytes:
-        counts = array("I", event.counts) if event.counts else repeat(1, len(event.handles) // 8)
-        return bytes(TOKEN_BYTES * sum(counts))
+        self._tokens.append(event)
 
     def _on_forked(self, event: ev.SequenceForked) -> None:
         """No admission: the branch has looked nothing up."""
@@ -270,7 +258,7 @@ class HistoryFold(History):
         sequence, window = self.running[event.handle], self.windows[event.group]
         ids = window.contents(event.level, event.slots)
         sequence.take(event.group, event.first_block, ids)
-        sequence.name(event.first_block - (len(event.names) // NAME_BYTES - len(ids)), event.names)
+        sequence.name_up_to(event.first_block + len(ids), event.names)
         known = ids[ids >= 0]
         if event.replaced:
             self.listener.computed_twice(self, window, len(known))
@@ -297,8 +285,7 @@ class HistoryFold(History):
         slots = np.frombuffer(event.slots, np.int32)
         last = event.first_block + len(slots)
         if event.keys and self.keeps_names:
-            names = names_of_keys(event.keys, self.key_bytes)
-            sequence.name(last - len(names) // NAME_BYTES, names)
+            sequence.name_up_to(last, names_of_keys(event.keys, self.key_bytes))
         full = len(slots) - (event.last_tokens < size)
         self._cache(sequence, event.group, event.first_block, slots[:full], event.priority)
 
@@ -343,7 +330,7 @@ class HistoryFold(History):
         if event.why == MoveReason.RECOMPUTED and event.handle is not None:
             ids, sequence = window.contents(event.to_level, event.to_slots), self.running[event.handle]
             sequence.take(event.group, event.first_block, ids)
-            sequence.name(event.first_block - (len(event.names) // NAME_BYTES - len(ids)), event.names)
+            sequence.name_up_to(event.first_block + len(ids), event.names)
             window.hold(ids[ids >= 0])
         self.listener.moved(self, window, event)
 
