@@ -36,9 +36,9 @@ class StreamFold(ABC, Generic[Change_co]):
         """What the batch changes, in order."""
         if self.last_seq is not None and batch.seq != self.last_seq + 1:
             self.lost = True
-        handler_of = self._handlers.get
+        handlers = self._handlers
         for event in batch.events:
-            handler = handler_of(type(event))
+            handler = handlers.get(type(event))
             if handler is not None and (not self.lost or type(event) in self._heard_when_lost):
                 handler(event)
         self.last_seq, self._beginning = batch.seq, False

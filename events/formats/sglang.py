@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from events.feed.changes import AnyChange, Removed, Stored, Told
-from events.formats.vllm_arrays import Salts, token_ids, told_salt
-from events.formats.vllm_encode import adapter_name
+from events.formats.vllm_arrays import token_ids
+from events.formats.vllm_encode import Salts, adapter_name, told_salt, with_salts
 from events.packed import unpack_names
 from events.types import GroupCreated
 
@@ -33,9 +33,9 @@ def encode_sglang(
 ) -> bytes:
     """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
     events: list[dict[str, Any]] = []
-    for change in changes:
+    for change in with_salts(changes, salts):
         if isinstance(change, Stored):
-            events.append(_stored_map(change, salts))
+            events.append(_stored_map(change))
         elif isinstance(change, Removed):
             events.append(
                 {
@@ -52,7 +52,7 @@ def encode_sglang(
     return _pack([ts, events, rank])
 
 
-def _stored_map(stored: Stored, salts: Salts | None) -> dict[str, Any]:
+def _stored_map(stored: Stored) -> dict[str, Any]:
     event = {
         "type": "BlockStored",
         "block_hashes": _signed(stored.names),
@@ -62,8 +62,7 @@ def _stored_map(stored: Stored, salts: Salts | None) -> dict[str, Any]:
         "lora_id": None,
         "medium": SGLANG_MEDIA[stored.level],
     }
-    adapter, salt = adapter_name(stored.namespace), told_salt(stored.namespace, salts)
-    more = {"lora_name": adapter, "cache_salt": salt}
+    more = {"lora_name": adapter_name(stored.namespace), "cache_salt": told_salt(stored.namespace)}
     return event | {key: value for key, value in more.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,11 +15,10 @@ import numpy as np
 
 from events.feed.changes import AnyChange, Removed, Stored, Told
 from events.formats.vllm_decode import positions
-from events.formats.vllm_encode import MEDIA, adapter_name
+from events.formats.vllm_encode import MEDIA, Salts, adapter_name, kind_and_window, scope_keys, with_salts
 from events.packed import unpack_i32, unpack_names
-from events.types import SLIDING, GroupCreated, Namespace
+from events.types import GroupCreated
 
-Salts = Callable[[bytes], str | None]
 _SHORTEST = 7
 """Fields of a stored block up to its medium, its name among them: what every reader of arrays expects."""
 _PER_BLOCK = ("extra_keys", "lookahead_token_ids")
@@ -37,9 +36,9 @@ def encode_arrays(
 ) -> bytes:
     """One batch of positional arrays; the arguments are those of `vllm.encode_batch`."""
     events: list[list[Any]] = []
-    for change in changes:
+    for change in with_salts(changes, salts):
         if isinstance(change, Stored):
-            events += map(_trimmed, _stored_arrays(change, groups, salts))
+            events += map(_trimmed, _stored_arrays(change, groups))
         elif isinstance(change, Removed):
             group = [change.group] if change.group else []
             events.append(["BlockRemoved", unpack_names(change.names).tolist(), MEDIA[change.level], *group])
@@ -50,19 +49,16 @@ def encode_arrays(
     return _pack([ts, events, rank])
 
 
-def _stored_arrays(
-    stored: Stored, groups: Sequence[GroupCreated], salts: Salts | None
-) -> Iterator[list[Any]]:
+def _stored_arrays(stored: Stored, groups: Sequence[GroupCreated]) -> Iterator[list[Any]]:
     space, size = stored.namespace, stored.tokens_per_block
-    slides = stored.group < len(groups) and groups[stored.group].kind == SLIDING
-    kind = ["sliding_window", groups[stored.group].window] if slides else ["full_attention"]
+    kind, window = kind_and_window(groups, stored.group)
     names: list[int] = unpack_names(stored.names).tolist()
     tokens: list[int] = token_ids(stored.tokens)
     parent = int.from_bytes(stored.parent, "big") if stored.parent else None
     medium, adapter = MEDIA[stored.level], adapter_name(space)
     for at, name in enumerate(names):
-        extra = _extra_keys(stored, at, salts, at_root=parent is None)
-        more = [stored.group, *kind] if stored.group or slides else []
+        extra = _extra_keys(stored, at, at_root=parent is None)
+        more = [stored.group, kind, window] if stored.group or window is not None else []
         block = tokens[at * size : (at + 1) * size]
         yield ["BlockStored", [name], parent, block, size, space.lora_id, medium, adapter, extra, *more]
         parent = name
@@ -99,21 +95,11 @@ def _trimmed(event: list[Any]) -> list[Any]:
     return event
 
 
-def _extra_keys(stored: Stored, at: int, salts: Salts | None, *, at_root: bool) -> list[list[Any]] | None:
+def _extra_keys(stored: Stored, at: int, *, at_root: bool) -> list[list[Any]] | None:
     """What the block's hash covers besides its tokens."""
-    adapter, salt = adapter_name(stored.namespace), told_salt(stored.namespace, salts) if at_root else None
-    items = stored.extras[at] if stored.extras else ()
-    keys = [*([] if adapter is None else [adapter]), *items, *([] if salt is None else [salt])]
+    adapter, salt = scope_keys(stored.namespace, at_root)
+    keys = [*adapter, *(stored.extras[at] if stored.extras else ()), *salt]
     return [keys] if keys else None
-
-
-def told_salt(namespace: Namespace, salts: Salts | None) -> str | None:
-    """The salt where `salts` knows it, or its digest in hex."""
-    digest = namespace.salt_digest
-    if digest is None:
-        return None
-    known = salts(digest) if salts is not None else None
-    return digest.hex() if known is None else known
 
 
 def token_ids(tokens: bytes) -> list[int]:

@@ -25,6 +25,8 @@ from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import SLIDING, GroupCreated, Namespace
 
+Salts = Callable[[bytes], str | None]
+"""Finds a salt by its digest, where it is known."""
 MEDIA = ("GPU", "CPU")
 """By level. Readers compare letters exactly."""
 
@@ -68,15 +70,13 @@ def encode_batch(
     rank: int = 0,
     groups: Sequence[GroupCreated] = (),
     *,
-    salts: Callable[[bytes], str | None] | None = None,
+    salts: Salts | None = None,
 ) -> bytes:
     """One batch of events; `ts` in seconds since the epoch, `groups` as in `CacheCreated` (none: full attention).
 
     `salts` finds a salt by its digest: where it does, the salt is told itself, otherwise its digest in hex.
     """
-    groups = tuple(groups)
-    if salts is not None:
-        changes = [_salted(change, salts) for change in changes]
+    groups, changes = tuple(groups), with_salts(changes, salts)
     parts: list[bytes | bytearray] = [b"\x93", _TS.pack(0xCB, ts), _array(len(changes))]
     for change in changes:
         if isinstance(change, Stored):
@@ -92,7 +92,12 @@ def encode_batch(
     return b"".join(parts)
 
 
-def _salted(change: AnyChange, salts: Callable[[bytes], str | None]) -> AnyChange:
+def with_salts(changes: Sequence[AnyChange], salts: Salts | None) -> Sequence[AnyChange]:
+    """The changes, with the salts that are known in their namespaces: `told_salt` then has them."""
+    return changes if salts is None else [_salted(change, salts) for change in changes]
+
+
+def _salted(change: AnyChange, salts: Salts) -> AnyChange:
     """The change with the salt in its namespace, if it has one that is known."""
     if not isinstance(change, Stored) or (digest := change.namespace.salt_digest) is None:
         return change
@@ -135,7 +140,7 @@ def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[Gr
         parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
         return
     salt = _salt(namespace)
-    keys, attention = _attention(stored.group, *_kind_and_window(groups, stored.group), bool(salt))
+    keys, attention = _attention(stored.group, *kind_and_window(groups, stored.group), bool(salt))
     first, other = _extra_keys(namespace, not parent)
     parts += (
         keys,
@@ -159,7 +164,7 @@ def _around_one(
 ) -> tuple[bytes, bytes, bytes]:
     """What stands before the name, between the parent and the token ids, and behind those, of one inner block."""
     salt = _salt(namespace)
-    keys, attention = _attention(group, *_kind_and_window(groups, group), bool(salt))
+    keys, attention = _attention(group, *kind_and_window(groups, group), bool(salt))
     extra_keys, _ = _extra_keys(namespace, False)
     return (
         keys + _array(1) + _UINT64,
@@ -233,17 +238,19 @@ def adapter_name(namespace: Namespace) -> str | None:
 @lru_cache(maxsize=1024)
 def _extra_keys(namespace: Namespace, at_root: bool) -> tuple[bytes, bytes]:
     """What else the hashes cover, of the first block and of the others: the adapter, at the root the salt."""
-    adapter, salt = _scope_keys(namespace, at_root)
+    adapter, salt = scope_keys(namespace, at_root)
     return _pack(adapter + salt or None), _pack(adapter or None)
 
 
-def _scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
+def scope_keys(namespace: Namespace, at_root: bool) -> tuple[list[str], list[str]]:
+    """What the hashes cover before a block's items, and behind them: the adapter, at the root the salt."""
     adapter = [] if (name := adapter_name(namespace)) is None else [name]
-    salt = [told] if at_root and (told := _told_salt(namespace)) is not None else []
+    salt = [told] if at_root and (told := told_salt(namespace)) is not None else []
     return adapter, salt
 
 
-def _told_salt(namespace: Namespace) -> str | None:
+def told_salt(namespace: Namespace) -> str | None:
+    """The salt where it is known (`with_salts`), or its digest in hex."""
     if isinstance(namespace, SaltedNamespace):
         return namespace.salt
     return None if namespace.salt_digest is None else namespace.salt_digest.hex()
@@ -251,12 +258,12 @@ def _told_salt(namespace: Namespace) -> str | None:
 
 def _with_extras(stored: Stored) -> list[bytes]:
     """What the hashes cover, block by block; between adapter and salt the items as [digest, where it begins]."""
-    adapter, salt = _scope_keys(stored.namespace, not stored.parent)
+    adapter, salt = scope_keys(stored.namespace, not stored.parent)
     first, *others = stored.extras
     return [_pack([*adapter, *first, *salt] or None), *(_pack([*adapter, *each] or None) for each in others)]
 
 
-def _kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
+def kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, int | None]:
     """The group's attention, and its window if it slides."""
     if group < len(groups) and groups[group].kind == SLIDING:
         return "sliding_window", groups[group].window
@@ -276,7 +283,7 @@ def _attention(group: int, kind: str, window: int | None, salted: bool) -> tuple
 @lru_cache(maxsize=1024)
 def _salt(namespace: Namespace) -> bytes:
     """A key that vLLM does not know, by which Dynamo keeps salted blocks apart."""
-    salt = _told_salt(namespace)
+    salt = told_salt(namespace)
     return b"" if salt is None else _pack("cache_salt") + _pack(salt)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from events.feed.changes import AnyChange
 from events.formats.sglang import encode_sglang
 from events.formats.vllm_arrays import encode_arrays
-from events.formats.vllm_encode import encode_batch
+from events.formats.vllm_encode import Salts, encode_batch
 from events.types import GroupCreated
 
 Format = Literal["vllm", "vllm-array", "sglang"]
@@ -24,7 +24,7 @@ class Encode(Protocol):
         rank: int = 0,
         groups: Sequence[GroupCreated] = (),
         *,
-        salts: Callable[[bytes], str | None] | None = None,
+        salts: Salts | None = None,
     ) -> bytes:
         """As `events.formats.vllm.encode_batch` says."""
 
