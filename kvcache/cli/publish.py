@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, duration, size
-from kvcache.cli.parser import seconds
 from kvcache.cli.process import StopSignals
+from kvcache.cli.status_lines import StatusLines, add_options
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
 from kvcache.publish.progress import CatchUp, Until
@@ -58,14 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ends = parser.add_mutually_exclusive_group()
     ends.add_argument("--once", action="store_true", help="end at the end of the log as it is now")
     ends.add_argument("--until-closed", action="store_true", help="end when the engine has closed the log")
-    add(
-        "--every",
-        type=seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="between two lines that tell how far sinks are behind (10)",
-    )
-    add("--json", action="store_true", help="these lines as JSON on stdout, one object each")
+    add_options(parser, "how far sinks are behind")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -88,11 +79,10 @@ class _Teller:
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
         self._log, self._out = printable(str(args.log)), out
-        self._as_json = args.json
         self._live = not (args.json or out.quiet or args.log_json) and sys.stderr.isatty()
-        self._every = _LIVE_SECONDS if self._live else args.every
-        self._due = 0.0
-        self._said = ""
+        self._notes_opened = not (self._live or args.json)
+        every = _LIVE_SECONDS if self._live else args.every
+        self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=every)
         self._found = self._waited = False
         self._opened: set[str] = set()
 
@@ -100,23 +90,21 @@ class _Teller:
         """To be called often."""
         if not self._found:
             self._note_log(stats)
-        if not (self._live or self._as_json):
+        if self._notes_opened:
             self._note_opened(stats)
-        now = time.monotonic()
-        if now < self._due or not self._found:
+        if not (self._found and self._lines.is_due()):
             return
-        self._due = now + self._every
         if self._live:
             self._draw(_line(stats))
         else:
-            self._say(stats)
+            self._lines.say(stats)
 
     def end(self, stats: PublishStats) -> None:
         """What is to be said last."""
         if self._live:
             self._draw("")
         if self._found:
-            self._say(stats)
+            self._lines.say(stats)
 
     def _note_log(self, stats: PublishStats) -> None:
         self._found = stats.head is not None
@@ -132,17 +120,6 @@ class _Teller:
             if sink.is_open and sink.sink not in self._opened:
                 self._opened.add(sink.sink)
                 self._out.note(f"{printable(sink.sink)} is open")
-
-    def _say(self, stats: PublishStats) -> None:
-        """A line for each report in which something has changed."""
-        text = json.dumps(to_json(stats)) if self._as_json else _line(stats)
-        if text == self._said:
-            return
-        self._said = text
-        if self._as_json:
-            print(text, flush=True)
-        else:
-            self._out.note(text)
 
     def _draw(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +24,8 @@ from kvcache.cli.listening import (
 )
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count
-from kvcache.cli.parser import seconds
 from kvcache.cli.process import StopSignals
+from kvcache.cli.status_lines import StatusLines, add_options
 from kvcache.cli.told import worker_json
 from kvcache.errors import UsageError
 
@@ -72,14 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record no token ids; routers cannot be fed from the log then",
     )
     add_connection_options(parser)
-    add(
-        "--every",
-        type=seconds,
-        default=10.0,
-        metavar="SECONDS",
-        help="between two lines that tell what was heard (10)",
-    )
-    add("--json", action="store_true", help="these lines as JSON on stdout, one object each")
+    add_options(parser, "what was heard")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
@@ -140,10 +132,9 @@ class _Teller:
     """Says now and then what was heard."""
 
     def __init__(self, args: argparse.Namespace, out: Output) -> None:
-        self._out, self._as_json, self._every = out, args.json, args.every
+        self._out = out
+        self._lines = StatusLines(out, _line, to_json, as_json=args.json, every=args.every, first=args.every)
         self._begun = time.monotonic()
-        self._due = self._begun + self._every
-        self._said = ""
         self._looked = False
 
     def tell(self, tap: Tap, *, last: bool = False) -> None:
@@ -152,17 +143,8 @@ class _Teller:
             self._looked = True
             for endpoint in sorted(tap.silent):
                 self._out.note(NOTHING_HEARD.format(printable(endpoint)))
-        if time.monotonic() < self._due and not last:
-            return
-        self._due = time.monotonic() + self._every
-        text = json.dumps(to_json(tap)) if self._as_json else _line(tap)
-        if text == self._said:
-            return
-        self._said = text
-        if self._as_json:
-            print(text, flush=True)
-        else:
-            self._out.note(text)
+        if last or self._lines.is_due():
+            self._lines.say(tap)
 
 
 def _line(tap: Tap) -> str:
