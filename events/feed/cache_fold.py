@@ -20,7 +20,7 @@ from events.types import MoveReason
 class CacheFold(StreamFold[Change_co]):
     """Folds the events of one cache. Needs a stream that holds token ids.
 
-    Subclasses add handlers for blocks, and call `_name_stored` and `_name_moved` in them.
+    Subclasses add handlers for blocks; these note the names of blocks that sequences have computed or taken back.
     """
 
     _heard_when_lost = (ev.Gap, ev.CacheCreated, ev.StateExported)
@@ -99,14 +99,6 @@ class CacheFold(StreamFold[Change_co]):
     def _reuse(self, event: ev.BlocksReused) -> None:
         stop = event.first_block + len(event.slots) // SLOT_BYTES
         self._sequences[event.handle].name_up_to(stop, event.names)
-
-    def _name_stored(self, event: ev.BlocksStored) -> NamedTokens:
-        """Whose blocks they are."""
-        sequence = self._sequences[event.handle]
-        if event.keys:
-            stop = event.first_block + len(event.slots) // SLOT_BYTES
-            sequence.name_up_to(stop, names_of_keys(event.keys, self._key_bytes))
-        return sequence
 
     def _name_moved(self, event: ev.BlocksMoved) -> None:
         if event.handle is not None and event.why != MoveReason.OFFLOAD:

@@ -23,7 +23,7 @@ from events.feed.exported import Row, exported_rows
 from events.feed.extra_keys import told
 from events.feed.slots import ANNOUNCED, IN_FLIGHT, WAITING, Columns
 from events.feed.snapshot import FrozenBlocks, freeze, visible_blocks
-from events.packed import NAME_BYTES, split_names
+from events.packed import NAME_BYTES, names_of_keys, split_names
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, SLIDING, MoveReason
 
@@ -123,7 +123,8 @@ class Feed(CacheFold[Change]):
 
     def _store(self, event: ev.BlocksStored) -> None:
         size, first_block = self.tokens_per_block, event.first_block
-        sequence, slots = self._name_stored(event), array("i", event.slots)
+        sequence, slots = self._sequences[event.handle], array("i", event.slots)
+        sequence.name_up_to(first_block + len(slots), names_of_keys(event.keys, self._key_bytes))
         if event.last_tokens < size:
             slots.pop()  # routers see full blocks only
         count = len(slots)

@@ -14,7 +14,7 @@ from events import types as ev
 from events.feed.cache_fold import CacheFold
 from events.feed.changes import Cached, Cleared, Created, InventoryChange, Uncached, Updated
 from events.feed.exported import Block, exported_blocks
-from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, split_names
+from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.sequences import NamedTokens
 from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SLIDING
@@ -70,8 +70,10 @@ class Inventory(CacheFold[InventoryChange]):
     # -- blocks
 
     def _store(self, event: ev.BlocksStored) -> None:
-        sequence, first = self._name_stored(event), event.first_block
-        tokens = (len(event.slots) // SLOT_BYTES - 1) * self.tokens_per_block + event.last_tokens
+        count, first = len(event.slots) // SLOT_BYTES, event.first_block
+        sequence = self._sequences[event.handle]
+        sequence.name_up_to(first + count, names_of_keys(event.keys, self._key_bytes))
+        tokens = (count - 1) * self.tokens_per_block + event.last_tokens
         self._enter(event.group, event.level, event.priority, event.parent, sequence, first, tokens)
 
     def _fill(self, event: ev.BlocksFilled) -> None:

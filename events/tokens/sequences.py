@@ -82,10 +82,11 @@ class NamedTokens(SequenceTokens):
 
     def name_up_to(self, stop: int, names: bytes) -> None:
         """Note the names of its last blocks before `stop`: an event leaves out those that others have given."""
-        begin = stop * NAME_BYTES - len(names)
-        if begin > len(self.names):
-            self.names += bytes(begin - len(self.names))
-        self.names[begin : begin + len(names)] = names
+        noted, end = self.names, stop * NAME_BYTES
+        begin = end - len(names)
+        if begin > len(noted):
+            noted += bytes(begin - len(noted))
+        noted[begin:end] = names
 
 
 class RunningTokens:
