@@ -14,7 +14,6 @@ from events.feed.stream_fold import Change_co, StreamFold
 from events.packed import SLOT_BYTES, names_of_keys
 from events.tokens.sequences import NamedTokens, RunningTokens
 from events.tokens.symbols import SymbolTable
-from events.types import MoveReason
 
 
 class CacheFold(StreamFold[Change_co]):
@@ -94,12 +93,6 @@ class CacheFold(StreamFold[Change_co]):
         del self._sequences[event.handle]
         self._running.forget_row()
 
-    # -- names of their blocks
-
     def _reuse(self, event: ev.BlocksReused) -> None:
         stop = event.first_block + len(event.slots) // SLOT_BYTES
         self._sequences[event.handle].name_up_to(stop, event.names)
-
-    def _name_moved(self, event: ev.BlocksMoved) -> None:
-        if event.handle is not None and event.why != MoveReason.OFFLOAD:
-            self._sequences[event.handle].name(event.first_block, event.names)

@@ -237,7 +237,6 @@ class Feed(CacheFold[Change]):
         self._withdraw(event.group, event.level, event.slots, event.names)
 
     def _move(self, event: ev.BlocksMoved) -> None:
-        self._name_moved(event)
         columns = self._columns[event.group]
         source, target = columns[event.from_level], columns[event.to_level]
         from_slots, to_slots = array("i", event.from_slots), array("i", event.to_slots)
@@ -253,6 +252,8 @@ class Feed(CacheFold[Change]):
         self._withdraw(event.group, event.from_level, from_slots.tobytes(), names)
         if not slides:
             self._hidden[event.group].update(full)
+        if event.handle is not None and event.why != MoveReason.OFFLOAD:
+            self._sequences[event.handle].name(event.first_block, event.names)
         if event.transfer:
             self._transfers[event.transfer] = (event.group, event.to_level, to_slots)
         else:

@@ -17,7 +17,7 @@ from events.feed.exported import Block, exported_blocks
 from events.packed import NAME_BYTES, SLOT_BYTES, TOKEN_BYTES, names_of_keys, split_names
 from events.tokens.sequences import NamedTokens
 from events.tokens.symbols import SymbolTable
-from events.types import PRIMARY, SLIDING
+from events.types import PRIMARY, SLIDING, MoveReason
 
 
 class Inventory(CacheFold[InventoryChange]):
@@ -104,7 +104,8 @@ class Inventory(CacheFold[InventoryChange]):
         )
 
     def _move(self, event: ev.BlocksMoved) -> None:
-        self._name_moved(event)
+        if event.handle is not None and event.why != MoveReason.OFFLOAD:
+            self._sequences[event.handle].name(event.first_block, event.names)
         blocks = self._blocks[event.group]
         for name in split_names(event.names):
             blocks[name] = blocks[name]._replace(level=event.to_level)
