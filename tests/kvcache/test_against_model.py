@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
 from kvcache.results import StoreResult
@@ -69,6 +71,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="kvcache-model-")
         self.earlier: list[list[Symbol]] = []
+        self.preempted: dict[Hashable, strategies.Drawn] = {}
+        """Requests that will come back."""
         self.history: list[Event] = []
         self.seen = 0
         """Events of `history` that were looked at."""
@@ -123,7 +127,9 @@ class ManagerBesideModel(RuleBasedStateMachine):
         if not free:
             return
         batch = data.draw(strategies.batches(free, self.earlier), label="batch")
-        requests = [request(*each) for each in batch]
+        self.add(batch, [request(*each) for each in batch])
+
+    def add(self, batch: list[strategies.Drawn], requests: list[Request]) -> None:
         if any(
             len(tokens) > (self.longest_prompt if reserve is None else self.limit)
             for _, _, tokens, _, reserve in batch
@@ -289,6 +295,24 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.earlier = [*self.earlier[-7:], self.model.running[request_id].tokens]
         self.model.end(request_id, store=store)
         self.both("remove_sequence", request_id, store)
+
+    @precondition(lambda self: self.model.running)
+    @rule()
+    def preempt(self) -> None:
+        """The youngest makes room; what it has computed may stay."""
+        request_id = list(self.model.running)[-1]
+        running = self.model.running[request_id]
+        self.preempted[request_id] = request_id, running.namespace, running.tokens, running.retention, None  # type: ignore[assignment]
+        self.model.end(request_id, store=True)
+        self.both("remove_sequence", request_id, why="preempted")
+
+    @precondition(lambda self: self.preempted.keys() - self.model.running.keys())
+    @rule()
+    def return_(self) -> None:
+        """One that was preempted comes back with all its tokens."""
+        request_id = next(each for each in self.preempted if each not in self.model.running)
+        drawn = self.preempted.pop(request_id)
+        self.add([drawn], [replace(request(*drawn), resumed=True)])
 
     @rule()
     def flush(self) -> None:

@@ -58,6 +58,7 @@ ACTIONS = (
     + ("decode",) * 3
     + ("end",) * 2
     + ("poll", "tick", "clear", "flush", "fork", "fork", "pin", "unpin", "rewind", "rewind", "guess", "draft")
+    + ("preempt", "return")
 )
 
 
@@ -102,6 +103,8 @@ class Driver:
             **r.choice([one_head_count, two_head_counts])(len(windows)),
         )
         self.next_id = 0
+        self.salts: dict[int | str, str | None] = {}
+        self.preempted: list[Request] = []
         length = r.choice([6, 8, 10, 13])
         self.bases = [[r.randrange(2) for _ in range(length)] for _ in range(2)]
 
@@ -126,7 +129,13 @@ class Driver:
                     for number in range(r.choice([1, 1, 2, 3]))
                 ]
                 self.next_id += len(requests)
+                self.salts.update((each.request_id, each.cache_salt) for each in requests)
                 engine.admit(*requests)
+            elif action == "preempt" and engine.running:
+                self.preempt(engine.running[-1])
+            elif action == "return" and self.preempted:
+                engine.admit(self.preempted[0])
+                self.preempted.pop(0)
             elif action == "forward" and engine.running:
                 request_id = r.choice(engine.running)
                 sequence = engine.manager._blocks.sequence(request_id)
@@ -136,7 +145,9 @@ class Driver:
                 engine.decode(ids, [r.randrange(2) for _ in ids])
             elif action == "fork" and engine.running:
                 self.next_id += 1
-                engine.fork(r.choice(engine.running), self.next_id - 1)
+                parent = r.choice(engine.running)
+                self.salts[self.next_id - 1] = self.salts[parent]
+                engine.fork(parent, self.next_id - 1)
             elif action == "rewind" and engine.running:
                 chosen = r.choice(engine.running)
                 length = engine.manager._blocks.sequence(chosen).num_tokens
@@ -163,6 +174,13 @@ class Driver:
                 engine.end(r.choice(engine.running))
         except ComputationLost:
             engine.poll()  # what was lost without having been told: `flush` has noticed it
+
+    def preempt(self, request_id: int | str) -> None:
+        """It makes room, and will come back with all that it has."""
+        tokens = self.engine.manager._blocks.sequence(request_id).tokens.tolist()
+        salt = self.salts[request_id]
+        self.preempted.append(Request(request_id, tokens, cache_salt=salt, resumed=True, reserve_tokens=4))
+        self.engine.end(request_id)
 
     def speculate(self, how: str, request_id: int | str) -> None:
         """Some tokens ahead, of which some are right."""
