@@ -290,6 +290,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     at the end."""
     event_buffer_max_size: _Natural = 0
     """Events kept for polling consumers; 0: none."""
+    attention_dp_rank: Annotated[
+        int | None, Field(ge=0, le=2**31 - 1), Accepts("an integer from 0 to 2147483647")
+    ] = None
+    """The engine's rank where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1), Accepts("a number from 0 to 1")] = 0.5
     """How much of each window's primary blocks may be pinned: what is pinned is not evicted, whatever needs room."""
     debug_fill_blank: _Flag = False

@@ -55,6 +55,8 @@ class Created(msgspec.Struct, frozen=True, gc=False):
 
     groups: tuple[GroupCreated, ...]
     hash_algorithm: str
+    rank: int | None = None
+    """The engine's, where its attention is data-parallel."""
 
 
 class Cached(msgspec.Struct, frozen=True, gc=False):

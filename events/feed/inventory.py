@@ -50,7 +50,7 @@ class Inventory(CacheFold[InventoryChange]):
 
     def _create(self, event: ev.CacheCreated) -> None:
         super()._create(event)
-        self._created = Created(event.groups, event.hash_algorithm)
+        self._created = Created(event.groups, event.hash_algorithm, event.attention_dp_rank)
         self._changes.append(self._created)
 
     def _forget(self) -> None:

@@ -1,8 +1,8 @@
 """TensorRT-LLM's event dicts, as its `get_kv_cache_events` returns them.
 
 One dict an event: ``{"event_id", "data": {"type": "created" | "stored" | "updated" | "removed", ...}, "window_size",
-"hash_algo"}``. That format knows nothing of sequences, allocations or landings, has no "cleared" (its readers ignore
-what they do not know), and repeats the tokens in every stored block.
+"hash_algo"}``, and ``"attention_dp_rank"`` where there is one. That format knows nothing of sequences, allocations or
+landings, has no "cleared" (its readers ignore what they do not know), and repeats the tokens in every stored block.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from events.types import GroupCreated
 Data = dict[str, Any]
 
 
+def envelope(group: GroupCreated, hash_algorithm: str, rank: int | None) -> Data:
+    """What stands around the data of a window's dicts. `rank`: the engine's, where its attention is data-parallel."""
+    told: Data = {"window_size": group.window, "hash_algo": hash_algorithm}
+    return told if rank is None else {**told, "attention_dp_rank": rank}
+
+
 def created(group: GroupCreated) -> Data:
     """A window's blocks per level."""
     return {"type": "created", "num_blocks_per_cache_level": list(group.num_blocks)}
@@ -31,6 +37,7 @@ def stored(cached: Cached) -> Data:
     namespace, size, tokens = cached.namespace, cached.tokens_per_block, cached.spelled
     items = tokens.items_by_block(size)
     salt = namespace.salt_digest.hex() if namespace.salt_digest is not None else None
+    adapter = {"lora_id": namespace.lora_id} if namespace.lora_id is not None else {}
     blocks = [
         {
             "type": "stored_block",
@@ -43,6 +50,7 @@ def stored(cached: Cached) -> Data:
                 for item in items[index]
             ],
             "cache_salt": salt,
+            **adapter,
         }
         for index, block_hash in enumerate(unpack_names(cached.names).tolist())
     ]

@@ -67,8 +67,8 @@ class DictLines:
             yield self._removed(change.group, unpack_names(change.names).tolist())
         elif isinstance(change, Created):
             # What was there before, if anything, was cleared.
-            algorithm = change.hash_algorithm
-            self._envelopes = [{"window_size": g.window, "hash_algo": algorithm} for g in change.groups]
+            told = change.hash_algorithm, change.rank
+            self._envelopes = [trtllm.envelope(group, *told) for group in change.groups]
             self._known = [set() for _ in change.groups]
             yield from zip(self._envelopes, map(trtllm.created, change.groups), strict=True)
         else:

@@ -31,6 +31,8 @@ class CacheCreated(Event, frozen=True):
     content_id: str
     """Digest of what a block's bytes mean (layers, heads, dims, dtype, layout)."""
     format_version: int = FORMAT_VERSION
+    attention_dp_rank: int | None = None
+    """Of the engine, where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
 
 
 class EpochStarted(Event, frozen=True):

@@ -32,6 +32,7 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> Cach
         hash_algorithm=algorithm,
         key_bytes=ALGORITHMS[algorithm].key_bytes,
         content_id=layout.content_id,
+        attention_dp_rank=config.attention_dp_rank,
     )
 
 

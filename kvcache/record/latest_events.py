@@ -62,7 +62,8 @@ class LatestEvents:
         assert created is not None
         with self._changed:
             for group, data in self._step:
-                envelope = {"window_size": created.groups[group].window, "hash_algo": created.hash_algorithm}
+                told = created.hash_algorithm, created.attention_dp_rank
+                envelope = trtllm.envelope(created.groups[group], *told)
                 self._visible.append({"event_id": self._next_id, "data": data, **envelope})
                 self._next_id += 1
             self._changed.notify_all()

@@ -524,3 +524,20 @@ STREAM: list[dict[str, Any]] = [
     },
     {"event_id": 3, "data": {"type": "removed", "block_hashes": [SECOND, FIRST]}, "window_size": 16},
 ]
+
+
+def test_blocks_tell_their_adapter_and_dicts_the_rank(tmp_path: Path) -> None:
+    """Polled or in lines: an adapter's number stands in each of its blocks, and the engine's rank in every dict."""
+    path = tmp_path / "dicts.jsonl"
+    config = strategies.config(attention_dp_rank=5, event_buffer_max_size=100)
+    with KVCacheManager(config, sinks=[f"file:{path}?format=trtllm"]) as manager:
+        manager.add_sequence("plain", [1, 2, 3])
+        manager.add_sequence("tuned", [1, 2, 3], lora_id=9)
+        for name in ("plain", "tuned"):
+            manager.store_context_blocks(name, 3)
+        manager.flush()
+        polled = manager.get_latest_events()
+    for dicts in (polled, [json.loads(line) for line in path.read_text().splitlines()]):
+        assert [each["attention_dp_rank"] for each in dicts] == [5] * 3
+        blocks = [block for each in dicts[1:] for block in each["data"]["blocks"]]
+        assert [block.get("lora_id") for block in blocks] == [None, 9]
