@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from events.types import RequestId
 from kvcache.errors import invariant
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, go_on_evenly
 
 
 class Due(NamedTuple):
@@ -51,7 +51,7 @@ class DecodeBatch:
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed int64."""
-        self.even = all(sequence.is_even(tokens_per_block) for sequence in sequences)
+        self.even = go_on_evenly(sequences, tokens_per_block)
         """Whether the step is like all that follow; if not, its sequences are looked at one by one."""
         self._period = tokens_per_block
         self._steps = 0

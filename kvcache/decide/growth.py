@@ -24,7 +24,7 @@ from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.whole_cache import WholeCache
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, UnknownRequest, UsageError, shown
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, go_on_evenly
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
@@ -213,7 +213,9 @@ class Growth(WholeCache):
         size = self._state.tokens_per_block
         growing = self._growing(sequences, counts)
         more = {sequence for sequence, _ in growing}
-        filling = [] if draft else [each for each in sequences if each in more or not each.is_even(size)]
+        filling = (
+            [] if draft else [each for each in sequences if each in more or not go_on_evenly([each], size)]
+        )
         self._allocate(sequences, growing, ev.AllocateReason.DECODE)
         self._emit(
             ev.TokensAppended(

@@ -13,8 +13,10 @@ from events.packed import NAME_BYTES
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
-from kvcache.fold.sequence import ONBOARDING
+from kvcache.fold.sequence import ONBOARDING, FilledBlock
 from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
+
+_RESERVE = ev.AllocateReason.RESERVE
 
 
 class BlockFold(Contents):
@@ -25,7 +27,7 @@ class BlockFold(Contents):
         slots = array("i", event.slots)
         self.groups[index].levels[PRIMARY].take_slots(slots)
         handles = array("q", event.handles)
-        if event.why == ev.AllocateReason.RESERVE:
+        if event.why is _RESERVE:
             for handle in handles:
                 # It has other slots from now on than its tokens need, so it does not decode like others.
                 self.set_computed(sequences[handle], sequences[handle].computed)
@@ -91,9 +93,10 @@ class BlockFold(Contents):
     def _fill(self, event: ev.BlocksFilled) -> None:
         index, size, group = event.group, self.tokens_per_block, self.groups[event.group]
         blocks, slots = array("I", event.blocks), array("i", event.slots)
-        key_bytes, given, at, fill = group.tree.key_bytes, event.keys, 0, group.fill
+        key_bytes, given, at = group.tree.key_bytes, event.keys, 0
         block_bytes, recorded, sequences = group.tree.block_bytes, self.tokens_recorded, self.sequences
         parents: list[bytes | bytearray] = []
+        rows: list[FilledBlock] = []
         key = b""
         if len(given) not in (0, len(slots) * key_bytes):
             raise InvariantViolated("filled blocks have other names than there are blocks")
@@ -115,9 +118,10 @@ class BlockFold(Contents):
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")
-            fill(sequence, block, slot, symbols, key, event.priority, event.duration)
+            rows.append((sequence, block, slot, symbols, key))
         if b"".join(parents) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
+        group.fill(rows, event.priority, event.duration)
         self.changed_blocks += len(slots)
 
     def _update(self, event: ev.BlocksUpdated) -> None:

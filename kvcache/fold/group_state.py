@@ -14,7 +14,7 @@ from events.types import PRIMARY, SECONDARY, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.held_paths import HeldPaths
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import FilledBlock, Sequence
 from kvcache.fold.slots import last_reversed
 
 
@@ -52,25 +52,18 @@ class GroupState(HeldPaths):
         self.levels[PRIMARY].own(slots, run.id)
         sequence.path_ends[self.index] = run
 
-    def fill(
-        self,
-        sequence: Sequence,
-        block: int,
-        slot: int,
-        symbols: bytes,
-        key: bytes,
-        priority: int,
-        duration: int,
-    ) -> None:
-        """Cache the next block of a sequence, behind what it alone has cached."""
-        run = sequence.path_ends[self.index]
-        if not isinstance(run, Run) or run.end != block or not run.grows(priority, duration):
-            raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
-        run.symbols += symbols
-        run.slots.append(slot)
-        run.keys += key
-        run.end = block + 1
-        self.levels[PRIMARY].run_ids[slot] = run.id
+    def fill(self, rows: list[FilledBlock], priority: int, duration: int) -> None:
+        """Cache the next block of each of these sequences, behind what it alone has cached."""
+        index, owner = self.index, self.levels[PRIMARY].run_ids
+        for sequence, block, slot, symbols, key in rows:
+            run = sequence.path_ends[index]
+            if run.end != block or not run.grows(priority, duration) or not isinstance(run, Run):
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            run.symbols += symbols
+            run.slots.append(slot)
+            run.keys += key
+            run.end = block + 1
+            owner[slot] = run.id
 
     def update(
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None

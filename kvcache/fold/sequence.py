@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Items
+from operator import attrgetter
 
 from events.ids import Handle
 from events.tokens.sequences import SequenceTokens
@@ -92,15 +94,6 @@ class Sequence(SequenceTokens):
         """Whether all tokens but the last sampled one count as computed, however many there are."""
         return self._computed == _FOLLOWS
 
-    def is_even(self, tokens_per_block: int) -> bool:
-        """Whether the next token is appended as always: all before it count as computed, and have just the slots that
-        they need.
-        """
-        computed, num_tokens = self._computed, self.num_tokens
-        return computed < 0 or (
-            computed >= num_tokens - 1 and len(self.tables[0]) == -(-num_tokens // tokens_per_block)
-        )
-
     @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
@@ -109,3 +102,25 @@ class Sequence(SequenceTokens):
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""
         self._computed = _FOLLOWS
+
+
+FilledBlock = tuple[Sequence, int, int, bytes, bytes]
+"""A block that decoding has filled: whose, its index in the table, slot, symbols, and key if it is given."""
+
+_counted = attrgetter("_computed")
+
+
+def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
+    """Whether the next token of each of these is appended as always: all before it count as computed, and have just
+    the slots that they need.
+    """
+    if max(map(_counted, sequences), default=_FOLLOWS) == _FOLLOWS:
+        return True
+    return all(
+        each.is_decoding
+        or (
+            each.computed >= each.num_tokens - 1
+            and len(each.tables[0]) == -(-each.num_tokens // tokens_per_block)
+        )
+        for each in sequences
+    )

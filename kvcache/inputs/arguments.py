@@ -76,7 +76,7 @@ def checked_flag(value: object, what: str) -> bool:
 
 def checked_choice(value: object, choices: type[Choice], what: str) -> Choice:
     """One of a few words."""
-    if isinstance(value, str) and value in set(choices):
+    if isinstance(value, str) and value in choices._value2member_map_:
         return choices(value)
     shown = "" if isinstance(value, str) else f", not {type(value).__name__}"
     raise UsageError(f"{what} must be one of {', '.join(choices)}{shown}")
