@@ -114,13 +114,9 @@ def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
     """Whether the next token of each of these is appended as always: all before it count as computed, and have just
     the slots that they need.
     """
-    if max(map(_counted, sequences), default=_FOLLOWS) == _FOLLOWS:
-        return True
+    counted = list(map(_counted, sequences))
     return all(
-        each.is_decoding
-        or (
-            each.computed >= each.num_tokens - 1
-            and len(each.tables[0]) == -(-each.num_tokens // tokens_per_block)
-        )
-        for each in sequences
+        computed >= each.num_tokens - 1 and len(each.tables[0]) == -(-each.num_tokens // tokens_per_block)
+        for each, computed in zip(sequences, counted, strict=True)
+        if computed != _FOLLOWS
     )
