@@ -25,7 +25,7 @@ test: .venv/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto
+	$(BIN)/pytest -q -n auto --dist worksteal
 
 # Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev

@@ -36,8 +36,7 @@ from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
-from tests.conftest import ROOT
-from tests.strategies import landed_level
+from tests.places import ROOT, landed_level
 
 WAIT = 20.0
 CONFIG = KVCacheConfig(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import structlog
 from hypothesis import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.places import ROOT
 
 # Machines that run tests are slow at times, which is no fault of the code: pytest-timeout stops what hangs.
 # A failure prints the line that repeats it.
@@ -21,6 +21,16 @@ settings.load_profile("kvcache")
 
 # What differs is said as in tests themselves.
 pytest.register_assert_rewrite("tests.agreement")
+
+WAITING = 2
+"""Workers more than there are cores: tests of processes and servers wait for most of their time."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """What `-n auto` means."""
+    return (yield) + WAITING
+
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 

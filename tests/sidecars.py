@@ -22,7 +22,7 @@ from events.log import LogWriter
 from kvcache import KVCacheManager
 from kvcache.replay import replay
 from tests.chaos import CONFIG, Engine, NoBytes, Router, Site, Told, residency, wait_until
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 SEGMENT_BYTES = 20_000
 """Small, so that segments end often."""

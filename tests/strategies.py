@@ -21,12 +21,12 @@ from events.structs import RUN_COLUMNS
 from events.types import PRIMARY, SECONDARY, EventBatch
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.fold.exported_state import export
-from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.inputs import retention as inputs
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
+from tests.places import slides
 from tests.window_model import Retention
 
 Namespace = tuple[int | None, str | None, str | None] | tuple[int | None, str | None, str | None, bool]
@@ -286,12 +286,6 @@ def split_names(packed: bytes) -> list[bytes]:
     return [packed[start : start + 8] for start in range(0, len(packed), 8)]
 
 
-def slides(state: CacheState, index: int) -> bool:
-    """Whether sequences let go of blocks of a group."""
-    assert state.created is not None
-    return state.created.groups[index].kind == "sliding"
-
-
 def cached_blocks(state: CacheState, index: int = 0) -> Cached:
     """Every cached block of a group, by its name."""
     if slides(state, index):
@@ -321,17 +315,6 @@ def timed_blocks(state: CacheState, index: int) -> dict[bytes, tuple[int, int]]:
             if any(times):
                 found[bytes(run.keys[at * key_bytes : at * key_bytes + 8])] = times
     return found
-
-
-def landed_level(state: CacheState, index: int, run: Run, at: int) -> int | None:
-    """Where one block of a run is; None if it is not cached, or on its way."""
-    if not slides(state, index):
-        return None if run.transfer else run.level
-    group: Any = state.groups[index]
-    place = run.slots[at]
-    if place < 0 or group.transfers[place]:
-        return None
-    return PRIMARY if place < group.levels[PRIMARY].size else SECONDARY
 
 
 def _cached_alone(state: CacheState, index: int) -> Cached:

@@ -51,9 +51,10 @@ from sinks.router.feed import RouterFeed
 from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.columns import pack_i32
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
 from tests.events.publisher import Publisher, batch, replaying, stored
 from tests.lives import occasion_name
+from tests.places import ROOT
 from tests.sinks.keys import Keys
 from tests.sinks.test_zmq import Worker
 

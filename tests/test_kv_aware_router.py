@@ -39,8 +39,8 @@ from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
 from tests.chaos import wait_until
 from tests.cli.browser import Browser
-from tests.conftest import ROOT
 from tests.events.publisher import batch, stored
+from tests.places import ROOT
 from tests.servers import program
 
 BLOCK = 16

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 
 PACKAGES = ("events", "sinks", "cuda_ops", "kvcache")
 

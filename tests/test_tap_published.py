@@ -24,9 +24,9 @@ from kvcache.tap.tap import Tap
 from tests.brokers.nats_server import NATSServer
 from tests.brokers.redis_server import RedisServer
 from tests.chaos import free_port, wait_until
-from tests.conftest import ROOT
 from tests.events.publisher import Publisher
 from tests.kvcache.test_tap import work_until
+from tests.places import ROOT
 from tests.test_tap_recordings import Block, Oracle, frozen, published
 
 STORED = (

@@ -24,9 +24,9 @@ from kvcache.publish.publisher import Publisher as Sidecar
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
 from tests.chaos import free_port
-from tests.conftest import ROOT
 from tests.events.publisher import Publisher, replaying
 from tests.kvcache.test_tap import work_until
+from tests.places import ROOT
 
 PER_BLOCK = ("extra_keys", "lookahead_token_ids")
 Block = tuple[Any, ...]

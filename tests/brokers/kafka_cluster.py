@@ -14,7 +14,7 @@ from typing import Any
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from tests.brokers.server import STREAM, Server
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 
 class MockCluster(Server):

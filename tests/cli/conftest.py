@@ -14,7 +14,7 @@ import pytest
 from events.tokens import symbols
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.cli import main
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
 

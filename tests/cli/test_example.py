@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 
 
 def test_engine_loop(run_python: RunPython) -> None:

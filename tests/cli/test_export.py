@@ -31,7 +31,8 @@ from kvcache.export.schema import COLUMNS, Column
 from kvcache.export.spelling import iso
 from kvcache.export.target import TargetExists
 from tests.cli.conftest import Kvcache, run_log, segments
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
 Table = list[dict[str, Any]]

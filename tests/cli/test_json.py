@@ -14,8 +14,8 @@ from events.structs import LEVEL_NAMES
 from kvcache.audit.reasons import Reason
 from kvcache.config import KVCacheConfig
 from tests.cli.conftest import TRACE, Done, Kvcache, run_log
-from tests.conftest import ROOT
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.places import ROOT
 
 NOW = 1_790_000_000.25
 NAME = re.compile("[0-9a-f]{16}")

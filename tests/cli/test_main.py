@@ -17,7 +17,8 @@ from kvcache import __version__
 from kvcache.cli import logs
 from kvcache.replay import replay
 from tests.cli.conftest import TRACE, Kvcache, Start, segments
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 
 READERS = {
     "replay": ["replay", "LOG", "--verify"],

@@ -13,7 +13,7 @@ import pytest
 from kvcache.cli.messages import printable
 from kvcache.cli.output import count, duration, share, size
 from tests.cli.conftest import TRACE, Kvcache
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 
 def on_terminal(code: str, **environment: str) -> str:

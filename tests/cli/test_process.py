@@ -22,7 +22,8 @@ from kvcache.cli.process import StopSignals, nobody_reads
 from kvcache.replay import replay
 from kvcache.workload.mooncake import TraceRequest
 from tests.cli.conftest import Kvcache, Start
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 from tests.traces import write_trace
 
 OUTPUTS = 2_000_000

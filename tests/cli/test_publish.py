@@ -23,7 +23,7 @@ from kvcache.publish.progress import FollowerStats, State
 from kvcache.publish.publisher import PublishStats, SinkLag
 from tests.chaos import free_port, wait_until
 from tests.cli.conftest import Kvcache, Start, segments
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 
 @pytest.fixture

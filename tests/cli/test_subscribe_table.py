@@ -33,8 +33,8 @@ from kvcache.cli.workers import Row, Workers
 from kvcache.errors import UsageError
 from tests.cli.conftest import Kvcache, Start
 from tests.cli.test_json import keys_of
-from tests.conftest import ROOT
 from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.places import ROOT
 from tests.sinks.test_many_workers import connecting
 from tests.sinks.test_zmq import free_port
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from events.log.durable import LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 FULL = 51
 """F_FULLFSYNC of macOS."""

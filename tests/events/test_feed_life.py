@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from events.feed.fold import Feed
 from events.feed.life import LIFE, Visibility
@@ -14,6 +14,7 @@ class FeedWitness(Witness):
     """Looks at what the feed knows of each slot. An event of which it does not hear must change nothing."""
 
     levels = ("", "")
+    kind = Visibility
 
     def __init__(self, created: CacheCreated) -> None:
         super().__init__()
@@ -25,8 +26,8 @@ class FeedWitness(Witness):
         self.feed.fold(EventBatch(self.seq, 0, (event,)))  # type: ignore[arg-type]
         self.seq += 1
 
-    def states(self) -> Sequence[Iterable[Visibility]]:
-        return [map(Visibility, columns._state.tolist()) for columns in self.feed._columns[0]]
+    def states(self) -> list[list[int]]:
+        return [columns._state.tolist() for columns in self.feed._columns[0]]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         return super().named(event) if type(event) in self.feed._handlers else ()

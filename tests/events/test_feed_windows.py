@@ -43,7 +43,8 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.exported_state import export
 from tests.columns import pack_i32, pack_i64, pack_u32
 from tests.events.test_feed import Engine, NoBytes, StrictIndex, batches, landed_prefixes
-from tests.strategies import key_of, landed_level, slides, split_names
+from tests.places import landed_level, slides
+from tests.strategies import key_of, split_names
 
 SIZE = 2
 """Tokens per block."""

@@ -19,10 +19,10 @@ import pytest
 from events import AnyEvent, EventBatch, Gap
 from events.codec import decode_batch, encode_batch, to_dict, to_json
 from events.log import LogWriter
-from tests.conftest import ROOT
 from tests.events.json_reader import from_json
 from tests.events.logs import LOG_ID, TIME, read_log
 from tests.events.packer import frame, pack, segment_header, with_bytes
+from tests.places import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 EVENTS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "events.json").read_text(encoding="utf-8"))

@@ -29,9 +29,10 @@ from events import (
     NotALog,
 )
 from events.log import LogReader, LogWriter, output
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
 from tests.events.conftest import HoldDisk
 from tests.events.logs import LOG_ID, batch, batches, large_batch, read_log, segments, write_log
+from tests.places import ROOT
 from tests.syncs import record_syncs
 
 

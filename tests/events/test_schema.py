@@ -22,8 +22,8 @@ from events.formats.schema import json_schema, msgpack_schema
 from events.types import EventBatch
 from kvcache import KVCacheManager
 from tests import strategies
-from tests.conftest import ROOT
 from tests.events.test_feed import Engine
+from tests.places import ROOT
 from tests.sinks.helpers import KEY_BYTES, SAMPLES
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {

@@ -30,8 +30,8 @@ from events.types import (
     WorkerSeen,
 )
 from tests.columns import pack_i32
-from tests.conftest import ROOT
 from tests.events.wire_packer import pack_wire
+from tests.places import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
 MAPS = {

@@ -36,8 +36,8 @@ from events.formats.vllm import (
 )
 from events.types import GroupCreated, Namespace
 from tests.columns import pack_i32
-from tests.conftest import ROOT
 from tests.events.wire_packer import pack_wire
+from tests.places import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
 READ = {vector["name"]: vector for vector in GOLDEN["read"]}

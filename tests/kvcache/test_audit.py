@@ -21,8 +21,8 @@ from kvcache.audit.totals import audit_batches
 from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
 from kvcache.report.groups import GROUPS
-from tests.conftest import ROOT
 from tests.naive_audit import naive_audit
+from tests.places import ROOT
 from tests.random_logs import random_log
 
 

@@ -39,7 +39,7 @@ from kvcache.errors import (
     WrongThread,
     invariant,
 )
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     ConfigError(["a: given 1; accepted: 2", "b: missing"], "x.toml"): {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pytest
 
@@ -31,14 +31,16 @@ from tests.lives import NoBytes, Witness, explore, steps_of
 class FoldWitness(Witness):
     """Looks at the fold's states; a sequence that ends concerns all slots of its table."""
 
+    kind = SlotState
+
     def __init__(self, created: CacheCreated) -> None:
         super().__init__()
         self.state = CacheState()
         self.apply = self.state.apply  # type: ignore[method-assign]
         self.apply(created)
 
-    def states(self) -> Sequence[Iterable[SlotState]]:
-        return [map(SlotState, states.tolist()) for states in slot_states(self.state, 0)]
+    def states(self) -> list[list[int]]:
+        return [states.tolist() for states in slot_states(self.state, 0)]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         if isinstance(event, SequenceRemoved):

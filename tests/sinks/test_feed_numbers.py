@@ -17,7 +17,8 @@ import pytest
 
 from sinks import SinkError
 from sinks.router.numbers import FeedNumbers
-from tests.conftest import ROOT, RunPython
+from tests.conftest import RunPython
+from tests.places import ROOT
 from tests.syncs import SYNCS, record_syncs
 
 STEP = 4

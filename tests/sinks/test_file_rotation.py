@@ -18,8 +18,8 @@ import pytest
 
 from sinks import SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.file import FileSink
-from tests.conftest import ROOT
 from tests.events.json_reader import from_json
+from tests.places import ROOT
 from tests.sinks.helpers import WAIT, check_stream, make_batch
 from tests.sinks.test_router_feed import wait_for
 

@@ -119,6 +119,9 @@ class TestNewcomers:
                     other.reader.take_payload(other.welcome()[2])
                     assert other.reader.state == state_of(worker)
                     assert worker.transport._snapshot is snapshot
+                wait_for(
+                    lambda: worker.feed.subscribers == 1
+                )  # else the next one's coming could be overlooked
             assert len(snapshot.tail) == 5
 
     def test_who_comes_again_is_told_again(self) -> None:

@@ -23,7 +23,7 @@ from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_sc
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.transport import ZMQSettings, ZMQTransport
-from tests.conftest import ROOT
+from tests.places import ROOT
 from tests.sinks.feed_source import Reader, Source
 from tests.sinks.helpers import WAIT
 from tests.sinks.test_router_feed import wait_for

@@ -25,7 +25,7 @@ from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import TraceRequest, read_trace
 from kvcache.workload.pattern import PatternMismatch
 from kvcache.workload.summary import RunResult, StepTimes
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
 SMALL: dict[str, Any] = {"max_sequence_length": 4096, "tokens_per_block": 32, "primary_blocks": 100}

@@ -13,7 +13,7 @@ from kvcache.workload.mooncake import read_trace
 from kvcache.workload.tokens import output_tokens, prompt_tokens
 from kvcache.workload.waiting import Line, Waiting
 from kvcache.workload.watching import Step
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 CHATS = list(read_trace(ROOT / "tests" / "data" / "chats_small.jsonl"))
 CONFIG = KVCacheConfig(max_sequence_length=4096, tokens_per_block=32, primary_blocks=200, secondary_blocks=60)
