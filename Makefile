@@ -21,16 +21,19 @@ help:
 run: .venv/.installed
 	$(BIN)/kvcache run $(ARGS)
 
+# Where nothing compiled is kept, all of it is compiled again for each worker, and for each process of a test.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n auto --dist worksteal
+
 test: .venv/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n auto --dist worksteal
+	$(PYTEST)
 
 # Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
-	$(BIN)/pytest -q -n auto -m long
+	$(PYTEST) -m long
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/manager.py $(ARGS)

@@ -38,7 +38,8 @@ from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.places import ROOT, landed_level
 
-WAIT = 20.0
+WAIT = 40.0
+"""Seconds, of a machine that has other things to do."""
 CONFIG = KVCacheConfig(
     max_sequence_length=32,
     max_attention_window=(5, 32),

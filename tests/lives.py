@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,25 +106,20 @@ class Witness:
             self.steps.add(Step(self.levels[level], was, name, then))
 
 
-def explore(witness: Callable[[CacheCreated], Witness], allowed: set[Step], programs: int) -> set[Step]:
-    """The steps of so many programs; and of more that pin and fork if it takes more to meet all that are allowed."""
+def explore(
+    witness: Callable[[CacheCreated], Witness], allowed: set[Step], seeds: Iterable[int], more: Iterable[int]
+) -> set[Step]:
+    """The steps of these programs, and of `more` as long as not all are met that are allowed."""
     met: set[Step] = set()
-    # What happens seldom happens to blocks that are kept.
-    for seed in [*range(programs), *(seed for seed in range(programs, 1200) if keeps(seed))]:
-        if seed >= programs and met >= allowed:
-            break
+    for seed in itertools.chain(seeds, itertools.takewhile(lambda _: not met >= allowed, more)):
         program = Program(seed)
         assert program.manager.state.created is not None
         seen = witness(program.manager.state.created)
         program.manager.bus.subscribe(seen.see)
         program.run(300)
         assert seen.steps <= allowed, f"program {seed}: {seen.steps - allowed}"
-        met |= seen.steps
+        met.update(seen.steps)
     return met
-
-
-def keeps(seed: int) -> bool:
-    return seed % 3 == 2
 
 
 class Program:
@@ -131,7 +127,7 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.keeps = keeps(seed)
+        self.keeps = seed % 3 == 2
         """Whether blocks are pinned, and kept for a time: every third program, since that leaves less to the rest."""
         settings = strategies.config(
             tokens_per_block=rng.choice([1, 2, 4]),

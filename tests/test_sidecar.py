@@ -58,7 +58,10 @@ class Scene:
         """When the engine is at rest, routers and the file have what it has."""
         assert self.engine is not None
         resident, seq = self.engine.settle()
-        assert resident
+        while not resident:  # it may just have cleared its cache
+            self.engine.work()
+            self.look(0.1)
+            resident, seq = self.engine.settle()
         agree(self.routers, resident)
         wait_until(lambda: self.last_line() == seq, f"the file does not get to batch {seq}")
         recorded = [to_json(batch, 32).decode() for batch in LogReader(self.log)]

@@ -36,4 +36,4 @@ class FeedWitness(Witness):
 def test_what_routers_may_see_lives_as_the_table_says() -> None:
     """Whatever happens, each event takes each slot to a state that the table names; and each entry is needed."""
     allowed = steps_of(LIFE)
-    assert explore(FeedWitness, allowed, 200) == allowed
+    assert explore(FeedWitness, allowed, range(200), range(200, 900)) == allowed

@@ -65,7 +65,8 @@ class FoldWitness(Witness):
 def test_slots_live_as_the_tables_say() -> None:
     """Whatever happens, each event takes each slot to a state that the tables name; and each entry is needed."""
     allowed = steps_of(IN_PRIMARY, "primary") | steps_of(IN_SECONDARY, "secondary")
-    assert explore(FoldWitness, allowed, 100) == allowed
+    # What happens seldom happens where blocks are kept, in every third program.
+    assert explore(FoldWitness, allowed, range(100), range(101, 1200, 3)) == allowed
 
 
 @pytest.fixture
