@@ -29,6 +29,8 @@ class _Alike(NamedTuple):
 
 _MUCH = 1024
 """Entries that are not worth an effort."""
+_END_NS = 2**62 - 1
+"""Time stands still there, after some 146 years: with the longest duration behind it, it is still an int64."""
 
 
 class Expiry:
@@ -58,7 +60,7 @@ class Expiry:
     def now(self) -> int:
         """Nanoseconds since the cache was created, while it has run."""
         clock = self._state.clock
-        return max(self._read(self._began + clock) - self._began, clock, 1)
+        return max(min(self._read(self._began + clock) - self._began, _END_NS), clock, 1)
 
     def told(self, *, begins: bool = False) -> int:
         """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""

@@ -141,6 +141,27 @@ def test_a_clock_that_raises_stands_still() -> None:
     assert rig.priorities == {35}
 
 
+@pytest.mark.parametrize("now", [2**62, 2**63, 10**30, 1e19])
+@pytest.mark.parametrize("windows", [None, (6, 128), (2,)])
+def test_a_clock_that_jumps_out_of_all_bounds_stops_at_the_last_time(
+    tmp_path: Path, now: float, windows: tuple[int, ...] | None
+) -> None:
+    """What was kept for a time is over, no call fails, and the log replays."""
+    rig, longest = Rig(16, windows=windows), 2**62 // strategies.MS
+    rig.manager = KVCacheManager(rig.manager.config, log=tmp_path, monotonic_ns=rig.ticks)
+    rig.run("a", [1] * 8, keep((0, None, 80, 10)))
+    rig.ticks.now = now  # type: ignore[assignment]
+    rig.manager.flush()
+    assert rig.priorities == {35}
+    rig.run("b", [2] * 8, keep((0, None, 90, longest)))
+    rig.manager.flush()
+    rig.manager.check()
+    assert 90 in rig.priorities
+    fingerprint = rig.manager.fingerprint()
+    rig.manager.close()
+    assert replay(tmp_path).fingerprint == fingerprint
+
+
 def test_log_with_times_replays_with_and_without_tokens(tmp_path: Path) -> None:
     """Priorities, times and what is over are in the log."""
     for recorded in (True, False):
