@@ -14,6 +14,7 @@ from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, RequestId
 from kvcache.decide.admission import plan
 from kvcache.decide.block_manager import BlockManager
+from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.errors import UsageError
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.sequence import Sequence
@@ -58,8 +59,8 @@ class Scheduling:
             needed[window.window] = claims.needed + idle
             full = (planned.reused_tokens - planned.reused_partial) // size
             more = window.blocks_for(total) - full - each.new_blocks
-            if isinstance(self._state.groups[window.index], SlidingGroup):
-                has = primary + secondary + each.new_blocks
+            if isinstance(window, SlidingWindowManager):
+                has = primary + secondary + each.new_blocks - window.kept_of(each.claimed, total)
                 more = max(0, min(more, blocks_at_most(total, window.window, size) - has))
             completion[window.window] = needed[window.window] + more
         return Demand(planned.reused_tokens, reusable, held, needed, completion)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 
 from events import types as ev
 from events.ids import LevelIndex
-from events.types import Namespace
+from events.types import PRIMARY, Namespace
 from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
@@ -55,8 +55,22 @@ class SlidingWindowManager(WindowBlockManager):
         """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens, one by one."""
         held = len(sequence.tables[self.index]) - sequence.detached[self.index]
         # A new block is taken before the one is let go of that the window has left behind.
-        most = self.blocks_for(self.window) + 1
+        most = self.blocks_for(self.window) + 1 + self._kept_by_others(sequence, num_tokens)
         return max(0, min(super().blocks_to_grow(sequence, num_tokens), most - held))
+
+    def _kept_by_others(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that its window leaves behind while a sequence grows by so many tokens, and that do not come free."""
+        first, table = sequence.detached[self.index], sequence.tables[self.index]
+        cached = max(sequence.path_ends[self.index].end, first)
+        last, refs = self.sliding.first_seen(sequence.num_tokens + num_tokens - 1), self.sliding.refs
+        kept = sum(refs[slot] > 1 for slot in table[first : min(cached, last)])
+        return kept + sum(slot in self.sliding.shared for slot in table[cached:last])
+
+    def kept_of(self, claimed: Items[BlockNames], num_tokens: int) -> int:
+        """The same of a prompt that holds these blocks and grows to so many tokens."""
+        last, refs = self.sliding.first_seen(num_tokens - 1), self.sliding.refs
+        rows = [each.slots[: max(0, last - each.first)] for each in claimed if each.level == PRIMARY]
+        return sum(refs[slot] > 0 for row in rows for slot in row)
 
     # -- letting go
 

@@ -242,25 +242,56 @@ def run(manager: KVCacheManager, name: str, tokens: list[int]) -> None:
     manager.store_context_blocks(name, len(tokens))
 
 
+def grown(manager: KVCacheManager, name: str, new: int, had: dict[int, int]) -> dict[int, int]:
+    """By how much the free blocks of each window became fewer at most than it had, while a sequence grew."""
+    taken = dict.fromkeys(had, 0)
+    for token in range(new + 1):
+        free = manager.num_free_blocks_per_window()
+        taken = {window: max(blocks, had[window] - free[window]) for window, blocks in taken.items()}
+        if token < new:
+            manager.add_tokens([name], [100 + token])
+    return taken
+
+
+@pytest.mark.parametrize("windows", [(2,), (3,), (5, 24), (1, 8)])
+@pytest.mark.parametrize("computed", [0, 5, 9])
+@pytest.mark.parametrize("new", [1, 5, 12])
+def test_a_branch_takes_no_more_than_remains_to_its_completion(
+    windows: tuple[int, ...], computed: int, new: int
+) -> None:
+    """What it shares with its parent does not come free when a window leaves it behind, nor does what is pinned."""
+    manager = cache(primary_blocks=40, max_attention_window=windows, num_layers=2)
+    manager.add_sequence("parent", [1] * 9)
+    manager.store_context_blocks("parent", computed)
+    manager.fork("parent", "child")
+    manager.pin("child")
+    manager.remove_sequence("parent", store=False)
+    manager.fork("child", "other")
+    manager.store_context_blocks("child", 9)
+    had, most = manager.num_free_blocks_per_window(), manager.remaining_blocks_per_window("child", new)
+    assert all(blocks <= most[window] for window, blocks in grown(manager, "child", new, had).items())
+
+
 @pytest.mark.parametrize("windows", [None, (3,), (4,), (5, 24), (1, 8, 24)])
 @pytest.mark.parametrize("reused", [0, 5, 9])
+@pytest.mark.parametrize("before", ["ended", "pinned", "running"])
 def test_nothing_takes_more_than_its_demand_up_to_completion(
-    windows: tuple[int, ...] | None, reused: int
+    windows: tuple[int, ...] | None, reused: int, before: str
 ) -> None:
-    """Token by token, with and without reuse: in windows that do not slide exactly so much."""
-    manager = cache(primary_blocks=20, max_attention_window=windows, num_layers=3)
+    """Token by token, with and without reuse: in windows that do not slide exactly so much. What is reused comes free
+    when a window leaves it behind, or not, as others hold it.
+    """
+    manager = cache(primary_blocks=20, max_attention_window=windows, num_layers=3, max_pinned_share=1.0)
     run(manager, "before", [1] * reused + [2])
-    manager.remove_sequence("before")
+    if before == "pinned":
+        manager.pin("before")
+    if before != "running":
+        manager.remove_sequence("before")
     prompt, new = [1] * 9, 8
     demand = manager.demand(Request("a", prompt), new)
-    before = least = manager.num_free_blocks_per_window()
+    had = manager.num_free_blocks_per_window()
     run(manager, "a", prompt)
-    for token in range(new):
-        free = manager.num_free_blocks_per_window()
-        least = {window: min(blocks, least[window]) for window, blocks in free.items()}
-        manager.add_tokens(["a"], [100 + token])
-    free = manager.num_free_blocks_per_window()
-    taken = {window: before[window] - min(blocks, least[window]) for window, blocks in free.items()}
+    taken = grown(manager, "a", new, had)
     for group in manager.layout.groups:
         most = demand.to_completion[group.window]
         assert taken[group.window] == most if group.kind == "full" else taken[group.window] <= most
