@@ -6,6 +6,8 @@ nothing. `emit` applies each event and passes it on.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from events import types as ev
 from events.ids import numbers_left
 from events.packed import SLOT_BYTES
@@ -14,7 +16,7 @@ from kvcache.decide.admission import Plan, admit, fitting
 from kvcache.decide.forking import fork, needed_blocks, own_blocks, rewind
 from kvcache.decide.growth import Growth
 from kvcache.decide.interning import intern, missing_pages
-from kvcache.decide.pins import pin, unpin
+from kvcache.decide.pins import Pins
 from kvcache.decide.priorities import change_blocks
 from kvcache.decide.retention import lasts_a_time
 from kvcache.errors import OutOfBlocks, OutOfNumbers, UsageError
@@ -118,7 +120,11 @@ class BlockManager(Growth):
     def pin(self, sequence: Sequence, start: int, stop: int) -> int:
         """Hold the cached blocks that overlap its tokens [start, stop) beyond its end; returns the pin's number."""
         blocks = start // self._state.tokens_per_block, self._blocks_for(stop) if start < stop else 0
-        return pin(self.windows, self._state, self._emit, sequence, blocks, self._config.max_pinned_share)
+        return self._pinned.pin(sequence, blocks)
+
+    @cached_property
+    def _pinned(self) -> Pins:
+        return Pins(self.windows, self._state, self._emit, self._config.max_pinned_share)
 
     @property
     def pins(self) -> dict[int, Pin]:
@@ -127,7 +133,7 @@ class BlockManager(Growth):
 
     def unpin(self, number: int) -> None:
         """Let go of what a pin holds."""
-        unpin(self._state, self._emit, number, self._expiry.told())
+        self._pinned.unpin(number, self._expiry.told())
 
     def remove(self, sequence: Sequence, *, store: bool, why: ev.EndReason) -> None:
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
@@ -153,6 +159,7 @@ class BlockManager(Growth):
         for window in self.windows:
             window.order.check()
         self._expiry.check()
+        self._pinned.check()
         batch = self._decoding
         if batch is not None and self._state.running.handles == batch.handles:
             batch.check()

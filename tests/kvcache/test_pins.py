@@ -51,6 +51,34 @@ def test_pins_are_refused_beyond_their_share() -> None:
     assert set(rig.manager.pins()) == {2}
 
 
+class Unread(dict[int, Any]):
+    """Pins that nobody may go through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("a call goes through all pins")
+
+    keys = values = items = __iter__
+
+
+@pytest.mark.parametrize("windows", [None, (6, 32)])
+def test_a_pin_is_made_without_looking_at_the_others(windows: tuple[int, ...] | None) -> None:
+    """So thousands of them may be there; what they hold together is known all the same."""
+    rig = Rig(8, windows=windows, max_pinned_share=0.5)
+    rig.prefill("a", [1] * 16)
+    rig.prefill("b", [2] * 16)
+    pins = [rig.manager.pin("a") for _ in range(3)]
+    state = rig.manager.state
+    state.pins = Unread(state.pins)
+    pins.append(rig.manager.pin("a", stop=8))
+    with pytest.raises(PinsExceeded):
+        rig.manager.pin("b")
+    for number in pins:
+        rig.manager.unpin(number)
+    rig.manager.pin("b")
+    state.pins = dict(dict.items(state.pins))
+    rig.manager.check()
+
+
 def test_clear_takes_the_names_and_not_the_blocks() -> None:
     """After it nothing is reused; the slots come back with the pin."""
     rig = Rig(6)
