@@ -165,16 +165,24 @@ class Simulation:
             *[group.levels[PRIMARY].available for group in state.groups],
         )
 
+    def _refuse_past(self) -> None:
+        if self._moment() != self._begun:
+            raise UsageError("the manager has gone on since this simulation began: make another one")
+
     @property
     def free_blocks_per_window(self) -> dict[int, int]:
-        """What would be free."""
+        """What would be free. Raises `UsageError` once the manager has gone on."""
+        self._refuse_past()
         return dict(zip(self._windows, self._free, strict=True))
 
     def has_free(self, needed: int | Mapping[int, int]) -> bool:
-        """Whether so many blocks would be free: in every window, or in each as given, by its tokens."""
+        """Whether so many blocks would be free: in every window, or in each as given, by its tokens.
+
+        Raises `UsageError` once the manager has gone on.
+        """
+        free = self.free_blocks_per_window
         if not isinstance(needed, Mapping):
             return checked_natural(needed, "needed") <= min(self._free)
-        free = self.free_blocks_per_window
         if not needed.keys() <= free.keys():
             raise UsageError(f"needed must be given by windows, which are {self._windows}")
         return all(checked_natural(blocks, "needed") <= free[window] for window, blocks in needed.items())
@@ -189,8 +197,7 @@ class Simulation:
         sequence = self._blocks.sequence(request_id)
         if sequence.handle in self._removed:
             raise UsageError(f"request {request_id!r} was removed from this simulation before")
-        if self._moment() != self._begun:
-            raise UsageError("the manager has gone on since this simulation began: make another one")
+        self._refuse_past()
         self._removed.add(sequence.handle)
         given = {}
         for index, group in enumerate(self._state.groups):

@@ -367,5 +367,11 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         simulation.remove("a")
     later = manager.simulate()
     manager.add_sequence("b", [1, 2])
-    with pytest.raises(UsageError, match="make another one"):
-        later.remove("a")
+    for ask in (
+        lambda: later.remove("a"),
+        lambda: later.has_free(1),
+        lambda: later.has_free({16: 1}),
+        lambda: later.free_blocks_per_window,
+    ):
+        with pytest.raises(UsageError, match="make another one"):
+            ask()
