@@ -26,6 +26,7 @@ from events.packed import HANDLE_BYTES, NAME_BYTES, Packed, broken_column, names
 from events.structs import LEVEL_NAMES, Spelled
 from events.types import (
     AnyEvent,
+    EncoderAdded,
     EventBatch,
     FeedStored,
     SequenceAdded,
@@ -105,6 +106,7 @@ _TOLD_KEPT = ("kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 
 _STRIPPERS: dict[type, Callable[[Any], Any]] = {
     SequenceAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
+    EncoderAdded: lambda event: msgspec.structs.replace(event, tokens=b"") if event.tokens else event,
     TokensAppended: _strip_appended,
     StateExported: _strip_exported,
     SymbolsInterned: lambda event: SymbolsInterned(()) if event.pages else event,

@@ -90,9 +90,10 @@ class GroupCreated(Part, frozen=True, cache_hash=True):
     """One attention window: its layers, its pools, and its blocks per level."""
 
     window: int
-    """In tokens; at most what its primary blocks hold."""
+    """In tokens; at most what its primary blocks hold. 0: cross attention, which has none."""
     kind: str
-    """``full``: its layers attend to all of the longest sequence; ``sliding``: only to the last `window` tokens."""
+    """``full``: its layers attend to all of the longest sequence; ``sliding``: only to the last `window` tokens;
+    ``cross``: to the encoder's input. The last group is the only one that may be of this kind."""
     layers: tuple[int, ...]
     pools: tuple[PoolCreated, ...]
     num_blocks: tuple[int, int]
@@ -153,7 +154,7 @@ class GroupExported(Part, frozen=True):
 
 
 class SequenceExported(Part, frozen=True):
-    """One running sequence."""
+    """One running sequence, or an encoder's input that running sequences read."""
 
     handle: Handle
     request_id: RequestId
@@ -170,6 +171,8 @@ class SequenceExported(Part, frozen=True):
     """Of its leading blocks, as far as events have given them."""
     retention: Retention | None = None
     inherited: tuple[Inherited, ...] = ()
+    encoder: int = 0
+    """The handle of the encoder's input that it reads, which is another entry; 0: none."""
 
 
 class PinExported(Part, frozen=True):

@@ -51,6 +51,8 @@ from events.kinds.cache import TransferFailed as TransferFailed
 from events.kinds.cache import TransferLanded as TransferLanded
 from events.kinds.sequences import AdmissionRefused as AdmissionRefused
 from events.kinds.sequences import ContextComputed as ContextComputed
+from events.kinds.sequences import EncoderAdded as EncoderAdded
+from events.kinds.sequences import EncoderRemoved as EncoderRemoved
 from events.kinds.sequences import SequenceAdded as SequenceAdded
 from events.kinds.sequences import SequenceForked as SequenceForked
 from events.kinds.sequences import SequenceRemoved as SequenceRemoved
@@ -78,8 +80,10 @@ from events.structs import TransferExported as TransferExported
 
 PRIMARY = LevelIndex(0)
 SECONDARY = LevelIndex(1)
-FULL, SLIDING = "full", "sliding"
-"""Kinds of windows (`GroupCreated.kind`)."""
+FULL, SLIDING, CROSS = "full", "sliding", "cross"
+"""Kinds of groups (`GroupCreated.kind`)."""
+CROSS_WINDOW = 0
+"""Stands for cross attention, which has no window, wherever groups are told apart by their windows."""
 
 AnyEvent = (
     CacheCreated
@@ -104,6 +108,8 @@ AnyEvent = (
     | SequenceForked
     | SequenceRewound
     | SequenceRemoved
+    | EncoderAdded
+    | EncoderRemoved
     | TransferLanded
     | TransferFailed
     | CacheCleared

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache._version import __version__
 
 if TYPE_CHECKING:
+    from events.types import CROSS_WINDOW
     from kvcache import errors, replay
     from kvcache.config import KVCacheConfig, LogConfig
     from kvcache.inputs.multimodal import MultimodalItem
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from kvcache.results import Admission
 
 __all__ = [
+    "CROSS_WINDOW",
     "Admission",
     "KVCacheConfig",
     "KVCacheManager",
@@ -42,6 +44,7 @@ __all__ = [
 
 _HOMES = {
     "Admission": "kvcache.results",
+    "CROSS_WINDOW": "events.types",
     "KVCacheConfig": "kvcache.config",
     "KVCacheManager": "kvcache.manager",
     "Layout": "kvcache.layout",

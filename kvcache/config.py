@@ -112,6 +112,7 @@ _MaybeNoBlocks = Annotated[
     Accepts(f"an integer from 0 to {MAX_BLOCKS}, one such integer per window, or none"),
 ]
 _Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Part = Annotated[float | None, Field(gt=0, lt=1), Accepts("a number above 0 and below 1, or none")]
 _MaybeTokens = Annotated[
     int | None, Field(ge=1, le=MAX_BYTES), Accepts("tokens, from tokens_per_block to 2**62, or none")
 ]
@@ -242,9 +243,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
     ] = None
     """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
-    free_gpu_memory_fraction: Annotated[
-        float | None, Field(gt=0, lt=1), Accepts("a number above 0 and below 1, or none")
-    ] = None
+    free_gpu_memory_fraction: _Part = None
     """Memory on the device as a fraction of what is free when `kvcache.pools.sized` measures it, divided likewise.
     That gives block counts, and only these are recorded."""
     secondary_blocks: _MaybeNoBlocks = None
@@ -264,6 +263,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     ] = "equal"
     """How windows divide what is given in bytes: equally; in proportion to the window and its bytes per token, so that
     each holds tokens in proportion to its window; or in the proportion of these numbers, ascending windows."""
+    cross_kv_cache_fraction: _Part = None
+    """For encoder-decoder models, of which each layer has K/V of the encoder's tokens, too: a group of blocks for these
+    gets this part of what is given in bytes, and the windows the rest. Lists of block counts have a number more for it,
+    the last one. none: the model has no encoder."""
     enable_block_reuse: _Flag = True
     """Whether computed blocks are kept and found again by later prompts."""
     enable_partial_reuse: _Flag = True
@@ -379,8 +382,10 @@ def _problems_of_lists(config: KVCacheConfig) -> list[str]:
         )
     for name in ("primary_blocks", "secondary_blocks", "window_shares"):
         given, count = getattr(config, name), len(windows_of(config))
+        alike = len(set(windows or ())) > count
+        why = ", those of at least max_sequence_length being one" if alike else ""
+        if name != "window_shares" and config.cross_kv_cache_fraction is not None:
+            count, why = count + 1, f"{why}, and one for cross attention"
         if isinstance(given, tuple) and len(given) != count:
-            alike = len(set(windows or ())) > count
-            why = ", those of at least max_sequence_length being one" if alike else ""
             problems.append(f"{name}: given {len(given)} numbers; accepted: {count} (one per window{why})")
     return problems

@@ -59,6 +59,10 @@ def shown(request_id: RequestId) -> str:
     return repr(request_id) if cut == request_id else f"{cut!r}..."
 
 
+def _named(window: int, form: str = "window {}") -> str:
+    return form.format(window) if window else "cross attention"
+
+
 class KVCacheError(FieldsError):
     """Base of all errors of the cache manager."""
 
@@ -252,7 +256,7 @@ class OutOfBlocks(CapacityError):
         groups = zip(self.windows, self.needed, self.available, strict=True)
         short = ", ".join(
             f"{needed} needed, {available} blank or evictable"
-            + f" in group {index} (window {window})" * several
+            + f" in group {index} ({_named(window)})" * several
             for index, (window, needed, available) in enumerate(groups)
             if needed > available
         )
@@ -262,7 +266,7 @@ class OutOfBlocks(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class PinsExceeded(CapacityError):
-    """More blocks of a window, which is in tokens, would be pinned than may be."""
+    """More blocks of a window, which is in tokens (0: of cross attention), would be pinned than may be."""
 
     blocks: int
     most: int
@@ -273,8 +277,8 @@ class PinsExceeded(CapacityError):
 
     def __str__(self) -> str:
         return (
-            f"{self.blocks} blocks would be pinned in the window of {self.window} tokens, where {self.most} may be: "
-            "unpin others, pin less, or raise max_pinned_share"
+            f"{self.blocks} blocks would be pinned in {_named(self.window, 'the window of {} tokens')}, where "
+            f"{self.most} may be: unpin others, pin less, or raise max_pinned_share"
         )
 
 
@@ -282,8 +286,8 @@ class PinsExceeded(CapacityError):
 class PromptTooLong(CapacityError):
     """A prompt, or a sequence, would be longer than can ever be held; both in tokens.
 
-    `window` is the attention window, in tokens, whose primary blocks hold no more; None: `max_sequence_length` is the
-    limit, or there is only one window. `settings` names what to raise.
+    `window` is the attention window, in tokens, whose primary blocks hold no more; 0: it is an encoder's input;
+    None: `max_sequence_length` is the limit, or there is only one window. `settings` names what to raise.
     """
 
     length: int
@@ -292,7 +296,7 @@ class PromptTooLong(CapacityError):
     settings: str = "max_sequence_length and, if the pool is smaller, primary_blocks"
 
     def __str__(self) -> str:
-        where = "" if self.window is None else f" in window {self.window}"
+        where = "" if self.window is None else f" in {_named(self.window)}"
         return (
             f"{self.length} tokens are more than the {self.limit} that can be held{where}: pass fewer, "
             f"end the sequence, or raise {self.settings}"

@@ -20,7 +20,7 @@ from itertools import cycle, islice
 from typing import Literal, NamedTuple
 
 from events.diagnostics import get_logger
-from events.types import GroupCreated, PoolCreated
+from events.types import CROSS_WINDOW, GroupCreated, PoolCreated
 from kvcache.config import MAX_BYTES, PRIMARY_LIMITS, KVCacheConfig
 from kvcache.errors import ConfigError, PromptTooLong
 from kvcache.fold.shape import room_of
@@ -28,7 +28,7 @@ from kvcache.sizes import block_counts, primary_settings
 
 _log = get_logger(__name__)
 
-Kind = Literal["full", "sliding"]
+Kind = Literal["full", "sliding", "cross"]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float8_e4m3fn": 1, "int8": 1}
 """Bytes of one element, by the name of its type."""
@@ -68,9 +68,10 @@ class GroupLayout:
 
     index: int
     window: int
-    """In tokens; at most what its primary blocks hold."""
+    """In tokens; at most what its primary blocks hold. 0 (`CROSS_WINDOW`): cross attention."""
     kind: Kind
-    """Whether the layers attend to all of the longest sequence, or to a window that slides over it."""
+    """Whether the layers attend to all of the longest sequence, to a window that slides over it, or to what an encoder
+    has made of its input."""
     layers: tuple[int, ...]
     pools: tuple[PoolLayout, ...]
     """Ascending number of KV heads."""
@@ -111,7 +112,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All groups of a cache, ascending window."""
+    """All groups of a cache: ascending window, then cross attention."""
 
     groups: tuple[GroupLayout, ...]
     tokens_per_block: int
@@ -132,6 +133,7 @@ class Layout:
         `kvcache.pools.sized` measures it first.
         """
         windows, size = _windows(config), config.tokens_per_block
+        cross = [windows.pop()] if config.cross_kv_cache_fraction is not None else []
         widest = windows[-1]
         longest = widest.num_blocks[0] * size if widest.is_full else config.max_sequence_length
         by_length: dict[int, list[_Window]] = {}
@@ -143,6 +145,7 @@ class Layout:
             _group(config, heads, index, length, by_length[length])
             for index, length in enumerate(sorted(by_length))
         )
+        groups += tuple(_cross_group(config, heads, len(groups), each) for each in cross)
         cut = tuple(
             CutWindow(window.given, length)
             for length, alike in by_length.items()
@@ -151,16 +154,34 @@ class Layout:
         )
         return cls(groups, size, _content_id(config, groups), cut)
 
+    @property
+    def windows(self) -> tuple[GroupLayout, ...]:
+        """The groups but that of cross attention."""
+        return tuple(group for group in self.groups if group.kind != "cross")
+
+    @property
+    def cross(self) -> GroupLayout | None:
+        """The group of cross attention; None: the model has no encoder."""
+        last = self.groups[-1]
+        return last if last.kind == "cross" else None
+
     def longest_sequence(self, config: KVCacheConfig) -> Bound:
         """The longest sequence that the primary blocks hold, but at most `max_sequence_length`."""
         size = self.tokens_per_block
         return self._bound(
-            config, [room_of(each.num_blocks[0], each.window, each.kind, size) for each in self.groups]
+            config, [room_of(each.num_blocks[0], each.window, each.kind, size) for each in self.windows]
         )
 
     def longest_prompt(self, config: KVCacheConfig) -> Bound:
         """The longest prompt: all of its blocks are there when it is admitted, in sliding windows, too."""
-        return self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.groups])
+        return self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.windows])
+
+    def longest_input(self, config: KVCacheConfig) -> Bound | None:
+        """The longest input of the encoder; None: the model has none."""
+        if self.cross is None:
+            return None
+        tokens = self.cross.num_blocks[0] * self.tokens_per_block
+        return Bound(tokens, CROSS_WINDOW, primary_settings(config))
 
     def _bound(self, config: KVCacheConfig, rooms: Sequence[int]) -> Bound:
         """The least of what each group holds and `max_sequence_length`."""
@@ -169,7 +190,7 @@ class Layout:
             room <= longest
         )
         several = room <= longest and len(rooms) > 1
-        window = self.groups[rooms.index(room)].window if several else None
+        window = self.windows[rooms.index(room)].window if several else None
         return Bound(min(room, longest), window, " and ".join(settings))
 
 
@@ -178,7 +199,7 @@ def warn_of_windows(layout: Layout, config: KVCacheConfig) -> None:
     for cut in layout.cut_windows:
         _log.warning("window_cut", given=cut.given, window=cut.window, reason="primary holds no more tokens")
     lengths, longest = {cut.window for cut in layout.cut_windows}, layout.longest_sequence(config).tokens
-    for group in layout.groups:
+    for group in layout.windows:
         room = room_of(group.num_blocks[0], group.window, group.kind, layout.tokens_per_block)
         if group.kind == "sliding" and group.window not in lengths and room == longest:
             reason = "no sequence gets longer: to slide, a window needs one block more than it is long"
@@ -209,7 +230,7 @@ class _Window:
 
 
 def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Window]:
-    """The windows of all layers, ascending, with their blocks."""
+    """The windows of all layers, ascending, with their blocks; then cross attention, which all layers have."""
     given = _window_of_each_layer(config)
     tokens_of = [min(window, config.max_sequence_length) for window in given]
     by_window = _layers_by(tokens_of, range(config.num_layers))
@@ -217,9 +238,12 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
     sizes = [
         sum(pool.bytes_per_block for pool in _pools(config, heads, layers)) for layers in by_window.values()
     ]
+    every = tuple(range(config.num_layers))
+    has_cross = config.cross_kv_cache_fraction is not None
+    sizes += [sum(pool.bytes_per_block for pool in _pools(config, heads, every))] * has_cross
     _refuse_immense_blocks(sum(sizes))
     counts = block_counts(config, list(by_window), sizes, free_bytes)
-    return [
+    windows = [
         _Window(
             max(given[layer] for layer in layers),
             tokens,
@@ -227,8 +251,16 @@ def _windows(config: KVCacheConfig, free_bytes: int | None = None) -> list[_Wind
             num_blocks,
             tokens == config.max_sequence_length,
         )
-        for (tokens, layers), num_blocks in zip(by_window.items(), counts, strict=True)
+        for (tokens, layers), num_blocks in zip(by_window.items(), counts, strict=False)
     ]
+    cross = _Window(CROSS_WINDOW, CROSS_WINDOW, every, counts[-1], is_full=False)
+    return [*windows, cross] if has_cross else windows
+
+
+def _cross_group(config: KVCacheConfig, heads: Sequence[int], index: int, cross: _Window) -> GroupLayout:
+    """The group of cross attention."""
+    pools = _pools(config, heads, cross.layers)
+    return GroupLayout(index, cross.tokens, "cross", cross.layers, pools, cross.num_blocks)
 
 
 def _group(

@@ -140,6 +140,8 @@ class KVCacheManager:
             self.layout.longest_prompt(self.config),
             block_hash=created.hash_algorithm,
             log_has_tokens=outputs.records_tokens,
+            longest_input=self.layout.longest_input(self.config),
+            tokens_per_block=self.config.tokens_per_block,
         )
         self._query = Query(
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
@@ -201,6 +203,12 @@ class KVCacheManager:
         return self._checker.longest_prompt.tokens
 
     @property
+    def max_encoder_tokens(self) -> int:
+        """Tokens of the longest input of an encoder that can be held; 0: the model has none."""
+        longest = self._checker.longest_input
+        return 0 if longest is None else longest.tokens
+
+    @property
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
         return self._query.num_free_blocks()
@@ -249,6 +257,7 @@ class KVCacheManager:
         resumed: bool = False,
         retention: Retention | None = None,
         reserve_tokens: int | None = None,
+        encoder_tokens: Tokens | None = None,
     ) -> Admission:
         """Admit one request: reuse what is cached of its prompt, allocate blocks for the rest.
 
@@ -267,6 +276,7 @@ class KVCacheManager:
             resumed,
             retention,
             reserve_tokens,
+            encoder_tokens,
         )
         return self._add([request])[0]
 
@@ -320,6 +330,7 @@ class KVCacheManager:
     # -- running sequences
 
     store_context_blocks = _of_running(Running.store_context_blocks)
+    store_encoder_blocks = _of_running(Running.store_encoder_blocks)
     add_tokens = _of_running(Running.add_tokens)
     reserve = _of_running(Running.reserve)
     set_priority = _of_running(Running.set_priority)

@@ -157,10 +157,13 @@ class Pools:
         if self._owner is not None and self._owner() is owner:
             self._owner = None
 
-    def layer(self, layer: int) -> torch.Tensor:
-        """View what one layer keeps in primary; see `KVCacheBlockPool.layer`. Raises KeyError if there is none."""
-        for pools in self.groups:
-            for pool in pools:
+    def layer(self, layer: int, *, cross: bool = False) -> torch.Tensor:
+        """View what one layer keeps in primary, of the sequence's tokens or (`cross`) of the encoder's.
+
+        See `KVCacheBlockPool.layer`. Raises KeyError if there is none.
+        """
+        for group, pools in zip(self.layout.groups, self.groups, strict=True):
+            for pool in pools if (group.kind == "cross") is cross else ():
                 if layer in pool.layout.layers:
                     return pool.layer(layer)
         raise KeyError(layer)

@@ -63,6 +63,11 @@ class Admission:
     reused_partial: int
     """Tokens at the start of a block that are being copied into a new one."""
     _tables: Callable[[], tuple[BlockTable, ...]] = field(repr=False, compare=False)
+    encoder_tokens: int = 0
+    """Tokens of the encoder's input."""
+    reused_encoder_tokens: int = 0
+    """Leading ones of these whose K/V is there, or is being copied from secondary. Where all are, the encoder need not
+    run; else it has to, and what is written begins with the first block behind these."""
 
     @property
     def reused_tokens(self) -> int:
@@ -71,7 +76,7 @@ class Admission:
 
     @property
     def block_tables(self) -> tuple[BlockTable, ...]:
-        """The block table per window, as it is now.
+        """The block table per window, as it is now; where there is cross attention, the last one is its.
 
         Raises `TransfersPending` before `start_transfers`, and `UnknownRequest` once this sequence was removed, also
         if another one has its id by then.
@@ -142,6 +147,11 @@ class Match:
     tokens_by_level: tuple[int, int] = (0, 0)
     """Tokens in full blocks that lie in primary in all windows; those that some window has in secondary."""
 
+    encoder_blocks: tuple[MatchedBlock, ...] = ()
+    """Those of the encoder's input, which are not among `blocks`; the last one may be filled with padding."""
+    reused_encoder_tokens: int = 0
+    """Leading tokens of the encoder's input that would be reused."""
+
     @property
     def partial(self) -> MatchedBlock | None:
         """The partial block of the first window; None if there is none in some window."""
@@ -167,6 +177,8 @@ class Demand:
     """By how much the free blocks would become fewer: new blocks, and reusable ones that nobody holds."""
     to_completion: dict[int, int]
     """The same at most, up to the last of the new tokens that were asked about."""
+    reused_encoder_tokens: int = 0
+    """Of the encoder's input, whose blocks are those of window 0 (`CROSS_WINDOW`)."""
 
 
 class Computing(NamedTuple):

@@ -1,7 +1,8 @@
 """How many blocks each attention window gets, and how many a sequence takes: arithmetic only.
 
 Block counts and tokens hold for each window. Bytes are divided over the windows, in exact fractions, so that the same
-settings give the same counts everywhere; what is left of a part behind its last whole block stays unused.
+settings give the same counts everywhere; what is left of a part behind its last whole block stays unused. Cross
+attention counts as one window more, the last one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ def primary_settings(config: KVCacheConfig) -> str:
     """The settings that limit primary, as errors say what to raise."""
     given = [name for name in PRIMARY_LIMITS if getattr(config, name) is not None]
     names = " and ".join(given)
-    divided = not {"primary_bytes", "free_gpu_memory_fraction"}.isdisjoint(given)
-    return f"{names}, or its part by window_shares" if divided and len(windows_of(config)) > 1 else names
+    if {"primary_bytes", "free_gpu_memory_fraction"}.isdisjoint(given):
+        return names
+    parts = ["window_shares"] if len(windows_of(config)) > 1 else []
+    if config.cross_kv_cache_fraction is not None:
+        parts.append("cross_kv_cache_fraction")
+    return f"{names}, or its part by {' and '.join(parts)}" if parts else names
 
 
 def shares_of(weights: Sequence[float | Fraction]) -> tuple[Fraction, ...]:
@@ -51,9 +56,9 @@ def block_counts(
 ) -> tuple[tuple[int, int], ...]:
     """Blocks in primary and in secondary of each window; where several settings limit a level, the smallest wins.
 
-    `bytes_per_block` is of all layers of each window. `free_bytes` is what `free_gpu_memory_fraction` is a fraction
-    of; None: not measured. Raises ConfigError if that is needed, if bytes are too few for one block of a window, or
-    if blocks are too many to be numbered.
+    `bytes_per_block` is of all layers of each window; where there is cross attention, of that at the end. `free_bytes`
+    is what `free_gpu_memory_fraction` is a fraction of; None: not measured. Raises ConfigError if that is needed, if
+    bytes are too few for one block of a window, or if blocks are too many to be numbered.
     """
     level = _Level(config, tuple(windows), tuple(bytes_per_block))
     primary: dict[str, tuple[int, ...]] = {}
@@ -84,7 +89,7 @@ class _Level:
 
     def each(self, count: int | tuple[int, ...]) -> tuple[int, ...]:
         """A number of blocks, or one per window."""
-        return count if isinstance(count, tuple) else (count,) * len(self.windows)
+        return count if isinstance(count, tuple) else (count,) * len(self.bytes_per_block)
 
     def fraction(self, given: float, free: int | None) -> tuple[int, ...]:
         """The blocks that a fraction of the free memory holds."""
@@ -105,7 +110,8 @@ class _Level:
                 (math.ceil(size / share), index)
                 for index, (size, share) in enumerate(zip(self.bytes_per_block, shares, strict=True))
             )
-            one = f"one block of window {self.windows[at]} has {self.bytes_per_block[at]}"
+            whose = f"window {self.windows[at]}" if at < len(self.windows) else "cross attention"
+            one = f"one block of {whose} has {self.bytes_per_block[at]}"
             if field != "host_cache_size":
                 one += " (windows are cut to what their blocks hold)"
             least = f"{'0, or ' * (field == 'host_cache_size')}at least {needed} bytes"
@@ -113,13 +119,20 @@ class _Level:
         return counts
 
     def _shares(self) -> tuple[Fraction, ...]:
+        """The parts of each window, and that of cross attention."""
+        if self.config.cross_kv_cache_fraction is None:
+            return self._window_shares()
+        cross = Fraction(str(self.config.cross_kv_cache_fraction))
+        return (*(share * (1 - cross) for share in self._window_shares()), cross)
+
+    def _window_shares(self) -> tuple[Fraction, ...]:
         rule = self.config.window_shares
         if isinstance(rule, tuple):
             return shares_of(rule)
         if rule == "equal":
             return shares_of([1] * len(self.windows))
         # A block has as many tokens in all windows, so its bytes weigh as those of a token do.
-        return shares_of(weights_by_window(self.windows, self.bytes_per_block))
+        return shares_of(weights_by_window(self.windows, self.bytes_per_block[: len(self.windows)]))
 
 
 def _smallest(limits: dict[str, tuple[int, ...]]) -> tuple[int, ...]:

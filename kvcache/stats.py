@@ -101,6 +101,10 @@ class Stats(BlockStats):
     reused_tokens_partial: int = 0
     reused_tokens_own: int = 0
     """Of the reused ones, those that a request which was removed and added again had computed itself before."""
+    encoder_tokens: int = 0
+    """Of the inputs of encoders."""
+    reused_encoder_tokens: int = 0
+    """Of these, the ones of which blocks were reused."""
     events: int = 0
     batches: int = 0
     sequences: int = 0

@@ -33,7 +33,9 @@ class Known:
         self._workers: dict[int, str] = {}
 
     def request(self, handle: int) -> RequestId | None:
-        """The id of the request that runs, or has just ended, under a handle; None if it is not known."""
+        """The id of the request that runs, or has just ended, under a handle; None if it is not known, or if the handle
+        is that of an encoder's input: `EncoderAdded` says who reads it, and branches of that may do so longer.
+        """
         return self._requests.get(handle)
 
     def worker(self, number: int) -> str | None:
@@ -53,7 +55,10 @@ class Known:
         elif isinstance(event, SequenceRemoved):
             self._ended = event.handle
         elif isinstance(event, StateExported):
-            self._requests = {each.handle: each.request_id for each in event.sequences}
+            inputs = {each.encoder for each in event.sequences}
+            self._requests = {
+                each.handle: each.request_id for each in event.sequences if each.handle not in inputs
+            }
         elif isinstance(event, CacheCreated):
             self.key_bytes = event.key_bytes
         elif isinstance(event, WorkerSeen):

@@ -139,10 +139,14 @@ def _namespace(namespace: ev.Namespace) -> str:
 
 def _cache_created(e: ev.CacheCreated, known: Known) -> str:
     groups = " ".join(
-        f"group{i}(window={g.window} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
+        f"group{i}({_kind(g)} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
         for i, g in enumerate(e.groups)
     )
     return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}"
+
+
+def _kind(group: ev.GroupCreated) -> str:
+    return "cross" if group.kind == ev.CROSS else f"window={group.window}"
 
 
 def _epoch_started(e: ev.EpochStarted, known: Known) -> str:
@@ -310,6 +314,13 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
         f" freed={_per_group([len(slots) // SLOT_BYTES for slots in e.freed])}"
     ),
     ev.SequenceRemoved: _sequence_removed,
+    ev.EncoderAdded: lambda e, known: (
+        f"{_handle(e.handle)} of {_whose(e.sequence, known)} group={e.group} tokens={e.num_tokens}"
+        f" reused_blocks={e.reused_primary}+{e.reused_secondary}{_namespace(e.namespace)}"
+    ),
+    ev.EncoderRemoved: lambda e, known: (
+        f"{_whose(e.handle, known)} group={e.group} freed={len(e.freed) // SLOT_BYTES}"
+    ),
     ev.TransferLanded: lambda e, known: _transfers(e.transfers),
     ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
     ev.CacheCleared: lambda e, known: (

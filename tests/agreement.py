@@ -39,8 +39,12 @@ def admissions_agree(said: Admission, known: Admitted, model: Model) -> None:
     # A block that one window has in secondary is not in primary, though another window may have no use for it.
     somewhere = len(set().union(*known.onboarded))
     assert max(map(len, known.onboarded)) <= said.reused_secondary / model.size <= somewhere
-    for window, table in zip(model.windows, said.block_tables, strict=True):
+    for window, table in zip(model.windows, said.block_tables, strict=False):
         tables_agree(window, said.request_id, table)
+    assert len(said.block_tables) == len(model.groups)
+    for window in model.cross:
+        tables_agree(window, model.running[said.request_id].input, said.block_tables[-1])
+    assert said.reused_encoder_tokens == min(known.input_reused * model.size, said.encoder_tokens)
 
 
 def tables_agree(window: Window, request_id: Hashable, table: BlockTable) -> None:
@@ -90,7 +94,7 @@ def names_of_run(run: Run, key_bytes: int) -> list[bytes]:
 def gauges_agree(said: Stats, model: Model) -> None:
     """What is blank, and cached but held by none, at both levels of all windows together."""
     blank, idle = (
-        tuple(sum(count(window, level) for window in model.windows) for level in (PRIMARY, SECONDARY))
+        tuple(sum(count(window, level) for window in model.groups) for level in (PRIMARY, SECONDARY))
         for count in (Window.blank, Window.idle)
     )
     assert (said.blocks_blank, said.blocks_unreferenced) == (blank, idle)

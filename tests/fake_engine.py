@@ -4,6 +4,9 @@ Before it writes, the engine reads what its block tables say it has, like attent
 this window sees, and no other. If a byte of these is wrong, what it writes is wrong, too. So a block that was ever fed
 from a place whose bytes had not arrived stays wrong, and `verify` finds it. What is blank is overwritten, so that
 nobody reads right bytes from a place that is not his.
+
+Where there is an encoder, K/V of each token of its input depends on all of it, and all that the engine writes for a
+sequence on what it finds there.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import numpy.typing as npt
 from cuda_ops.copier import Copier
 from cuda_ops.simulated import LateCopier
 from events.packed import unpack_i32
-from events.types import PRIMARY, SECONDARY, BlocksCopied, BlocksMoved
+from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.inputs.requests import Request
@@ -47,6 +50,12 @@ def expected(tokens: Sequence[int], salt: object = None) -> list[float]:
         seed = crc32(array("i", [token]).tobytes(), seed)
         values.append(float(seed % (NUMBERS - 1) + 1))
     return values
+
+
+def expected_input(tokens: Sequence[int], salt: object = None) -> list[float]:
+    """K/V of each token of an encoder's input: it depends on those behind it, too."""
+    seed = crc32(array("i", tokens).tobytes(), crc32(repr(salt).encode()))
+    return expected([*tokens, len(tokens)], (seed, "input"))[:-1]
 
 
 class Memory:
@@ -103,7 +112,12 @@ class FakeEngine:
         self.copier = wrap(self.pools.copier())
         self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
         self.size = self.config.tokens_per_block
-        self.windows = [group.window for group in self.manager.layout.groups]
+        self.windows = [group.window for group in self.manager.layout.windows]
+        self.cross = [group.index for group in self.manager.layout.groups if group.kind == "cross"]
+        """The group of cross attention, or none."""
+        self.meanings: dict[Namespace, Any] = {}
+        """Namespace to what makes K/V differ beside tokens: who asks, and what an encoder has read, if there is one."""
+        self.inputs: dict[RequestId, tuple[tuple[object, ...], list[int]]] = {}
         firsts = np.cumsum([0, *map(len, self.pools.groups)])
         self.memories = [
             Memory(pools, int(first)) for pools, first in zip(self.pools.groups, firsts, strict=False)
@@ -121,8 +135,50 @@ class FakeEngine:
     def admit(self, *requests: Request) -> list[Admission]:
         admitted = self.manager.add_sequences(requests)
         self.running += [request.request_id for request in requests]
+        for request in requests:
+            self._note_meaning(request)
         self.overwrite_blank()
         return admitted
+
+    def _note_meaning(self, request: Request) -> None:
+        """That one namespace stands for one meaning is what keeps sequences of different inputs apart."""
+        sequence = self.manager._blocks.sequence(request.request_id)
+        who = (request.lora_id, request.lora_name, request.cache_salt, request.extra_ids is not None)
+        read = None if request.encoder_tokens is None else tuple(request.encoder_tokens)
+        meaning: Any = sequence.namespace if read is None else (*who, read)
+        assert self.meanings.setdefault(sequence.namespace, meaning) == meaning
+        if read is not None:
+            assert sequence.encoder is not None
+            assert self.meanings.setdefault(sequence.encoder.namespace, (*who[:3], read)) == (*who[:3], read)
+            self.inputs[request.request_id] = (*who[:3], read), list(read)
+
+    def encode(self, request_id: RequestId, *, report: bool = True) -> None:
+        """Run the encoder unless all that it would compute is there; `report` that to the manager."""
+        encoder = self.manager._blocks.sequence(request_id).encoder
+        if encoder is None:
+            return
+        self.start_transfers()
+        meaning, tokens = self.inputs[request_id]
+        positions = np.arange(min(encoder.computed, len(tokens)), len(tokens))
+        if len(positions):
+            right = np.array(expected_input(tokens, meaning), np.float32)
+            (group,) = self.cross
+            self.memories[group].write(
+                self.table(request_id, group)[positions // self.size], positions % self.size, right[positions]
+            )
+        if report:
+            self.manager.store_encoder_blocks(request_id)
+            self.overwrite_blank()
+
+    def finds_input(self, request_id: RequestId) -> bool:
+        """Whether all that the encoder has made of a sequence's input is right."""
+        for group in self.cross:
+            meaning, tokens = self.inputs[request_id]
+            slots = self.table(request_id, group).tolist()
+            found = self.memories[group].read(PRIMARY, slots).ravel().tolist()
+            if found[: len(tokens)] != expected_input(tokens, meaning):
+                return False
+        return True
 
     def forward(self, request_id: RequestId, stop: int | None = None) -> None:
         """Compute K/V up to a token of the prompt and report it."""
@@ -140,20 +196,23 @@ class FakeEngine:
         positions = np.arange(sequence.computed, stop)
         if not len(positions):
             return
-        right = np.array(expected(sequence.tokens, sequence.namespace), np.float32)[positions]
-        values = right if self.finds(request_id, sequence.computed) else np.full_like(right, WRONG)
-        for group, memory in enumerate(self.memories):
+        self.encode(request_id, report=False)
+        right = np.array(expected(sequence.tokens, self.meanings[sequence.namespace]), np.float32)[positions]
+        found = self.finds(request_id, sequence.computed) and self.finds_input(request_id)
+        values = right if found else np.full_like(right, WRONG)
+        for group, memory in enumerate(self.memories[: len(self.windows)]):
             slots = self.table(request_id, group)[positions // self.size]
             assert slots.min() >= 0, "a window has let go of a block that is to be written"
             memory.write(slots, positions % self.size, values)
 
     def table(self, request_id: RequestId, group: int) -> npt.NDArray[np.int32]:
-        return np.asarray(self.manager.block_table(request_id, window=self.windows[group]))
+        window = CROSS_WINDOW if group in self.cross else self.windows[group]
+        return np.asarray(self.manager.block_table(request_id, window=window))
 
     def finds(self, request_id: RequestId, token: int) -> bool:
         """Whether all that a token sees of the tokens before it is right, in every window."""
         sequence = self.manager._blocks.sequence(request_id)
-        right = expected(sequence.tokens, sequence.namespace)
+        right = expected(sequence.tokens, self.meanings[sequence.namespace])
         begins = [max(0, token - window + 1) for window in self.windows]
         return all(
             self.read(request_id, group, begin, token) == right[begin:token]
@@ -193,11 +252,12 @@ class FakeEngine:
         self.manager.reserve([request_id], [len(guesses)])
         self.overwrite_blank()
         self.write(request_id, known)
-        values = np.array(expected([*sequence.tokens, *guesses], sequence.namespace), np.float32)[known:]
-        if not self.finds(request_id, known - 1):
+        meaning = self.meanings[sequence.namespace]
+        values = np.array(expected([*sequence.tokens, *guesses], meaning), np.float32)[known:]
+        if not (self.finds(request_id, known - 1) and self.finds_input(request_id)):
             values = np.full_like(values, WRONG)
         positions = np.arange(known, known + len(guesses))
-        for group, memory in enumerate(self.memories):
+        for group, memory in enumerate(self.memories[: len(self.windows)]):
             memory.write(self.table(request_id, group)[positions // self.size], positions % self.size, values)
         self.manager.add_tokens([request_id], [*guesses[:right], sampled], [right + 1])
         self.overwrite_blank()
@@ -222,6 +282,8 @@ class FakeEngine:
             self.start_transfers()
         self.manager.fork(parent, child)
         self.running.append(child)
+        if parent in self.inputs:
+            self.inputs[child] = self.inputs[parent]
         self.overwrite_blank()
 
     def rewind(self, request_id: RequestId, num_tokens: int) -> None:
@@ -296,12 +358,14 @@ class FakeEngine:
                 for run in runs_below(root):
                     self.verify_run(index, run, root.namespace)
 
-    def verify_run(self, index: int, run: Run, salt: object) -> None:
+    def verify_run(self, index: int, run: Run, salt: Namespace) -> None:
         path = [run]
         while isinstance(path[-1].parent, Run):
             path.append(path[-1].parent)
         tokens = array("i", b"".join(bytes(each.symbols) for each in reversed(path)))
-        right = expected(tokens, salt)
+        meaning: Any = self.meanings[salt]
+        of_input = index in self.cross
+        right = expected_input(meaning[-1], meaning) if of_input else expected(tokens, meaning)
         for level, blocks in self.landed(index, run).items():
             found = self.memories[index].read(level, list(blocks.values()))
             for block, values in zip(blocks, found, strict=True):
@@ -333,3 +397,6 @@ class FakeEngine:
         for request_id in self.running:
             computed = self.manager._blocks.sequence(request_id).computed
             assert self.finds(request_id, computed), "a sequence reads the K/V of something else"
+            encoder = self.manager._blocks.sequence(request_id).encoder
+            if encoder is not None and encoder.computed == encoder.num_tokens:
+                assert self.finds_input(request_id), "a sequence reads what an encoder made of something else"

@@ -76,9 +76,11 @@ class Witness:
     levels = ("primary", "secondary")
     kind: type[IntEnum]
 
-    def __init__(self) -> None:
+    def __init__(self, created: CacheCreated) -> None:
         self.steps: set[Step] = set()
         self._before: list[list[int]] | None = None
+        self.group = len(created.groups) - 1
+        """That of cross attention, if there is one."""
 
     def apply(self, event: Event) -> None:
         raise NotImplementedError
@@ -93,7 +95,12 @@ class Witness:
     def see(self, event: Event) -> None:
         # Between events nothing changes, so what one has left is what the next one finds.
         before = self._before or self.states()
-        named = ((level, slot) for level, slots in self.named(event) for slot in array("i", slots))
+        of_other = getattr(event, "group", self.group) != self.group
+        named = (
+            (level, slot)
+            for level, slots in (() if of_other else self.named(event))
+            for slot in array("i", slots)
+        )
         concerned = {(level, slot) for level, slot in named if slot >= 0}  # in tables -1 stands for none
         self.apply(event)
         self._before = after = self.states()
@@ -136,7 +143,10 @@ class Program:
             secondary_offload_min_priority=rng.choice([0, 35]),
             max_attention_window=rng.choice([None, None, 3, 5]),
             enable_block_reuse=not self.keeps or rng.random() < 0.7,
+            cross_kv_cache_fraction=0.5 if seed % 4 == 3 else None,
         )
+        self.reads = seed % 4 == 3
+        """Whether the model has an encoder, which reads one of a few inputs for each request."""
         self.copier = LateCopier(FailingCopier(NoBytes(), Seldom(rng)), rng.choice([0, 2, 5]))
         self.ticks = strategies.Ticks()
         self.manager = KVCacheManager(settings, copier=self.copier, monotonic_ns=self.ticks)
@@ -150,6 +160,8 @@ class Program:
         commands += [self.set_priority, self.tick, self.tick, self.flush, self.clear]
         if self.keeps:
             commands += [self.pin, self.unpin, self.fork, self.rewind, self.reserve]
+        if self.reads:
+            commands += [self.encode] * 4
         for _ in range(steps):
             with suppress(CapacityError, TransfersPending, ComputationLost):
                 self.rng.choice(commands)()
@@ -162,11 +174,21 @@ class Program:
         count = self.rng.choice([1, 1, 2, 3])
         ids = range(self.admitted, self.admitted + count)
         self.admitted += count
-        requests = [Request(each, self.prompt(), retention=self.retention()) for each in ids]
+        requests = [
+            Request(each, self.prompt(), retention=self.retention(), encoder_tokens=self.input())
+            for each in ids
+        ]
         self.manager.add_sequences(requests)
         self.running += ids
         if self.rng.random() < 0.8:
             self.manager.start_transfers()
+
+    def input(self) -> list[int] | None:
+        return [0] * self.rng.choice([1, 3, 5]) if self.reads else None
+
+    def encode(self) -> None:
+        for request_id in self.some():
+            self.manager.store_encoder_blocks(request_id)
 
     def retention(self) -> Retention | None:
         """For one in three, all blocks for a millisecond or for good."""

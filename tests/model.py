@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from events.types import PRIMARY, SECONDARY
 from tests.window_model import Path, Retention, Running, Window, common_tokens, path_of
 
-Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None, int | None]
-"""Id, namespace, tokens, how its blocks are to be kept, for how many tokens beyond what is reused it gets blocks."""
+Request = tuple[Hashable, Hashable, Sequence[Hashable], Retention | None, int | None, tuple[int, ...] | None]
+"""Id, namespace, tokens, how its blocks are to be kept, for how many tokens beyond what is reused it gets blocks, and
+what an encoder reads for it, if the model has one."""
 
 
 class Refused(Exception):
@@ -41,6 +42,8 @@ class Admitted(NamedTuple):
     reused: Reuse
     onboarded: list[set[int]]
     """For each window: indices of the blocks that were in secondary."""
+    input_reused: int = 0
+    """Blocks of the encoder's input."""
 
 
 class Model:
@@ -58,6 +61,7 @@ class Model:
         offload_from: int = 30,
         ahead_share: int = 16,
         levels: bool = False,
+        cross: bool = False,
     ) -> None:
         self.size, self.reuse, self.partial = size, reuse, partial
         ahead = min(64, blocks[PRIMARY] // ahead_share)
@@ -75,10 +79,16 @@ class Model:
             )
             for tokens in windows
         ]
+        self.cross = (
+            [Window(size, blocks, 2**31, False, reuse, False, offload_from, 0, levels)] if cross else []
+        )
+        """One window or none: of encoders' inputs, each of which has an entry of its own in it."""
+        self.inputs: dict[Hashable, Running] = {}
+        self.groups = [*self.windows, *self.cross]
         self.running: dict[Hashable, Running] = {}
         self.stamp = 0
         self.now = 0
-        self.next_pin = 0
+        self.next_pin = self.next_input = 0
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.size)
@@ -102,17 +112,38 @@ class Model:
         sources = [{child for child in each if 0 < copied <= each[child]} for each in common]
         return Reuse(path, copied, sources, blocks * self.size + copied)
 
+    def match_input(self, namespace: Hashable, given: tuple[int, ...]) -> Path:
+        """As many blocks of an encoder's input as there are; the last one is full of it, however short."""
+        filled = self.filled(given)
+        blocks = len(filled) // self.size * self.reuse
+        of_input = input_namespace(namespace, given)
+        while not all(
+            path_of(of_input, filled, more + 1, self.size) in self.cross[0].cached for more in range(blocks)
+        ):
+            blocks -= 1
+        return path_of(of_input, filled, blocks, self.size)
+
+    def filled(self, given: tuple[int, ...]) -> list[int]:
+        return [*given, *[0] * (-len(given) % self.size)]
+
     def fitting(self, requests: Sequence[Request]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """How many of the requests fit, and needed and available blocks at the first that does not (or at the end)."""
-        new, claimed = 0, [set[Path]() for _ in self.windows]
+        new, new_of_inputs, claimed = 0, 0, [set[Path]() for _ in self.groups]
         needed: tuple[int, ...] = ()
         available: tuple[int, ...] = ()
-        for index, (_, namespace, tokens, _, reserve) in enumerate(requests):
-            found = self.match(namespace, tokens)
+        for index, (_, namespace, tokens, _, reserve, given) in enumerate(requests):
+            found = self.match(reader_namespace(namespace, given), tokens)
             new += self.new_blocks(tokens, found, reserve)
-            for window, paths in zip(self.windows, claimed, strict=True):
+            for window, paths in zip(self.windows, claimed, strict=False):
                 paths.update(window.claims(found.path, found.tokens))
-            counts = [_count(window, new, paths) for window, paths in zip(self.windows, claimed, strict=True)]
+            counts = [
+                _count(window, new, paths) for window, paths in zip(self.windows, claimed, strict=False)
+            ]
+            if given is not None:
+                path = self.match_input(namespace, given)
+                new_of_inputs += self.blocks_for(len(given)) - (len(path) - 1)
+                claimed[-1].update(path[: block + 2] for block in range(len(path) - 1))
+                counts.append(_count(self.cross[0], new_of_inputs, claimed[-1]))
             needed, available = tuple(each[0] for each in counts), tuple(each[1] for each in counts)
             if any(more > there for more, there in counts):
                 return index, needed, available
@@ -137,27 +168,68 @@ class Model:
         if fit < len(requests):
             raise Refused(fit, needed, available)
         admitted = []
-        for request_id, namespace, tokens, retention, _ in requests:
-            found = self.match(namespace, tokens)
-            admitted.append(Admitted(found, [_onboarded(each, found) for each in self.windows]))
-            sequence = Running(namespace, list(tokens), found.tokens, retention, len(tokens))
+        paths_of_inputs = {
+            request_id: self.match_input(namespace, given)
+            for request_id, namespace, *_, given in requests
+            if given is not None
+        }
+        for request_id, namespace, tokens, retention, _, given in requests:
+            own = reader_namespace(namespace, given)
+            found = self.match(own, tokens)
+            of_input = len(paths_of_inputs.get(request_id, (None,))) - 1
+            admitted.append(Admitted(found, [_onboarded(each, found) for each in self.windows], of_input))
+            sequence = Running(own, list(tokens), found.tokens, retention, len(tokens))
             self.running[request_id] = sequence
         for index, window in enumerate(self.windows):
             copied_from = [paths[index] for paths in sources] if sources else [None] * len(requests)
             exempt = {path for path in copied_from if path and window.cached[path].level == SECONDARY}
-            for (request_id, *_), (found, _), path in zip(requests, admitted, copied_from, strict=True):
+            for (request_id, *_), (found, *_), path in zip(requests, admitted, copied_from, strict=True):
                 if path:
                     source = window.cached[path]
                     window.copies[request_id] = len(path) - 2, (source.priority, source.duration)
                 window.claim(request_id, found.path, found.tokens)
             window.evict(needed[index], exempt)
-            for (request_id, _, tokens, _, reserve), (found, _) in zip(requests, admitted, strict=True):
+            for (request_id, _, tokens, _, reserve, _), (found, *_) in zip(requests, admitted, strict=True):
                 window.grow(request_id, self.new_blocks(tokens, found, reserve))
             window.onboard()
-        for (request_id, *_), (found, _) in zip(requests, admitted, strict=True):
+        self.add_inputs(requests, paths_of_inputs, needed)
+        for (request_id, *_), (found, *_) in zip(requests, admitted, strict=True):
             for window in self.windows:
                 window.restate(request_id, self.running[request_id], 0, len(found.path) - 1)
         return admitted
+
+    def add_inputs(
+        self, requests: Sequence[Request], paths: dict[Hashable, Path], needed: tuple[int, ...]
+    ) -> None:
+        """What encoders read for these requests: held as far as it is there."""
+        for window in self.cross:
+            for request_id, namespace, *_, given in requests:
+                assert given is not None
+                path, filled, self.next_input = paths[request_id], self.filled(given), self.next_input + 1
+                reused = (len(path) - 1) * self.size
+                self.inputs[self.next_input] = Running(input_namespace(namespace, given), filled, reused)
+                self.running[request_id].input = self.next_input
+                window.claim(self.next_input, path, 0)
+            window.evict(needed[-1])
+            for request_id, *_ in requests:
+                number = self.running[request_id].input
+                window.grow(number, len(self.inputs[number].tokens) // self.size - len(window.tables[number]))
+            window.onboard()
+
+    def compute_input(self, request_id: Hashable) -> list[int]:
+        """The encoder has run for a request. Returns the indices of the blocks swapped for another's."""
+        number = self.running[request_id].input
+        self.inputs[number].computed = len(self.inputs[number].tokens)
+        return self.cross[0].store(number, self.inputs[number])
+
+    def end_input(self, number: Hashable, *, store: bool) -> None:
+        """Nobody reads an input any more."""
+        (window,) = self.cross
+        if store:
+            window.store(number, self.inputs[number])
+        self.stamp += 1
+        window.end(number, self.stamp, self.now)
+        del self.inputs[number]
 
     def compute(self, request_id: Hashable, num_tokens: int) -> list[list[int]]:
         """Returns for each window the indices of the blocks swapped for another's."""
@@ -271,19 +343,24 @@ class Model:
     def pin(self, request_id: Hashable, start: int, stop: int, share: float) -> int:
         """Returns the number; raises `Refused` beyond a share of the blocks of some window."""
         wanted = [window.to_pin(request_id, start, stop) for window in self.windows]
-        for window, entries in zip(self.windows, wanted, strict=True):
+        for window in self.cross:
+            overlaps = start < stop and start // self.size < self.blocks_for(
+                len(self.running[request_id].tokens)
+            )
+            wanted.append(window.to_pin(self.running[request_id].input, 0, 2**31) if overlaps else [])
+        for window, entries in zip(self.groups, wanted, strict=True):
             if len({*entries, *(entry for pin in window.pins.values() for entry in pin)}) > int(
                 share * window.blocks[PRIMARY]
             ):
                 raise Refused
         self.next_pin += 1
-        for window, entries in zip(self.windows, wanted, strict=True):
+        for window, entries in zip(self.groups, wanted, strict=True):
             window.pin(self.next_pin, entries)
         return self.next_pin
 
     def unpin(self, number: int) -> None:
         self.stamp += 1
-        for window in self.windows:
+        for window in self.groups:
             window.unpin(number, self.stamp, self.now)
 
     def end(self, request_id: Hashable, *, store: bool) -> None:
@@ -294,15 +371,28 @@ class Model:
                 window.store(request_id, sequence)
                 window.store_partial(request_id, sequence)
             window.end(request_id, self.stamp, self.now)
+        if sequence.input and not any(each.input == sequence.input for each in self.running.values()):
+            self.end_input(sequence.input, store=store)
 
     def expire(self, told: Sequence[dict[Path, int]]) -> None:
         """End a step."""
-        for window, ranks in zip(self.windows, told, strict=True):
+        for window, ranks in zip(self.groups, told, strict=True):
             self.stamp = window.expire(self.now, self.stamp, ranks)
 
     def clear(self) -> None:
-        for window in self.windows:
+        for window in self.groups:
             window.clear()
+
+
+def reader_namespace(namespace: Hashable, given: tuple[int, ...] | None) -> Hashable:
+    """Of a sequence: what it computes depends on all that the encoder has read."""
+    return namespace if given is None else ("decoder", namespace, given)
+
+
+def input_namespace(namespace: Any, given: tuple[int, ...]) -> Hashable:
+    """Of an encoder's input, each of whose tokens has K/V that depends on all others. They have no extra ids."""
+    lora_id, lora_name, salt, *_ = namespace
+    return "encoder", (lora_id, lora_name, salt), given
 
 
 def _count(window: Window, new: int, claimed: Collection[Path]) -> tuple[int, int]:

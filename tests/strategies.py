@@ -75,8 +75,9 @@ def windows() -> st.SearchStrategy[tuple[int, ...]]:
 
 def configs(
     windows: st.SearchStrategy[tuple[int, ...] | None] | None = None,
+    cross: st.SearchStrategy[float | None] | None = None,
 ) -> st.SearchStrategy[KVCacheConfig]:
-    """All the switches, `windows` or any, and sizes at which every path is short of room."""
+    """All the switches, `windows` or any, `cross` or none, and sizes at which every path is short of room."""
     return st.builds(
         config,
         num_layers=st.just(3),
@@ -89,7 +90,14 @@ def configs(
         secondary_offload_min_priority=st.sampled_from([0, 35, 35, 36]),
         eviction_policy=st.sampled_from(["lru", "levels"]),
         max_pinned_share=st.sampled_from([0.0, 0.5, 0.7, 1.0]),
+        cross_kv_cache_fraction=st.none() if cross is None else cross,
     )
+
+
+def encoder_inputs(earlier: Sequence[tuple[int, ...]]) -> st.SearchStrategy[tuple[int, ...]]:
+    """What encoders read: new ones, which may be the beginning of others, and earlier ones."""
+    fresh = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple)
+    return st.one_of(st.sampled_from(list(earlier)), fresh) if earlier else fresh
 
 
 def _item(digest: bytes, tokens: Sequence[int], extra_id: int) -> list[Symbol]:
@@ -199,6 +207,7 @@ def request(
     prompt: Sequence[Symbol],
     retention: Retention | None = None,
     reserve_tokens: int | None = None,
+    encoder_tokens: Sequence[int] | None = None,
 ) -> Request:
     """The request as the manager takes it."""
     lora_id, lora_name, salt, *_ = namespace
@@ -220,6 +229,7 @@ def request(
         extra_ids if len(namespace) == 4 else None,
         retention=None if retention is None else spelled_retention(retention),
         reserve_tokens=reserve_tokens,
+        encoder_tokens=encoder_tokens,
     )
 
 
@@ -240,7 +250,7 @@ def spelled_retention(retention: Retention) -> inputs.Retention:
 def key_of(path: tuple[Any, ...]) -> bytes:
     """The SHA-256 key of the block at the end of a path of the model."""
     if len(path) == 1:
-        return _root_key(*path[0])
+        return _root_key_with_input(*path[0]) if path[0][0] in ("decoder", "encoder") else _root_key(*path[0])
     return hashlib.sha256(key_of(path[:-1]) + _spelled(path[-1])).digest()
 
 
@@ -263,10 +273,27 @@ def _spelled(block: Sequence[Symbol]) -> bytes:
     return data
 
 
-def _root_key(lora_id: int | None, lora_name: str | None, salt: str | None, extra: bool = False) -> bytes:
+def _root_key_with_input(role: str, namespace: Namespace, given: tuple[int, ...]) -> bytes:
+    """The input and its role take part in the place of the salt."""
+    lora_id, lora_name, salt, *extra = namespace
+    tokens = b"".join(token.to_bytes(4, "little") for token in given)
+    own = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+    digest = hashlib.sha256(role.encode() + own + hashlib.sha256(tokens).digest()).digest()
+    return _root_key(lora_id, lora_name, None, bool(extra), digest)
+
+
+def _root_key(
+    lora_id: int | None,
+    lora_name: str | None,
+    salt: str | None,
+    extra: bool = False,
+    digest: bytes | None = None,
+) -> bytes:
+    if salt is not None:
+        digest = hashlib.sha256(salt.encode()).digest()
     parts = [
         None if lora_id is None else lora_id.to_bytes(8, "little"),
-        None if salt is None else hashlib.sha256(salt.encode()).digest()[:8],
+        None if digest is None else digest[:8],
         None if lora_name is None else hashlib.sha256(lora_name.encode()).digest()[:8],
     ]
     present = sum(1 << bit for bit, part in enumerate(parts) if part is not None) + 8 * extra

@@ -26,7 +26,7 @@ def prompt(num_tokens: int, first: int = 0) -> list[int]:
 
 def begin(model: Model, name: Hashable, tokens: Sequence[int]) -> int:
     """Admit a request; returns how many tokens it reuses."""
-    return model.add([(name, NAMESPACE, tokens, None, None)])[0].reused.tokens
+    return model.add([(name, NAMESPACE, tokens, None, None, None)])[0].reused.tokens
 
 
 def prefill(model: Model, name: Hashable, tokens: Sequence[int]) -> int:
@@ -277,7 +277,10 @@ def test_admission_counts_each_window() -> None:
     assert [window.available() for window in model.windows] == [5, 2]
     with pytest.raises(Refused) as refused:
         model.add(
-            [("b", NAMESPACE, prompt(17), None, None), ("c", NAMESPACE, prompt(9, first=50), None, None)]
+            [
+                ("b", NAMESPACE, prompt(17), None, None, None),
+                ("c", NAMESPACE, prompt(9, first=50), None, None, None),
+            ]
         )
     assert refused.value.args == (1, (4, 4), (5, 2))
     assert "b" not in model.running

@@ -102,7 +102,7 @@ class Program:
         for _ in range(self.rng.choice([1, 1, 2])):
             kept, more = self.rng.randint(1, 10), self.rng.randint(0, 4)
             tokens = self.rng.choice(self.beginnings)[:kept] + self.rng.choices(range(2), k=more)
-            requests.append((self.admitted, NAMESPACE, tokens, None, None))
+            requests.append((self.admitted, NAMESPACE, tokens, None, None, None))
             self.admitted += 1
             if self.model.partial:
                 assert self.model.match(NAMESPACE, tokens).tokens == reusable(self.model, tokens)

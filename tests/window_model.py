@@ -71,6 +71,8 @@ class Running:
     retention: Retention | None = None
     prompt: int = 0
     """Tokens of it."""
+    input: int = 0
+    """What an encoder has read for it, by number; branches read what their parents read."""
 
     def stated(self, token: int) -> Kept | None:
         """What holds of a block that begins with this token of the prompt."""

@@ -35,11 +35,13 @@ class CacheFold(StreamFold[Change_co]):
             ev.CacheCreated: self._create,
             ev.StateExported: self._install,
             ev.SequenceAdded: self._add_sequence,
+            ev.EncoderAdded: self._add_sequence,
             ev.SequenceForked: self._fork,
             ev.SequenceRewound: self._rewind,
             ev.TokensAppended: self._running.append,
             ev.BlocksReused: self._reuse,
             ev.SequenceRemoved: self._remove_sequence,
+            ev.EncoderRemoved: self._remove_sequence,
             ev.SymbolsInterned: self._symbols.intern,
             ev.SymbolsForgotten: self._symbols.forget,
         }
@@ -79,7 +81,7 @@ class CacheFold(StreamFold[Change_co]):
 
     # -- sequences
 
-    def _add_sequence(self, event: ev.SequenceAdded) -> None:
+    def _add_sequence(self, event: ev.SequenceAdded | ev.EncoderAdded) -> None:
         self._sequences[event.handle] = NamedTokens(array("i", event.tokens), event.namespace)
 
     def _fork(self, event: ev.SequenceForked) -> None:
@@ -89,7 +91,7 @@ class CacheFold(StreamFold[Change_co]):
         self._running.forget_row()
         self._sequences[event.handle].rewind(event.num_tokens, self.tokens_per_block)
 
-    def _remove_sequence(self, event: ev.SequenceRemoved) -> None:
+    def _remove_sequence(self, event: ev.SequenceRemoved | ev.EncoderRemoved) -> None:
         del self._sequences[event.handle]
         self._running.forget_row()
 

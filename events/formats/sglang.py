@@ -15,7 +15,7 @@ from events.feed.changes import AnyChange, Removed, Stored, Told
 from events.formats.vllm_arrays import token_ids
 from events.formats.vllm_encode import Salts, adapter_name, told_salt, with_salts
 from events.packed import unpack_names
-from events.types import GroupCreated
+from events.types import CROSS, GroupCreated
 
 _ALWAYS = ("parent_block_hash", "lora_id")
 SGLANG_MEDIA = ("GPU", "CPU_PINNED")
@@ -33,7 +33,10 @@ def encode_sglang(
 ) -> bytes:
     """One batch of SGLang's maps; the arguments are those of `vllm.encode_batch`."""
     events: list[dict[str, Any]] = []
+    crosses = {index for index, group in enumerate(groups) if group.kind == CROSS}
     for change in with_salts(changes, salts):
+        if isinstance(change, Stored | Removed) and change.group in crosses:
+            continue  # its readers would take it for prompts
         if isinstance(change, Stored):
             events.append(_stored_map(change))
         elif isinstance(change, Removed):

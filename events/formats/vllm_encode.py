@@ -23,7 +23,7 @@ import numpy as np
 
 from events.feed.changes import AnyChange, Cleared, Removed, Stored, Told
 from events.packed import NAME_BYTES, TOKEN_BYTES
-from events.types import SLIDING, GroupCreated, Namespace
+from events.types import CROSS, SLIDING, GroupCreated, Namespace
 
 Salts = Callable[[bytes], str | None]
 """Finds a salt by its digest, where it is known."""
@@ -267,7 +267,8 @@ def kind_and_window(groups: Sequence[GroupCreated], group: int) -> tuple[str, in
     """The group's attention, and its window if it slides."""
     if group < len(groups) and groups[group].kind == SLIDING:
         return "sliding_window", groups[group].window
-    return "full_attention", None
+    crosses = group < len(groups) and groups[group].kind == CROSS
+    return "cross_attention" if crosses else "full_attention", None
 
 
 @lru_cache(maxsize=256)

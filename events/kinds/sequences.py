@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from events.ids import Handle
+from events.ids import GroupIndex, Handle
 from events.packed import Counts, Handles, Slots, Tokens
 from events.reasons import EndReason
 from events.structs import Event, Namespace, RequestId, Retention
@@ -19,9 +19,9 @@ class SequenceAdded(Event, frozen=True):
     reused: int
     """Leading tokens that need not be computed, as all groups have them: full blocks, then `reused_partial`."""
     reused_primary: tuple[int, ...]
-    """Per group: tokens in full blocks that the sequence takes from primary: in a sliding window only what it sees."""
+    """Per window: tokens in full blocks that the sequence takes from primary: in a sliding one only what it sees."""
     reused_secondary: tuple[int, ...]
-    """Per group: tokens in full blocks that it takes from secondary."""
+    """Per window: tokens in full blocks that it takes from secondary."""
     reused_partial: int
     """Tokens copied from a block of which only the start matches."""
     resumed: bool = False
@@ -31,6 +31,38 @@ class SequenceAdded(Event, frozen=True):
     clock: int = 0
     """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events
     tell it which let go of blocks."""
+
+
+class EncoderAdded(Event, frozen=True):
+    """The input of an encoder came with the request that was admitted last: the model reads its K/V by cross attention.
+
+    It has a handle of its own, which events about its blocks name. It ends when the last sequence does that reads it: a
+    branch reads that of its parent.
+    """
+
+    handle: Handle
+    sequence: Handle
+    """The request's."""
+    group: GroupIndex
+    """That of cross attention."""
+    namespace: Namespace
+    num_tokens: int
+    tokens: Tokens
+    """Zeros behind them fill the last block."""
+    reused_primary: int
+    """Leading blocks that it takes from primary."""
+    reused_secondary: int
+    """Blocks behind these that it takes from secondary."""
+
+
+class EncoderRemoved(Event, frozen=True):
+    """The last sequence has ended that reads an encoder's input: its references are released."""
+
+    handle: Handle
+    group: GroupIndex
+    freed: Slots
+    """Slots that become blank, deepest first."""
+    clock: int = 0
 
 
 class TokensAppended(Event, frozen=True):

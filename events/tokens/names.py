@@ -40,6 +40,16 @@ def salt_digest(cache_salt: str) -> bytes:
     return hashlib.sha256(cache_salt.encode()).digest()
 
 
+def input_digests(salt: bytes | None, tokens: bytes) -> tuple[bytes, bytes]:
+    """What stands for a salt's digest in the namespaces of a request with an encoder's input.
+
+    The first is that of the sequence, the second that of the input: what a decoder computes, and what an encoder makes
+    of each token, depends on all of the input, so blocks are shared only where all of it is equal.
+    """
+    own = (salt or b"") + hashlib.sha256(tokens).digest()
+    return hashlib.sha256(b"decoder" + own).digest(), hashlib.sha256(b"encoder" + own).digest()
+
+
 def salt_id(namespace: Namespace) -> int | None:
     """The 64-bit id of the salt: the first 8 bytes of its digest, little-endian (as TensorRT-LLM V2 does)."""
     if namespace.salt_digest is None:

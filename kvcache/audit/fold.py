@@ -22,6 +22,7 @@ from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
+from kvcache.audit.self_attention import SelfAttention
 from kvcache.audit.window import Window
 from kvcache.replay import known_events
 
@@ -35,6 +36,7 @@ class HistoryFold(History):
         super().__init__()
         self.listener = listener if listener is not None else Listener()
         self._details = details
+        self._self_attention = SelfAttention()
         self._tokens = RunningTokens(self.running)
         self._admitted: dict[int, Admission] = {}
         """Of this batch, by handle: what they claim follows."""
@@ -66,7 +68,7 @@ class HistoryFold(History):
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch."""
         self.batch, self.now, self._failed = batch.seq, batch.ts, False
-        for event in known_events(batch):
+        for event in self._self_attention.of(known_events(batch)):
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)

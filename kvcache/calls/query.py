@@ -83,13 +83,16 @@ class Query:
         cache_salt: str | None = None,
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
+        encoder_tokens: Tokens | None = None,
     ) -> Match:
         """What a prompt would reuse now, block by block. Changes nothing."""
-        namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, encoder = self._checker.with_encoder(own, encoder_tokens)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         if not self._config.enable_block_reuse:
             return Match(len(prompt))
-        return lookup(self._state, namespace, prompt, partial=self._config.enable_partial_reuse)
+        partial = self._config.enable_partial_reuse
+        return lookup(self._state, namespace, prompt, partial=partial, encoder=encoder)
 
     @exclusive
     def count_reusable(
@@ -101,9 +104,11 @@ class Query:
         cache_salt: str | None = None,
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
+        encoder_tokens: Tokens | None = None,
     ) -> int:
         """Leading full blocks that a prompt would reuse now, without the list that `match` makes of each window's."""
-        namespace = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, _ = self._checker.with_encoder(own, encoder_tokens)
         prompt = self._prompt(tokens, multimodal, extra_ids)
         return count_blocks(self._state, namespace, prompt) if self._config.enable_block_reuse else 0
 
@@ -120,7 +125,8 @@ class Query:
 
         With pools a torch tensor on the host, without them a numpy array. Stale after the next call that stores or
         appends. `window` is one of `num_free_blocks_per_window`, in tokens; for the layers that attend to everything,
-        any number from `max_sequence_length` on, too. It may be left out where there is only one.
+        any number from `max_sequence_length` on, too. It may be left out where there is only one. 0 (`CROSS_WINDOW`):
+        the blocks of the encoder's input, for cross attention.
         """
         group = self._group_of(window)
         return self._table_of(self._blocks.sequence(request_id), group)
@@ -128,15 +134,15 @@ class Query:
     def _group_of(self, window: int | None) -> int:
         """The group of a window, as callers give it."""
         windows = [group.window for group in self._layout.groups]
+        own = self._layout.windows
         if window is None:
-            if len(windows) > 1:
+            if len(own) > 1:
                 raise UsageError(f"say which window's blocks are meant: one of {windows}")
             return 0
         if checked_integer(window, "a window") in windows:
             return windows.index(window)
-        longest = self._config.max_sequence_length
-        if self._layout.groups[-1].kind == "full" and window >= longest:
-            return len(windows) - 1
+        if own[-1].kind == "full" and window >= self._config.max_sequence_length:
+            return len(own) - 1
         raise UsageError(f"there is no window of {window} tokens, only of {windows}")
 
     def admission(self, sequence: Sequence, plan: Plan) -> Admission:
@@ -148,6 +154,7 @@ class Query:
             sequence.num_tokens,
             *plan.reused,
             lambda: self._tables_of_admission(request_id, handle),
+            *plan.reused_input,
         )
 
     @exclusive
@@ -160,7 +167,7 @@ class Query:
 
     def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
         self._readiness.refuse_unreadable([sequence])
-        return self._presented(np.array(sequence.tables[group], np.int32))
+        return self._presented(np.array(sequence.part_in(group).tables[group], np.int32))
 
     @exclusive
     def block_tables(self, request_ids: Iterable[RequestId], window: int | None = None) -> BlockTable:
@@ -172,7 +179,9 @@ class Query:
         ids = listed(request_ids, "request_ids")
         sequences = [self._blocks.sequence(request_id) for request_id in ids]
         self._readiness.refuse_unreadable(sequences)
-        tables = [sequence.tables[group] for sequence in sequences]
+        crosses = self._layout.groups[group].kind == "cross"
+        readers = [sequence.part_in(group) for sequence in sequences] if crosses else sequences
+        tables = [sequence.tables[group] for sequence in readers]
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -181,25 +190,26 @@ class Query:
     def _presented(self, table: npt.NDArray[np.int32]) -> BlockTable:
         return table if self._pools is None else self._pools.block_table(table)
 
+    @exclusive
     def num_free_blocks(self) -> int:
         """Primary blocks that can be had in every window: blank ones, and cached ones that no sequence holds."""
-        return min(self.num_free_blocks_per_window().values())
+        return min([window.primary.available for window in self._blocks.windows])
 
     @exclusive
     def num_free_blocks_per_window(self) -> dict[int, int]:
-        """The same for each window, by its tokens."""
+        """The same for each window, by its tokens, and for cross attention, as window 0."""
         groups = zip(self._layout.groups, self._state.groups, strict=True)
         return {layout.window: group.levels[PRIMARY].available for layout, group in groups}
 
     @exclusive
     def num_sequences(self) -> int:
         """Running sequences."""
-        return len(self._state.sequences)
+        return len(self._state.handles)
 
     @exclusive
     def pins(self) -> dict[int, Pinned]:
         """What is pinned, by the numbers of the pins."""
-        windows = [window.window for window in self._blocks.windows]
+        windows = [group.window for group in self._layout.groups]
         return {
             number: Pinned(pin.request_id, dict(zip(windows, map(len, pin.slots), strict=True)), pin.named)
             for number, pin in self._state.pins.items()

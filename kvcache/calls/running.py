@@ -54,7 +54,26 @@ class Running:
             self._readiness.refuse_uncomputable([sequence])
         with self._guard:
             swaps = self._blocks.compute(sequence, num_computed_tokens)
-        return StoreResult(min(sequence.stored), swaps)
+        return StoreResult(sequence.stored_blocks, swaps)
+
+    @exclusive
+    def store_encoder_blocks(self, request_id: RequestId) -> StoreResult:
+        """The engine has written K/V of all of the encoder's input: its blocks become reusable at once.
+
+        As `store_context_blocks`, but for the whole: what an encoder makes of each token depends on all of them.
+        Nothing has to be told of an input that was reused whole (`Admission.reused_encoder_tokens`), or of a branch.
+        Raises `UsageError` where the model has no encoder.
+        """
+        sequence = self._blocks.sequence(request_id)
+        encoder = sequence.encoder
+        if encoder is None:
+            raise UsageError(
+                f"request {shown(sequence.request_id)} has no encoder's input: the model has no encoder"
+            )
+        if not self._readiness.certain:
+            self._readiness.refuse_uncomputable([sequence])
+        with self._guard:
+            return self._blocks.store_input(encoder)
 
     @exclusive
     def add_tokens(

@@ -47,7 +47,7 @@ class Scheduling:
         more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         checked, size = self._checked(request), self._state.tokens_per_block
         total = checked.num_tokens + more_tokens
-        planned = plan(self._blocks.windows, checked)
+        planned = plan(self._blocks.windows, self._blocks.cross, checked)
         reusable, held, needed, completion = {}, {}, {}, {}
         for window, each in zip(self._blocks.windows, planned.windows, strict=True):
             claims = window.claims()
@@ -63,7 +63,14 @@ class Scheduling:
                 has = primary + secondary + each.new_blocks - window.kept_of(each.claimed, total)
                 more = max(0, min(more, blocks_at_most(total, window.window, size) - has))
             completion[window.window] = needed[window.window] + more
-        return Demand(planned.reused_tokens, reusable, held, needed, completion)
+        for cross, each in zip(self._blocks.cross, planned.cross, strict=True):
+            claims = cross.claims()
+            claims.add(each.found, each.claimed, each.new_blocks)
+            idle = cross.primary.available - claims.available
+            reusable[cross.window] = (each.primary + each.secondary) // size
+            held[cross.window] = each.primary // size - idle
+            needed[cross.window] = completion[cross.window] = claims.needed + idle
+        return Demand(planned.reused_tokens, reusable, held, needed, completion, planned.reused_input[1])
 
     @exclusive
     def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
@@ -76,7 +83,7 @@ class Scheduling:
         sequence = self._blocks.sequence(request_id)
         return {
             window.window: max(0, window.blocks_for(sequence.num_tokens + more) - len(table))
-            for window, table in zip(self._blocks.windows, sequence.tables, strict=True)
+            for window, table in zip(self._blocks.windows, sequence.tables, strict=False)
         }
 
     @exclusive
@@ -94,7 +101,7 @@ class Scheduling:
         checked = self._checked(request)
         if not self._reuse:
             return None
-        planned = plan(self._blocks.windows, checked)
+        planned = plan(self._blocks.windows, (), checked)
         size = self._state.tokens_per_block
         reused = (planned.reused_tokens - planned.reused_partial) // size
         last = (checked.num_tokens - 1) // size
@@ -117,8 +124,9 @@ class Scheduling:
         if sequence.packed(reused * size, (reused + 1) * size) != request.symbols[block]:
             return 0
         alike = _common_tokens(sequence.packed(0, last * size), request.symbols) // size
-        blocks = min([alike, *[_storable(group, sequence, size) for group in self._state.groups]])
-        for group in self._state.groups:
+        groups = [self._state.groups[window.index] for window in self._blocks.windows]
+        blocks = min([alike, *[_storable(group, sequence, size) for group in groups]])
+        for group in groups:
             left = sequence.detached[group.index]
             # What a window has left behind is not stored again.
             if isinstance(group, SlidingGroup) and group.first_seen(blocks * size) < left > reused:
@@ -150,7 +158,7 @@ class Simulation:
 
     def __init__(self, guard: Guard, state: CacheState, blocks: BlockManager) -> None:
         self._guard, self._state, self._blocks = guard, state, blocks
-        self._windows = [window.window for window in blocks.windows]
+        self._windows = [group.window for group in state.groups]
         self._free = [group.levels[PRIMARY].available for group in state.groups]
         self._gone: list[Counter[int]] = [Counter() for _ in state.groups]
         """Per window: of what is held by several, how many of these have been removed here."""
@@ -201,10 +209,16 @@ class Simulation:
         self._removed.add(sequence.handle)
         given = {}
         for index, group in enumerate(self._state.groups):
-            blocks = self._given_back(group, sequence)
+            part = sequence.part_in(index)
+            blocks = self._given_back(group, part) if part is sequence or self._is_last(part) else 0
             self._free[index] += blocks
             given[self._windows[index]] = blocks
         return given
+
+    def _is_last(self, encoder: Sequence) -> bool:
+        """Whether nobody is left who reads an encoder's input."""
+        readers = [each for each in self._state.sequences.values() if each.encoder is encoder]
+        return all(each.handle in self._removed for each in readers)
 
     def _given_back(self, group: AnyGroup, sequence: Sequence) -> int:
         gone, freed = self._gone[group.index], 0

@@ -103,6 +103,9 @@ class OfSequences:
             if str(event.request_id) == self._id or event.child in self._handles:
                 self._handles.add(event.child)
                 return True
+        elif isinstance(event, ev.EncoderAdded):
+            if event.sequence in self._handles:
+                self._handles.add(event.handle)
         elif isinstance(event, ev.StateExported):
             # After a gap, this may be the first that is heard of a request.
             named = [entry.handle for entry in event.sequences if str(entry.request_id) == self._id]

@@ -12,6 +12,8 @@ from sinks.render import render_event
 _COLORS = {
     "SequenceAdded": "bold",
     "SequenceRemoved": "bold",
+    "EncoderAdded": "bold",
+    "EncoderRemoved": "bold",
     "BlocksReused": "green",
     "BlocksStored": "green",
     "BlocksFilled": "green",

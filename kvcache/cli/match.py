@@ -12,7 +12,7 @@ from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
-from events.types import EventBatch, Gap, Namespace, SequenceAdded
+from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
 from kvcache.cli import moments, times, told
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
@@ -23,7 +23,7 @@ from kvcache.cli.prompts import origin, read_tokens
 from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, iso
 from kvcache.decide.lookup import lookup
-from kvcache.errors import UsageError
+from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
@@ -83,6 +83,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     batches.check()
     if replayed.state.created is None:
         raise UsageError(f"{args.log} holds no cache yet: its first batch is missing")
+    if given is not None and replayed.state.created.groups[-1].kind == CROSS:
+        instead = (
+            "give a request's with --request: which blocks are shared depends on what the encoder has read"
+        )
+        raise Unsupported("a prompt of one's own for an encoder-decoder model", instead)
     namespace, prompt = given if given is not None else search.prompt(args.request)
     with fitting(replayed.last_seq):
         found = _lookup(replayed.state, namespace, prompt)

@@ -30,7 +30,7 @@ from kvcache.cli.summary import Outcome, describe_start, show, to_json
 from kvcache.cli.verification import Verification, verify_own_log
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import served_layout
-from kvcache.errors import InternalError, KVCacheError, UsageError
+from kvcache.errors import InternalError, KVCacheError, Unsupported, UsageError
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
@@ -206,6 +206,9 @@ def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
 
 def _require_room(config: KVCacheConfig, source: Source) -> None:
     """Refuse a cache that even the shortest request is too large for: its run would be a summary of nothing."""
+    if config.cross_kv_cache_fraction is not None:
+        instead = "leave cross_kv_cache_fraction out: what is played here has no inputs of encoders"
+        raise Unsupported("an encoder-decoder model", instead)
     obstacle = Limits.of(config, Layout.of(config)).obstacle(source.sizes.shortest)
     if obstacle is not None:
         raise UsageError(f"none of the requests fits: {obstacle}")

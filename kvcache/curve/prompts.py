@@ -13,7 +13,7 @@ from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
 from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
-from events.types import FULL, CacheCreated, EventBatch, Gap, SequenceAdded
+from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache.errors import Unsupported, UsageError
 from kvcache.replay import fitting
 
@@ -129,7 +129,7 @@ class LoggedPrompts:
             raise ValueError("a block has at least one token")
         self._created = created
         self.tokens_per_block = self.tokens_per_block or created.tokens_per_block
-        self.windows = len(created.groups)
+        self.windows = sum(group.kind != CROSS for group in created.groups)
         self._group = _full_group(created.groups)
 
     def _blocks(self, event: SequenceAdded) -> list[int]:

@@ -16,12 +16,13 @@ from events.tokens.symbols import SymbolTable
 from events.types import PRIMARY, SECONDARY, AllocateReason, Event, SequenceAdded
 from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.decoding import packed_handles
+from kvcache.decide.encoders import add_input
 from kvcache.decide.retention import restate
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.fold.matching import GroupMatch, in_all
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import CheckedRequest
+from kvcache.inputs.requests import CheckedRequest, EncoderInput
 
 Windows = tuple[WindowBlockManager, ...]
 
@@ -50,6 +51,8 @@ class Plan:
     windows: tuple[WindowPlan, ...]
     reused_tokens: int
     """Leading tokens that all windows have, those of a copied block too."""
+    cross: tuple[WindowPlan, ...] = ()
+    """The same of cross attention; none where the model has no encoder."""
 
     def with_symbols(self, table: SymbolTable) -> Plan:
         """The plan with the symbols that its request has by now. What had none before can match nothing."""
@@ -68,8 +71,16 @@ class Plan:
         full = self.reused_tokens - self.reused_partial
         return full - secondary, secondary, self.reused_partial
 
+    @property
+    def reused_input(self) -> tuple[int, int]:
+        """Tokens of the encoder's input, and how many leading ones of these are reused."""
+        if self.request.encoder is None:
+            return 0, 0
+        num_tokens = self.request.encoder.num_tokens
+        return num_tokens, min(num_tokens, self.cross[0].primary + self.cross[0].secondary)
 
-def plan(windows: Windows, request: CheckedRequest) -> Plan:
+
+def plan(windows: Windows, cross: Windows, request: CheckedRequest) -> Plan:
     """Match a request. A prompt's last token is always computed, so it is never reused."""
     stop = len(request.symbols) - TOKEN_BYTES
     size = windows[0].tokens_per_block
@@ -82,21 +93,38 @@ def plan(windows: Windows, request: CheckedRequest) -> Plan:
     plans = []
     for window, found in zip(windows, common, strict=True):
         source = window.source(found.partial) if found.partial is not None else None
-        blocks = [0, 0]
-        claimed = window.claimed(found, tokens)
-        for each in claimed:
-            blocks[each.level] += len(each.slots)
-        plans.append(WindowPlan(found, claimed, new_blocks, source, blocks[0] * size, blocks[1] * size))
-    return Plan(request, tuple(plans), tokens)
+        plans.append(_planned(window, found, tokens, new_blocks, source))
+    inputs = tuple([_plan_input(each, request.encoder) for each in cross if request.encoder is not None])
+    return Plan(request, tuple(plans), tokens, inputs)
 
 
-def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan], list[Claims], int | None]:
+def _planned(
+    window: WindowBlockManager, found: GroupMatch, tokens: int, new_blocks: int, source: CopySource | None
+) -> WindowPlan:
+    blocks, size = [0, 0], window.tokens_per_block
+    claimed = window.claimed(found, tokens)
+    for each in claimed:
+        blocks[each.level] += len(each.slots)
+    return WindowPlan(found, claimed, new_blocks, source, blocks[0] * size, blocks[1] * size)
+
+
+def _plan_input(cross: WindowBlockManager, given: EncoderInput) -> WindowPlan:
+    """Match an encoder's input, whose last token is reused as well."""
+    found = cross.match(given.namespace, given.tokens, len(given.tokens))
+    new_blocks = cross.blocks_for(given.num_tokens) - found.blocks
+    return _planned(cross, found, found.blocks * cross.tokens_per_block, new_blocks, None)
+
+
+def fitting(
+    windows: Windows, cross: Windows, requests: list[CheckedRequest]
+) -> tuple[list[Plan], list[Claims], int | None]:
     """Plans for a batch, the claims of all that fit per window, and the index of the first that does not."""
-    plans, claims = [], [window.claims() for window in windows]
+    plans, claims = [], [window.claims() for window in (*windows, *cross)]
     for index, request in enumerate(requests):
-        plans.append(plan(windows, request))
+        planned = plan(windows, cross, request)
+        plans.append(planned)
         fits = True
-        for claim, each in zip(claims, plans[-1].windows, strict=True):
+        for claim, each in zip(claims, (*planned.windows, *planned.cross), strict=True):
             claim.add(each.found, each.claimed, each.new_blocks)
             fits = fits and claim.needed <= claim.available
         if not fits:
@@ -107,15 +135,19 @@ def fitting(windows: Windows, requests: list[CheckedRequest]) -> tuple[list[Plan
 def admit(
     state: CacheState,
     windows: Windows,
+    cross: Windows,
     emit: Callable[[Event], None],
     plans: list[Plan],
     claims: list[Claims],
     time: int,
 ) -> list[Sequence]:
     """Emit the admission of a batch that fits, at a time (0: nothing is kept for a time)."""
-    sequences = [_add(state, windows, emit, each, time) for each in plans]
-    for index, (window, claim) in enumerate(zip(windows, claims, strict=True)):
+    sequences = [_add(state, windows, cross, emit, each, time) for each in plans]
+    for index, (window, claim) in enumerate(zip(windows, claims, strict=False)):
         _fill(window, sequences, [each.windows[index] for each in plans], claim.needed)
+    for window in cross:
+        inputs = [each.encoder for each in sequences if each.encoder is not None]
+        _fill(window, inputs, [each.cross[0] for each in plans], claims[-1].needed)
     for each, sequence in zip(plans, sequences, strict=True):
         if sequence.retention is not None:
             for window in windows:
@@ -144,7 +176,12 @@ def _fill(
 
 
 def _add(
-    state: CacheState, windows: Windows, emit: Callable[[Event], None], each: Plan, time: int
+    state: CacheState,
+    windows: Windows,
+    cross: Windows,
+    emit: Callable[[Event], None],
+    each: Plan,
+    time: int,
 ) -> Sequence:
     handle, request = Handle(state.next_handle), each.request
     emit(
@@ -167,4 +204,12 @@ def _add(
     # The widest first: it holds most of the blocks, and so gives their names.
     for window, of_window in zip(reversed(windows), reversed(each.windows), strict=True):
         window.claim(sequence, of_window.claimed)
+    if request.encoder is not None:
+        for window, of_input in zip(cross, each.cross, strict=True):
+            blocks = (
+                of_input.primary // window.tokens_per_block,
+                of_input.secondary // window.tokens_per_block,
+            )
+            encoder = add_input(state, window, emit, sequence, request.encoder, blocks)
+            window.claim(encoder, of_input.claimed)
     return sequence

@@ -13,13 +13,14 @@ from events.ids import numbers_left
 from events.packed import SLOT_BYTES
 from events.types import RequestId
 from kvcache.decide.admission import Plan, admit, fitting
+from kvcache.decide.encoders import release_input, store_input
 from kvcache.decide.forking import fork, needed_blocks, own_blocks, rewind
 from kvcache.decide.growth import Growth
 from kvcache.decide.interning import intern, missing_pages
 from kvcache.decide.pins import Pins
 from kvcache.decide.priorities import change_blocks
 from kvcache.decide.retention import lasts_a_time
-from kvcache.errors import OutOfBlocks, OutOfNumbers, UsageError
+from kvcache.errors import OutOfNumbers, UsageError
 from kvcache.fold.check import check
 from kvcache.fold.pin import Pin
 from kvcache.fold.sequence import Sequence
@@ -38,14 +39,14 @@ class BlockManager(Growth):
     def count_fitting(self, requests: list[CheckedRequest]) -> int:
         """Length of the longest prefix of the batch that fits."""
         requests = requests[: self._numbers_left()]
-        _, _, misfit = fitting(self.windows, requests)
+        _, _, misfit = fitting(self.windows, self.cross, requests)
         return len(requests) if misfit is None else misfit
 
     def admit(self, requests: list[CheckedRequest]) -> list[tuple[Sequence, Plan]]:
         """Admit a batch; raises `OutOfBlocks` if it does not fit as a whole, and `OutOfNumbers`."""
         if len(requests) > self._numbers_left():
             raise OutOfNumbers
-        plans, claims, misfit = fitting(self.windows, requests)
+        plans, claims, misfit = fitting(self.windows, self.cross, requests)
         if misfit is not None:
             needed, available = zip(*((claim.needed, claim.available) for claim in claims), strict=True)
             raise self._out_of_blocks(misfit, needed, available)
@@ -54,21 +55,21 @@ class BlockManager(Growth):
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
         time = self._expiry.told(begins=any(lasts_a_time(request.retention) for request in requests))
-        return list(
-            zip(admit(self._state, self.windows, self._emit, plans, claims, time), plans, strict=True)
-        )
-
-    def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
-        """Record that a request did not fit: once until it is admitted, however often it is tried."""
-        if request_id not in self._state.refused:
-            self._emit(
-                ev.AdmissionRefused(request_id=request_id, needed=refusal.needed, available=refusal.available)
-            )
+        admitted = admit(self._state, self.windows, self.cross, self._emit, plans, claims, time)
+        return list(zip(admitted, plans, strict=True))
 
     def _numbers_left(self) -> int:
         """How many sequences can still be admitted, so that the copies for all that run have numbers too."""
         state = self._state
-        return max(0, min(numbers_left(state.next_handle), numbers_left(state.next_transfer) - _KEPT_NUMBERS))
+        left = min(numbers_left(state.next_handle), numbers_left(state.next_transfer) - _KEPT_NUMBERS)
+        return max(0, left // (1 + len(self.cross)))
+
+    # -- a running sequence
+
+    def store_input(self, encoder: Sequence) -> StoreResult:
+        """The engine has written all K/V of an encoder's input."""
+        (cross,) = self.cross
+        return store_input(cross, self._emit, encoder)
 
     def set_priority(self, sequence: Sequence, priority: int, start: int, stop: int) -> int:
         """Change the priority of the cached blocks that overlap its tokens [start, stop).
@@ -93,7 +94,7 @@ class BlockManager(Growth):
             raise OutOfNumbers
         replaced = self._store_in_all(parent)
         fork(self._state, self.windows, self._emit, parent, request_id)
-        return StoreResult(min(parent.stored), replaced)
+        return StoreResult(parent.stored_blocks, replaced)
 
     def refuse_rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Raise `UsageError` where a window has let go of what the last token that is left sees."""
@@ -124,7 +125,7 @@ class BlockManager(Growth):
 
     @cached_property
     def _pinned(self) -> Pins:
-        return Pins(self.windows, self._state, self._emit, self._config.max_pinned_share)
+        return Pins((*self.windows, *self.cross), self._state, self._emit, self._config.max_pinned_share)
 
     @property
     def pins(self) -> dict[int, Pin]:
@@ -139,24 +140,27 @@ class BlockManager(Growth):
         """End a sequence; with `store`, all that it computed stays reusable, its partial last block too."""
         if store:
             self._store_in_all(sequence, partial=True)
+        clock = self._expiry.told()
         self._emit(
             ev.SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
-                freed=tuple([window.freed_by(sequence) for window in self.windows]),
+                freed=(*[window.freed_by(sequence) for window in self.windows], *[b"" for _ in self.cross]),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
                 why=why,
-                clock=self._expiry.told(),
+                clock=clock,
             )
         )
+        if self.cross:
+            release_input(self.cross, self._emit, sequence.encoder, clock, store=store)
 
     # -- the whole cache
 
     def check(self) -> None:
         """Prove the laws of the state, and that the right block would be evicted next; raises `InvariantViolated`."""
         check(self._state)
-        for window in self.windows:
+        for window in (*self.windows, *self.cross):
             window.order.check()
         self._expiry.check()
         self._pinned.check()

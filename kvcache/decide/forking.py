@@ -60,10 +60,9 @@ def rewind(
     blocks, begun = divmod(min(sequence.computed, num_tokens - 1), size)
     needed = needed_blocks(sequence, num_tokens, size)
     sources = [window.source_of_own(sequence, blocks, begun) if begun else None for window in windows]
-    freed = tuple(
-        [window.freed_by(sequence, window.first_to_leave(sequence, num_tokens)) for window in windows]
-    )
-    emit(ev.SequenceRewound(handle=sequence.handle, num_tokens=num_tokens, freed=freed, clock=clock))
+    freed = [window.freed_by(sequence, window.first_to_leave(sequence, num_tokens)) for window in windows]
+    freed += [b""] * (len(state.groups) - len(windows))  # cross attention
+    emit(ev.SequenceRewound(handle=sequence.handle, num_tokens=num_tokens, freed=tuple(freed), clock=clock))
     for window, source in zip(windows, sources, strict=True):
         missing = needed - len(sequence.tables[window.index])
         window.free_up(missing, sequence.handle)

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from events import types as ev
 from events.ids import GroupIndex
-from events.types import Event, RequestId
+from events.types import CROSS, CROSS_WINDOW, Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
@@ -59,24 +59,27 @@ class Growth(WholeCache):
         super().__init__(state, emit, Expiry(state, emit, monotonic_ns), spacing)
         self._config = config
         self._decoding: DecodeBatch | None = None
-        self.windows = tuple(
+        managers = [
             (SlidingWindowManager if isinstance(group, SlidingGroup) else WindowBlockManager)(
                 state,
                 GroupIndex(index),
                 emit,
                 reuse=config.enable_block_reuse,
-                partial_reuse=config.enable_partial_reuse,
+                partial_reuse=config.enable_partial_reuse and group.kind != CROSS,
                 offload_min_priority=config.secondary_offload_min_priority,
                 order=order or ORDERS[config.eviction_policy],
             )
             for index, group in enumerate(state.groups)
-        )
+        ]
+        self.windows = tuple([each for each in managers if each.window != CROSS_WINDOW])
+        self.cross = tuple([each for each in managers if each.window == CROSS_WINDOW])
+        """What decides for cross attention, if the model has any."""
         self._sliding = [each for each in self.windows if isinstance(each, SlidingWindowManager)]
         self._blocks_for = self.windows[0].blocks_for
 
     def _out_of_blocks(self, index: int, needed: Items[int], available: Items[int]) -> OutOfBlocks:
         """The refusal of a call, beginning with its entry `index`."""
-        windows = [window.window for window in self.windows]
+        windows = [window.window for window in (*self.windows, *self.cross)][: len(needed)]
         return OutOfBlocks(index, needed, available, windows, primary_settings(self._config))
 
     # -- a running sequence
@@ -319,7 +322,7 @@ class Growth(WholeCache):
 def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:
     """The sequences whose tables point at other blocks in some window, after all windows have stored."""
     return {
-        sequence.request_id: StoreResult(min(sequence.stored), blocks)
+        sequence.request_id: StoreResult(sequence.stored_blocks, blocks)
         for sequence, blocks in replaced.items()
         if blocks
     }

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
-from events.types import SECONDARY, Namespace
+from events.types import CROSS, SECONDARY, Namespace
+from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import GroupMatch, Piece, in_all, match
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.sliding_matching import SlidingMatch
 from kvcache.fold.state import CacheState
+from kvcache.inputs.requests import EncoderInput
 from kvcache.results import Match, MatchedBlock
 
 
 def lookup(
-    state: CacheState, namespace: Namespace, prompt: bytes | RichTokens, *, partial: bool = True
+    state: CacheState,
+    namespace: Namespace,
+    prompt: bytes | RichTokens,
+    *,
+    partial: bool = True,
+    encoder: EncoderInput | None = None,
 ) -> Match:
     """What a prompt (plain tokens as packed int32, or rich ones) would reuse. Changes nothing.
 
     In the state of a log without tokens, blocks are found by their keys, full ones only.
     """
     rich = prompt if isinstance(prompt, RichTokens) else RichTokens(prompt)
-    return _describe(state, len(rich), *_match(state, namespace, rich, partial=partial))
+    found = _describe(state, len(rich), *_match(state, namespace, rich, partial=partial))
+    return found if encoder is None else replace(found, **_input_of(state, encoder))
 
 
 def count_blocks(state: CacheState, namespace: Namespace, prompt: bytes | RichTokens) -> int:
@@ -40,12 +51,29 @@ def _match(
         stop, partial = len(symbols), False
     found: list[GroupMatch] = []
     for group in state.groups:
+        if group.kind == CROSS:
+            continue
         if isinstance(group, SlidingGroup):
             found.append(SlidingMatch(group, namespace, symbols, stop, partial=partial))
         else:
             tree = group.tree
             found.append(match(tree, tree.roots.get(namespace), symbols, stop, partial=partial))
     return in_all(found, state.tokens_per_block, state.hashing.key_bytes)
+
+
+def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
+    """What an encoder's input would reuse, as fields of a `Match`."""
+    group, namespace, symbols = state.groups[-1], encoder.namespace, encoder.tokens
+    assert isinstance(group, GroupState)
+    if not state.tokens_recorded:
+        size = state.tokens_per_block * TOKEN_BYTES
+        symbols = state.hashing.chain(namespace, state.root_key(namespace), symbols, size)
+    tree = group.tree
+    path = match(tree, tree.roots.get(namespace), symbols, len(symbols), partial=False)
+    pieces = path.pieces(0, state.hashing.key_bytes)
+    blocks = [block for piece in pieces for block in _blocks(piece, state.tokens_per_block, group.window)]
+    reused = min(encoder.num_tokens, path.blocks * state.tokens_per_block)
+    return {"encoder_blocks": tuple(blocks), "reused_encoder_tokens": reused}
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
@@ -61,7 +89,7 @@ def _describe(state: CacheState, num_tokens: int, found: list[GroupMatch], reuse
     blocks: list[MatchedBlock] = []
     partials: list[MatchedBlock] = []
     secondary = 0
-    for group, path in zip(state.created.groups, found, strict=True):
+    for group, path in zip(state.created.groups, found, strict=False):
         own = [
             block for piece in path.pieces(reused, key_bytes) for block in _blocks(piece, size, group.window)
         ]

@@ -47,10 +47,15 @@ class Pins:
         """
         slots = []
         for window, counts in zip(self._windows, self._counts, strict=True):
-            end = min(blocks[1], sequence.path_ends[window.index].end)
+            part, (start, stop) = sequence.part_in(window.index), blocks
+            if part is not sequence:
+                # What is pinned is of use only with all that an encoder has made of its input.
+                overlaps = start < min(stop, window.blocks_for(sequence.num_tokens))
+                start, stop = 0, len(part.tables[window.index]) * overlaps
+            end = min(stop, part.path_ends[window.index].end)
             sliding = isinstance(window, SlidingWindowManager)
-            first = max(blocks[0], sequence.detached[window.index]) if sliding else 0
-            own = sequence.tables[window.index][first:end] if blocks[0] < end else array("i")
+            first = max(start, sequence.detached[window.index]) if sliding else 0
+            own = part.tables[window.index][first:end] if start < end else array("i")
             pinned = int(np.count_nonzero(counts) + np.count_nonzero(counts[own] == 0))
             most = int(self._share * window.primary.size)
             if pinned > most:

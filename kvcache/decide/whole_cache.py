@@ -7,9 +7,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from events import types as ev
-from events.types import Event
+from events.types import Event, RequestId
 from kvcache.decide.expiry import Expiry
 from kvcache.decide.interning import forget_unused
+from kvcache.errors import OutOfBlocks
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
@@ -28,6 +29,13 @@ class WholeCache:
         slots = sum(level.size for group in state.groups for level in group.levels)
         self._checkpoint_due = checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
+
+    def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
+        """Record that a request did not fit: once until it is admitted, however often it is tried."""
+        if request_id not in self._state.refused:
+            self._emit(
+                ev.AdmissionRefused(request_id=request_id, needed=refusal.needed, available=refusal.available)
+            )
 
     def clear(self) -> None:
         """Drop what no sequence holds, and the names of the rest."""
@@ -52,7 +60,7 @@ class WholeCache:
         for reason, transfers in reasons.items():
             self._emit(ev.TransferFailed(transfers=array("q", transfers).tobytes(), reason=reason))
         self.clear()
-        return list(self._state.sequences.values())
+        return [sequence for sequence in self._state.sequences.values() if not sequence.holders]
 
     @property
     def upkeep_due(self) -> bool:
@@ -78,7 +86,7 @@ class WholeCache:
         self._emit(
             ev.Checkpoint(
                 fingerprint=fingerprint(self._state),
-                num_sequences=len(self._state.sequences),
+                num_sequences=len(self._state.handles),
                 num_cached=tuple((primary, secondary) for primary, secondary in cached),
             )
         )

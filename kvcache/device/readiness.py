@@ -59,7 +59,9 @@ class Readiness:
             return
         for group in range(len(sequences[0].tables) if sequences else 0):
             unwritten = self._transfers.pending_targets(group, PRIMARY)
-            if unwritten and not all(unwritten.isdisjoint(sequence.tables[group]) for sequence in sequences):
+            if unwritten and not all(
+                unwritten.isdisjoint(each.part_in(group).tables[group]) for each in sequences
+            ):
                 raise TransfersPending
 
     def refuse_lost(self, sequences: Items[Sequence]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from events.tokens.symbols import rich_end
-from events.types import PRIMARY
+from events.types import CROSS, PRIMARY
 from kvcache.errors import invariant
 from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
@@ -45,7 +45,11 @@ def check_slots(state: Contents) -> None:
     """Verify who holds what: slots, references, sequences. Not whether the tree is in its best form."""
     for index, group in enumerate(state.groups):
         for sequence in state.sequences.values():
-            _check_table(group, sequence)
+            if (group.kind == CROSS) == (sequence.holders > 0):
+                _check_table(group, sequence)
+            else:
+                none = not sequence.tables[index] and not sequence.path_ends[index].end
+                invariant(none, "a sequence has blocks of a group that is not its own")
         if isinstance(group, SlidingGroup):
             check_references(group, state.sequences.values(), state.pins.values())
         else:
@@ -61,12 +65,23 @@ def check_slots(state: Contents) -> None:
             invariant(bool(root.children or root.users), "an unused namespace is kept")
     invariant(not state.awaiting_onboard, "a sequence waits for blocks that were not onboarded")
     invariant(
-        {sequence.request_id: handle for handle, sequence in state.sequences.items()} == state.handles,
+        {each.request_id: handle for handle, each in state.sequences.items() if not each.holders}
+        == state.handles,
         "request ids and handles disagree",
     )
+    _check_readers(state)
     _check_decoding(state)
     if state.tokens_recorded:
         _check_symbols(state)
+
+
+def _check_readers(state: Contents) -> None:
+    readers = Counter[int](
+        each.encoder.handle for each in state.sequences.values() if each.encoder is not None
+    )
+    for handle, sequence in state.sequences.items():
+        invariant(sequence.holders == readers[handle], "an encoder's input is read by others than counted")
+    invariant(readers.keys() <= state.sequences.keys(), "a sequence reads an input that has ended")
 
 
 def _check_decoding(state: Contents) -> None:
@@ -132,9 +147,9 @@ def _check_table(group: AnyGroup, sequence: Sequence) -> None:
     needed = -(-(sequence.num_tokens if sequence.is_decoding else max(sequence.computed, 1)) // size)
     invariant(len(table) >= needed, "a block table is too short for what is computed")
     invariant(not sequence.is_decoding or len(table) == needed, "a sequence that decodes has reserved slots")
-    invariant(
-        len(table) == len(sequence.tables[0]), "a sequence has more blocks in one window than in another"
-    )
+    full = -(-sequence.num_tokens // size)
+    agrees = len(table) == (full if sequence.holders else len(sequence.tables[0]))
+    invariant(agrees, "a sequence has more blocks in one window than in another, or an input less than all")
     # Only a prompt that has no slot yet for the next token may have let go of all the others.
     last = len(table) - (len(table) * size > sequence.computed)
     invariant(0 <= first <= last, "a sequence has let go of its last block")

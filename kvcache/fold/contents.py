@@ -49,9 +49,10 @@ class Contents:
         self.groups: list[AnyGroup] = []
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
         self.tokens_per_block = 1
-        self.longest = 0
-        """Tokens that a sequence can have at most."""
+        self.longest = self.longest_input = 0
+        """Tokens that a sequence, and an encoder's input, can have at most."""
         self.sequences: dict[int, Sequence] = {}
+        """By handle; encoders' inputs, too."""
         self.handles: dict[RequestId, int] = {}
         self.running = RunningTokens(self.sequences)
         self.symbols = SymbolTable()
@@ -105,10 +106,10 @@ class Contents:
         if self.symbols.pages and (end := rich_end(symbols)):
             self.rich[handle] = end
 
-    def tokens_of(self, num_tokens: int, recorded: bytes) -> array[int]:
+    def tokens_of(self, num_tokens: int, recorded: bytes, longest: int) -> array[int]:
         """A sequence's tokens as an event has them; zeros where the log records none."""
         # Checked before so much is made of so little: a log without tokens could claim any number of them.
-        fits = 0 < num_tokens <= self.longest
+        fits = 0 < num_tokens <= longest
         invariant(fits, "a sequence has more tokens than the cache can hold, or none")
         if not self.tokens_recorded:
             return array("i", bytes(TOKEN_BYTES * num_tokens))

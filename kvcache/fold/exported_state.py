@@ -7,6 +7,7 @@ may find others after folding from the start), only what is cached, held and bla
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 
 from events.ids import MAX_NUMBER, GroupIndex, Handle, LevelIndex
@@ -105,6 +106,7 @@ def _export_sequence(sequence: Sequence) -> SequenceExported:
         keys=bytes(sequence.keys),
         retention=sequence.retention,
         inherited=sequence.inherited,
+        encoder=sequence.encoder.handle if sequence.encoder is not None else 0,
     )
 
 
@@ -120,10 +122,14 @@ def install(state: Contents, event: StateExported) -> None:
     state.symbols.install(event)
     state.rich.clear()
     state.refused = dict.fromkeys(event.refused)
+    readers = Counter(entry.encoder for entry in event.sequences if entry.encoder)
     for entry in event.sequences:
         invariant(entry.handle < event.next_handle, "a running sequence has a handle of the future")
-        _install_sequence(state, entry)
+        _install_sequence(state, entry, readers[entry.handle])
     invariant(len(state.sequences) == len(event.sequences), "two sequences have one handle")
+    for entry in event.sequences:
+        if entry.encoder:
+            state.sequences[entry.handle].encoder = state.sequences[entry.encoder]
     state.transfers = {
         item.transfer: Transfer(GroupIndex(item.group), item.level, array("i", item.slots), item.handle)
         for item in event.transfers
@@ -249,7 +255,7 @@ def _install_uses(group: CountingGroup, runs: list[Run], numbers: array[int]) ->
     group.uses.install(numbers[len(runs) :])
 
 
-def _install_sequence(state: Contents, entry: SequenceExported) -> None:
+def _install_sequence(state: Contents, entry: SequenceExported, readers: int) -> None:
     tables = [array("i", slots) for slots in entry.slots]
     ends, detached = list[Node](), list[int]()
     for group, stored, table in zip(state.groups, entry.stored, tables, strict=True):
@@ -262,7 +268,10 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
             continue
         ends.append(group.run_at(PRIMARY, table[stored - 1]) if stored else root)
         invariant(ends[-1].end == stored, "a sequence's cached blocks end inside a run")
-    tokens = state.tokens_of(entry.num_tokens, entry.tokens)
+    tokens = state.tokens_of(
+        entry.num_tokens, entry.tokens, state.longest_input if readers else state.longest
+    )
+    invariant(not (readers and entry.encoder), "an encoder's input reads another one")
     invariant(
         0 < entry.num_prompt_tokens <= entry.num_tokens, "a prompt is longer than its sequence, or empty"
     )
@@ -272,5 +281,7 @@ def _install_sequence(state: Contents, entry: SequenceExported) -> None:
     sequence.retention, sequence.inherited = entry.retention, entry.inherited
     state.all_kept_alike = state.all_kept_alike and entry.retention is None and not entry.inherited
     state.sequences[entry.handle] = sequence
-    state.handles[entry.request_id] = entry.handle
+    sequence.holders = readers
+    if not readers:
+        state.handles[entry.request_id] = entry.handle
     state.note_rich(entry.handle, entry.tokens)

@@ -119,3 +119,5 @@ def _add_sequence(digest: Any, sequence: Sequence) -> None:
     for table in sequence.tables:
         digest.update(table)
     digest.update(msgspec.msgpack.encode((sequence.retention, sequence.inherited)))
+    if sequence.encoder is not None:
+        digest.update(array("q", [sequence.encoder.handle]))

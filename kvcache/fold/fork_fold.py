@@ -23,6 +23,8 @@ class ForkFold(PinFold):
         for group in self.groups:
             group.share(parent, child, blocks)
             group.tree.roots[parent.namespace].users += 1
+        if child.encoder is not None:
+            child.encoder.holders += 1
         self.sequences[event.child] = child
         self.handles[event.request_id] = event.child
         if parent.handle in self.rich:
@@ -41,6 +43,8 @@ class ForkFold(PinFold):
         self.tell_time(event.clock)
         self.releases += 1
         for group, freed in zip(self.groups, event.freed, strict=True):
+            if not sequence.tables[group.index]:
+                continue  # cross attention, of which nothing is taken back
             blank = group.rewind(sequence, blocks, needed, self.releases, self.clock)
             invariant(blank.tobytes() == freed, "other slots were freed")
         self.running.forget_row()

@@ -32,6 +32,7 @@ class Group:
 
     __slots__ = (
         "index",
+        "kind",
         "levels",
         "shared",
         "timed",
@@ -53,8 +54,7 @@ class Group:
         tokens_recorded: bool,
     ) -> None:
         self.index = GroupIndex(index)
-        self.window = created.window
-        """In tokens."""
+        self.window, self.kind = created.window, created.kind
         self.tree = PrefixTree(block_bytes, key_bytes)
         primary, secondary = created.num_blocks
         self.levels = (Level(PRIMARY, primary), Level(SECONDARY, secondary))

@@ -17,7 +17,10 @@ class PinFold(BlockFold):
         invariant(self.next_pin == event.pin, "a pin has another number than the next")
         sequence = self.sequences[event.handle]
         slots = [array("i", packed) for packed in event.slots]
-        ends = [group.pin(sequence, own) for group, own in zip(self.groups, slots, strict=True)]
+        ends = [
+            group.pin(sequence.part_in(group.index), own)
+            for group, own in zip(self.groups, slots, strict=True)
+        ]
         self.pins[event.pin] = Pin(sequence.request_id, slots, ends)
         self.next_pin += 1
 

@@ -24,7 +24,9 @@ class Sequence(SequenceTokens):
     __slots__ = (
         "_computed",
         "detached",
+        "encoder",
         "handle",
+        "holders",
         "inherited",
         "keys",
         "namespace",
@@ -61,6 +63,10 @@ class Sequence(SequenceTokens):
         """None: all its blocks have the default priority, for good."""
         self.inherited: tuple[Inherited, ...] = ()
         """Blocks that are not cached yet and were copied from ones with another priority or duration."""
+        self.encoder: Sequence | None = None
+        """The encoder's input that it reads: a sequence that has blocks for cross attention only, and this one none."""
+        self.holders = 0
+        """Of an encoder's input: how many running sequences read it."""
         self.keys = bytearray()
         """Of its leading blocks, as far as any group has needed them: made once, recorded once."""
 
@@ -71,6 +77,7 @@ class Sequence(SequenceTokens):
         child.retention, child.inherited = self.retention, self.inherited
         child.tables, child.detached = [table[:blocks] for table in self.tables], self.detached[:]
         child.keys = self.keys[:]
+        child.encoder = self.encoder
         return child
 
     @property
@@ -98,6 +105,15 @@ class Sequence(SequenceTokens):
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
         return tuple([tail.end for tail in self.path_ends])
+
+    @property
+    def stored_blocks(self) -> int:
+        """Leading blocks that are cached, in the window with the fewest."""
+        return min([tail.end for tail, table in zip(self.path_ends, self.tables, strict=True) if table])
+
+    def part_in(self, group: int) -> Sequence:
+        """Whose blocks it reads in a group: its own ones, or for cross attention those of the encoder's input."""
+        return self if self.tables[group] or self.encoder is None else self.encoder
 
     def begin_decoding(self) -> None:
         """From here on, all tokens but the last sampled one count as computed."""

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from events.tokens.names import ALGORITHMS
-from events.types import FULL, SLIDING, CacheCreated
+from events.types import CROSS, CROSS_WINDOW, FULL, SLIDING, CacheCreated
 from kvcache.errors import invariant
 
 _MAX_BLOCKS = 2**31 - 1
@@ -27,8 +27,10 @@ def check_created(event: CacheCreated) -> None:
     size = event.tokens_per_block
     invariant(0 < size <= _MAX_TOKENS_PER_BLOCK and not size & (size - 1), "blocks have an impossible size")
     invariant(bool(event.groups), "a cache has no group")
-    for group in event.groups:
-        invariant(group.kind in (FULL, SLIDING) and group.window > 0, "a group is of no known kind")
+    for index, group in enumerate(event.groups):
+        crosses = group.kind == CROSS and group.window == CROSS_WINDOW and 0 < index == len(event.groups) - 1
+        known = crosses or (group.kind in (FULL, SLIDING) and group.window > 0)
+        invariant(known, "a group is of no known kind")
         fits = all(0 <= count <= _MAX_BLOCKS for count in group.num_blocks)
         invariant(fits, "a group has an impossible number of blocks")
     algorithm = ALGORITHMS.get(event.hash_algorithm)
@@ -51,9 +53,16 @@ def longest_sequence(event: CacheCreated) -> int:
     room = min(
         room_of(group.num_blocks[0], group.window, group.kind, event.tokens_per_block)
         for group in event.groups
+        if group.kind != CROSS
     )
     limit = _parsed(event.config).get("max_sequence_length")
     return min(limit, room) if isinstance(limit, int) else room
+
+
+def longest_input(event: CacheCreated) -> int:
+    """Tokens of the longest input of an encoder, padded; 0 where there is no cross attention."""
+    last = event.groups[-1]
+    return last.num_blocks[0] * event.tokens_per_block if last.kind == CROSS else 0
 
 
 def room_of(num_blocks: int, window: int, kind: str, tokens_per_block: int) -> int:

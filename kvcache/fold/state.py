@@ -17,16 +17,16 @@ from events.ids import MAX_NUMBER
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
+from kvcache.fold.encoder_fold import EncoderFold
 from kvcache.fold.exported_state import install
-from kvcache.fold.fork_fold import ForkFold
 from kvcache.fold.sequence import Sequence
-from kvcache.fold.shape import check_created, longest_sequence
+from kvcache.fold.shape import check_created, longest_input, longest_sequence
 
 REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
 
 
-class CacheState(ForkFold):
+class CacheState(EncoderFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
@@ -54,6 +54,8 @@ class CacheState(ForkFold):
             ev.SequenceForked: self._fork,
             ev.SequenceRewound: self._rewind,
             ev.SequenceRemoved: self._remove_sequence,
+            ev.EncoderAdded: self._add_encoder,
+            ev.EncoderRemoved: self._remove_encoder,
             ev.TransferLanded: self._land,
             ev.TransferFailed: self._fail,
             ev.CacheCleared: self._clear,
@@ -74,7 +76,7 @@ class CacheState(ForkFold):
         check_created(event)
         invariant(self.tokens_recorded or event.key_bytes > 0, "blocks have neither tokens nor names")
         self.created = event
-        self.longest = longest_sequence(event)
+        self.longest, self.longest_input = longest_sequence(event), longest_input(event)
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
         self.groups = [self.make_group(index) for index in range(len(event.groups))]
@@ -117,7 +119,7 @@ class CacheState(ForkFold):
         invariant(self.next_handle <= event.handle, "a handle was used twice")
         invariant(event.handle <= MAX_NUMBER, "no epoch has such a handle")
         invariant(event.request_id not in self.handles, "a request was admitted twice")
-        tokens = self.tokens_of(event.num_tokens, event.tokens)
+        tokens = self.tokens_of(event.num_tokens, event.tokens, self.longest)
         roots = self.roots(event.namespace)
         invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
         sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
@@ -170,6 +172,8 @@ class CacheState(ForkFold):
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
         self.rich.pop(event.handle, None)
+        if sequence.encoder is not None:
+            sequence.encoder.holders -= 1
         self.running.forget_row()
         self.releases += 1
         self.tell_time(event.clock)

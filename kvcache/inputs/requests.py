@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace as structs_replace
 
 import events.structs
 from events.packed import TOKEN_BYTES
-from events.tokens.names import salt_digest
+from events.tokens.names import input_digests, salt_digest
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable
 from events.types import Namespace, RequestId
@@ -63,6 +65,19 @@ class Request:
     reserve_tokens: int | None = None
     """For how many tokens beyond what is reused there shall be slots at first, at least 1: an engine that computes the
     prompt in chunks has the others with `reserve`, chunk by chunk. None: for the whole prompt."""
+    encoder_tokens: Tokens | None = None
+    """For encoder-decoder models, which need it (`cross_kv_cache_fraction`): what the encoder reads, or numbers that
+    stand for it, one for each place that has K/V. What is computed depends on all of it, so requests share blocks only
+    where it is equal."""
+
+
+class EncoderInput(NamedTuple):
+    """What an encoder reads, validated."""
+
+    namespace: Namespace
+    num_tokens: int
+    tokens: bytes
+    """Packed int32, filled up to whole blocks: it never grows, so its last block is as good as full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class CheckedRequest:
     resumed: bool = False
     retention: events.structs.Retention | None = None
     reserve_tokens: int | None = None
+    encoder: EncoderInput | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -101,6 +117,8 @@ class RequestChecker:
         *,
         block_hash: str,
         log_has_tokens: bool,
+        longest_input: Bound | None = None,
+        tokens_per_block: int = 1,
     ) -> None:
         self._running, self._symbols = running, symbols
         self.longest_sequence, self.longest_prompt = longest_sequence, longest_prompt
@@ -108,6 +126,7 @@ class RequestChecker:
         """Tokens of the longest sequence that can be held."""
         self._knows_lora_ids_only = block_hash == "v1_block_key"
         self._names_tell_all = not log_has_tokens
+        self.longest_input, self._block_bytes = longest_input, tokens_per_block * TOKEN_BYTES
 
     def check(self, requests: object) -> list[CheckedRequest]:
         """Validate a batch, given as a list or iterator.
@@ -134,7 +153,10 @@ class RequestChecker:
             raise UsageError(f"each request must be a Request, not {type(request).__name__}")
         request_id = checked_request_id(request.request_id)
         uses_extra_ids = request.extra_ids is not None
-        namespace = namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids)
+        namespace, encoder = self.with_encoder(
+            namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids),
+            request.encoder_tokens,
+        )
         reserve_tokens = request.reserve_tokens
         if reserve_tokens is not None and checked_natural(reserve_tokens, "reserve_tokens") < 1:
             raise UsageError("reserve_tokens must be at least 1, or None for the whole prompt")
@@ -151,8 +173,43 @@ class RequestChecker:
         rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
         resumed = checked_flag(request.resumed, "resumed")
         retention = checked_retention(request.retention)
-        checked = CheckedRequest(request_id, namespace, symbols, rich, resumed, retention, reserve_tokens)
+        checked = CheckedRequest(
+            request_id, namespace, symbols, rich, resumed, retention, reserve_tokens, encoder
+        )
         return checked.with_symbols(self._symbols)
+
+    def with_encoder(
+        self, namespace: Namespace, tokens: Tokens | None
+    ) -> tuple[Namespace, EncoderInput | None]:
+        """The namespace of a request whose encoder reads these tokens, and that input.
+
+        Raises as `check`, also for an input where the model has no encoder, and for none where it has one.
+        """
+        longest = self.longest_input
+        if longest is None:
+            if tokens is not None:
+                instead = "leave encoder_tokens out, or give cross_kv_cache_fraction when the manager is made"
+                raise Unsupported("an encoder's input in a cache without cross attention", instead)
+            return namespace, None
+        if tokens is None:
+            raise UsageError(
+                "encoder_tokens are missing: with cross_kv_cache_fraction each request has an encoder's input"
+            )
+        try:
+            packed = pack_tokens(tokens, longest.tokens)
+        except PromptTooLong as error:
+            raise longest.exceeded_by(error.length) from None
+        if not packed:
+            raise InvalidTokens("the encoder's input is empty: at least one token is needed")
+        num_tokens = len(packed) // TOKEN_BYTES
+        if num_tokens > longest.tokens:
+            raise longest.exceeded_by(num_tokens)
+        own, of_input = input_digests(namespace.salt_digest, packed)
+        padded = packed + bytes(-len(packed) % self._block_bytes)
+        encoder = EncoderInput(
+            structs_replace(namespace, salt_digest=of_input, uses_extra_ids=False), num_tokens, padded
+        )
+        return structs_replace(namespace, salt_digest=own), encoder
 
     def _refuse_ambiguous(self, batch: Items[CheckedRequest]) -> None:
         """Refuse what v1_block_key gives the names of other blocks, where somebody relies on names."""

@@ -65,6 +65,7 @@ class StatsCounter:
         self._own = OwnTokens()
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
+        bus.subscribe(self._on_input, ev.EncoderAdded)
         bus.subscribe(self._own.remove, ev.SequenceRemoved)
         bus.subscribe(self._own.begin_again, ev.TransferFailed)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
@@ -80,7 +81,7 @@ class StatsCounter:
         counts = self._counts
         counts[_EVENTS] += num_events
         counts[_BATCHES] += 1
-        counts[_SEQUENCES] = len(state.sequences)
+        counts[_SEQUENCES] = len(state.handles)
         for begin, group in zip(self._begin, state.groups, strict=False):
             primary, secondary = group.levels
             gauges = len(primary.blank), len(secondary.blank), primary.unreferenced, secondary.unreferenced
@@ -135,6 +136,14 @@ class StatsCounter:
             counts[begin + _AT["blocks_reused_partial"]] += partial
             counts[begin + _AT["blocks_missed"]] += missed
 
+    def _on_input(self, event: ev.EncoderAdded) -> None:
+        full, missed = input_blocks(event, self._tokens_per_block)
+        self._counts[_AT["encoder_tokens"]] += event.num_tokens
+        reused = min(full * self._tokens_per_block, event.num_tokens)
+        self._counts[_AT["reused_encoder_tokens"]] += reused
+        self._add("blocks_reused_full", event.group, full)
+        self._add("blocks_missed", event.group, missed)
+
     def _counting(self, counter: str, slots_of: Callable[[Any], bytes]) -> Callable[[Any], None]:
         counts, begin, at = self._counts, self._begin, _AT[counter]
 
@@ -185,6 +194,12 @@ def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> list[tuple[
         ((primary + secondary) // tokens_per_block, partial, missed)
         for primary, secondary in zip(event.reused_primary, event.reused_secondary, strict=True)
     ]
+
+
+def input_blocks(event: ev.EncoderAdded, tokens_per_block: int) -> tuple[int, int]:
+    """Blocks of an encoder's input that were reused, and missed."""
+    reused = event.reused_primary + event.reused_secondary
+    return reused, -(-event.num_tokens // tokens_per_block) - reused
 
 
 def _window(counts: list[int], begin: int) -> dict[str, Any]:

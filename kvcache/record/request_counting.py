@@ -12,7 +12,7 @@ from itertools import repeat
 from events import types as ev
 from events.bus import EventBus
 from events.types import PRIMARY, RequestId
-from kvcache.record.counting import reused_blocks
+from kvcache.record.counting import input_blocks, reused_blocks
 from kvcache.record.first_uses import FirstUses
 from kvcache.stats import RequestStats
 
@@ -49,6 +49,8 @@ class RequestCounter:
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in created.groups)
         bus.subscribe(self._on_added, ev.SequenceAdded)
         bus.subscribe(self._on_forked, ev.SequenceForked)
+        bus.subscribe(self._on_input, ev.EncoderAdded)
+        bus.subscribe(self._on_input_removed, ev.EncoderRemoved)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)
         bus.subscribe(self._on_moved, ev.BlocksMoved)
         bus.subscribe(self._on_removed, ev.SequenceRemoved)
@@ -66,6 +68,18 @@ class RequestCounter:
     def _on_added(self, event: ev.SequenceAdded) -> None:
         blocks = tuple(map(sum, zip(*reused_blocks(event, self._size), strict=True)))
         self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
+
+    def _on_input(self, event: ev.EncoderAdded) -> None:
+        """What is allocated for it counts for the request that brought it."""
+        request = self._running.get(event.sequence)
+        if request is not None:
+            full, partial, missed = request.blocks
+            more, fewer = input_blocks(event, self._size)
+            request.blocks = full + more, partial, missed + fewer
+            self._running[event.handle] = request
+
+    def _on_input_removed(self, event: ev.EncoderRemoved) -> None:
+        self._running.pop(event.handle, None)
 
     def _on_forked(self, event: ev.SequenceForked) -> None:
         parent = self._running.get(event.handle)

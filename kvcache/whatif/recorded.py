@@ -89,6 +89,8 @@ class _Prompts:
             self._refuse("batches are missing in it. With log.overflow=block none are lost")
         elif isinstance(event, ev.CacheCreated):
             self.config = KVCacheConfig.model_validate_json(event.config)
+            if self.config.cross_kv_cache_fraction is not None:
+                self._refuse("its model has an encoder, whose inputs are not played")
         elif isinstance(event, ev.StateExported):
             if event.sequences or any(group.runs for group in event.groups):
                 self._refuse("it begins with a cache that holds something already")

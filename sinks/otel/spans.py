@@ -41,6 +41,8 @@ class RequestSpans:
         self._tracer, self._with_ids = tracer, with_ids
         self._running: dict[int, _Request] = {}
         self._refused: dict[RequestId, tuple[int, ev.AdmissionRefused]] = {}
+        self._inputs: dict[int, int] = {}
+        """Handles of encoders' inputs, and of the sequences whose requests brought them."""
         self._waiting: dict[int, int] = {}
         """Copies that a sequence waits for, by their numbers: its handle."""
         self._now = 0
@@ -50,6 +52,8 @@ class RequestSpans:
             ev.AdmissionRefused: self._refuse,
             ev.SequenceAdded: self._begin,
             ev.SequenceRemoved: self._end,
+            ev.EncoderAdded: self._begin_input,
+            ev.EncoderRemoved: self._end_input,
             ev.BlocksAllocated: self._allocate,
             ev.BlocksStored: lambda event: self._count(event.handle, "blocks_stored", event.slots),
             ev.BlocksFilled: self._fill,
@@ -70,6 +74,7 @@ class RequestSpans:
         """End what runs, as not known to its end; also where batches are lost, since ends may be among them."""
         for handle in list(self._running):
             self._close(handle, {"incomplete": True})
+        self._inputs.clear()
         self._waiting.clear()
 
     # -- requests
@@ -100,6 +105,15 @@ class RequestSpans:
             needed = {"blocks_needed": list(why.needed), "blocks_available": list(why.available)}
             request.span.add_event("admission refused", _named(needed), since)
 
+    def _begin_input(self, event: ev.EncoderAdded) -> None:
+        """What it takes counts for the request that brought it."""
+        self._inputs[event.handle] = event.sequence
+        if (request := self._running.get(event.sequence)) is not None:
+            request.span.set_attributes(_named({"encoder_tokens": event.num_tokens}))
+
+    def _end_input(self, event: ev.EncoderRemoved) -> None:
+        self._inputs.pop(event.handle, None)
+
     def _end(self, event: ev.SequenceRemoved) -> None:
         said = {"tokens": event.num_tokens, "computed_tokens": event.computed, "ended": str(event.why)}
         self._close(event.handle, said)
@@ -109,6 +123,9 @@ class RequestSpans:
         if request is not None:
             request.span.set_attributes(_named({**request.counts, **said}))
             request.span.end(self._now)
+
+    def _request(self, handle: int) -> _Request | None:
+        return self._running.get(self._inputs.get(handle, handle))
 
     # -- blocks
 
@@ -125,7 +142,7 @@ class RequestSpans:
         self._add(handle, name, len(slots) // SLOT_BYTES)
 
     def _add(self, handle: int | None, name: str, blocks: int) -> None:
-        if handle is not None and (request := self._running.get(handle)) is not None:
+        if handle is not None and (request := self._request(handle)) is not None:
             request.counts[name] += blocks
 
     def _move(self, event: ev.BlocksMoved) -> None:
@@ -148,7 +165,7 @@ class RequestSpans:
         self._waiting.clear()
 
     def _note(self, handle: int, name: str, **said: Any) -> None:
-        if (request := self._running.get(handle)) is not None:
+        if (request := self._request(handle)) is not None:
             request.span.add_event(name, _named(said), self._now)
 
 

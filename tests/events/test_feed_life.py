@@ -17,7 +17,7 @@ class FeedWitness(Witness):
     kind = Visibility
 
     def __init__(self, created: CacheCreated) -> None:
-        super().__init__()
+        super().__init__(created)
         self.feed = Feed()
         self.seq = 0
         self.apply(created)
@@ -27,7 +27,7 @@ class FeedWitness(Witness):
         self.seq += 1
 
     def states(self) -> list[list[int]]:
-        return [columns._state.tolist() for columns in self.feed._columns[0]]
+        return [columns._state.tolist() for columns in self.feed._columns[self.group]]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
         return super().named(event) if type(event) in self.feed._handlers else ()

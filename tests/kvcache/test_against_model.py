@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from events.log import LogReader
 from events.tokens import symbols as symbols_module
 from events.types import (
+    CROSS_WINDOW,
     AdmissionRefused,
     BlocksUpdated,
     Checkpoint,
@@ -47,17 +48,20 @@ from kvcache.errors import (
 from kvcache.fold.check import check
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.sequence import Sequence as RunningSequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
 from kvcache.results import StoreResult
 from tests import agreement, strategies
-from tests.model import Model, Refused
+from tests.model import Model, Refused, reader_namespace
 from tests.strategies import Namespace, Symbol, name_of, request, split_names
-from tests.window_model import Path
+from tests.window_model import Path, Retention, Running
 
 RequestId = str | int
+Requested = tuple[RequestId, Namespace, list[Symbol], Retention | None, int | None, tuple[int, ...] | None]
+"""As the model has it."""
 AHEAD_SHARE = 3
 """So that decoding in these small caches evicts ahead: up to 4 blocks of 12."""
 
@@ -71,7 +75,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         super().__init__()
         self.directory = tempfile.mkdtemp(prefix="kvcache-model-")
         self.earlier: list[list[Symbol]] = []
-        self.preempted: dict[Hashable, strategies.Drawn] = {}
+        self.preempted: dict[Hashable, Requested] = {}
         """Requests that will come back."""
         self.history: list[Event] = []
         self.seen = 0
@@ -82,7 +86,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.twin_since = 0
         """Events of `history` before the twin."""
 
-    @initialize(settings=strategies.configs())
+    @initialize(settings=strategies.configs(cross=st.sampled_from([None, None, None, 0.5])))
     def create(self, settings: KVCacheConfig) -> None:
         self.begin(settings)
 
@@ -100,12 +104,13 @@ class ManagerBesideModel(RuleBasedStateMachine):
         self.seen = 1
         self.manager.bus.subscribe(self.history.append)
         self.size = settings.tokens_per_block
-        self.windows = [group.window for group in self.manager.layout.groups]
+        self.windows = [group.window for group in self.manager.layout.windows]
+        self.inputs: list[tuple[int, ...]] = []
         assert isinstance(settings.primary_blocks, int)
         assert isinstance(settings.secondary_blocks, int)
         self.longest_prompt = min(settings.max_sequence_length, settings.primary_blocks * self.size)
         self.limit = self.manager.max_tokens
-        groups = self.manager.layout.groups
+        groups = self.manager.layout.windows
         self.model = Model(
             self.size,
             (settings.primary_blocks, settings.secondary_blocks),
@@ -116,6 +121,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             offload_from=settings.secondary_offload_min_priority,
             ahead_share=AHEAD_SHARE,
             levels=settings.eviction_policy == "levels",
+            cross=settings.cross_kv_cache_fraction is not None,
         )
         self.model.now = self.ticks.now
 
@@ -126,19 +132,21 @@ class ManagerBesideModel(RuleBasedStateMachine):
         free = [each for each in strategies.IDS if each not in self.model.running]
         if not free:
             return
-        batch = data.draw(strategies.batches(free, self.earlier), label="batch")
+        drawn = data.draw(strategies.batches(free, self.earlier), label="batch")
+        batch = [(*each, self.draw_input(data)) for each in drawn]
         self.add(batch, [request(*each) for each in batch])
 
-    def add(self, batch: list[strategies.Drawn], requests: list[Request]) -> None:
+    def add(self, batch: list[Requested], requests: list[Request]) -> None:
         if any(
-            len(tokens) > (self.longest_prompt if reserve is None else self.limit)
-            for _, _, tokens, _, reserve in batch
+            max(len(tokens), self.excess(given)) > (self.longest_prompt if reserve is None else self.limit)
+            for _, _, tokens, _, reserve, given in batch
         ):
             with pytest.raises(PromptTooLong):
                 self.both("add_sequences", requests)
             return
         self.earlier = (self.earlier + [tokens for _, _, tokens, *_ in batch])[-8:]
-        sources = [self.sources_of(namespace, tokens) for _, namespace, tokens, *_ in batch]
+        self.inputs = (self.inputs + [given for *_, given in batch if given is not None])[-4:]
+        sources = [self.sources_of(namespace, tokens, given) for _, namespace, tokens, *_, given in batch]
         assert self.manager.can_add(requests) == self.model.fitting(batch)[0]
         try:
             expected = self.model.add(batch, sources)
@@ -152,20 +160,38 @@ class ManagerBesideModel(RuleBasedStateMachine):
         for said, known in zip(self.both("add_sequences", requests), expected, strict=True):
             agreement.admissions_agree(said, known, self.model)
 
-    def sources_of(self, namespace: Namespace, tokens: Sequence[Symbol]) -> list[Path | None]:
+    def draw_input(self, data: st.DataObject) -> tuple[int, ...] | None:
+        """What an encoder reads for a request."""
+        return data.draw(strategies.encoder_inputs(self.inputs)) if self.model.cross else None
+
+    def excess(self, given: tuple[int, ...] | None) -> int:
+        """By how much an input is too long: more than any prompt may have, if it is."""
+        blocks = self.config.primary_blocks
+        assert isinstance(blocks, int)
+        return strategies.LIMIT + 1 if given is not None and len(given) > blocks * self.size else 0
+
+    def sources_of(
+        self, namespace: Namespace, tokens: Sequence[Symbol], given: tuple[int, ...] | None
+    ) -> list[Path | None]:
         """Which block the manager would copy from in each window; compares its whole match on the way."""
-        expected = self.model.match(namespace, tokens)
-        asked = request(0, namespace, tokens)
+        expected = self.model.match(reader_namespace(namespace, given), tokens)
+        asked = request(0, namespace, tokens, encoder_tokens=given)
         options: dict[str, Any] = {
             "lora_id": asked.lora_id,
             "lora_name": asked.lora_name,
             "cache_salt": asked.cache_salt,
             "multimodal": asked.multimodal,
             "extra_ids": asked.extra_ids,
+            "encoder_tokens": given,
         }
         found = self.manager.match(asked.tokens, **options)
         assert self.manager.count_reusable(asked.tokens, **options) == len(expected.path) - 1
         agreement.matches_agree(found, expected, dict(zip(self.windows, self.model.windows, strict=True)))
+        if given is not None:
+            path = self.model.match_input(namespace, given)
+            names = [name_of(path[: block + 2]).hex() for block in range(len(path) - 1)]
+            assert [block.name for block in found.encoder_blocks] == names
+            assert found.reused_encoder_tokens == min(len(given), len(names) * self.size)
         if not found.partials:
             return [None] * len(self.windows)
         return [
@@ -188,9 +214,22 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     def check_stored(self, request_id: Hashable, result: StoreResult, swapped: list[list[int]]) -> None:
         # How many each window has is compared with the model in states_agree.
-        assert result.stored_blocks == min(self.manager._blocks.sequence(request_id).stored)  # type: ignore[arg-type]
+        stored = self.manager._blocks.sequence(request_id).stored  # type: ignore[arg-type]
+        assert result.stored_blocks == min(stored[: len(self.windows)])
         tables = {window: self.manager.block_table(request_id, window) for window in self.windows}  # type: ignore[arg-type]
         agreement.swaps_agree(result.replaced, dict(zip(self.windows, swapped, strict=True)), tables)
+
+    @precondition(lambda self: self.model.running and self.model.cross)
+    @rule(data=st.data())
+    def compute_input(self, data: st.DataObject) -> None:
+        """The encoder has run for one of them."""
+        request_id = data.draw(st.sampled_from(list(self.model.running)))
+        swapped = self.model.compute_input(request_id)
+        result = self.both("store_encoder_blocks", request_id)
+        number = self.model.running[request_id].input
+        assert result.stored_blocks == self.model.cross[0].stored(number)
+        table = self.manager.block_table(request_id, CROSS_WINDOW)  # type: ignore[arg-type]
+        agreement.swaps_agree(result.replaced, {CROSS_WINDOW: swapped}, {CROSS_WINDOW: table})
 
     @precondition(lambda self: self.model.running)
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -302,7 +341,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
         """The youngest makes room; what it has computed may stay."""
         request_id = list(self.model.running)[-1]
         running = self.model.running[request_id]
-        self.preempted[request_id] = request_id, running.namespace, running.tokens, running.retention, None  # type: ignore[assignment]
+        namespace, given = running.namespace, None
+        if self.model.cross:
+            _, namespace, given = running.namespace  # type: ignore[misc]
+        self.preempted[request_id] = request_id, namespace, running.tokens, running.retention, None, given  # type: ignore[assignment]
         self.model.end(request_id, store=True)
         self.both("remove_sequence", request_id, why="preempted")
 
@@ -311,8 +353,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def return_(self) -> None:
         """One that was preempted comes back with all its tokens."""
         request_id = next(each for each in self.preempted if each not in self.model.running)
-        drawn = self.preempted.pop(request_id)
-        self.add([drawn], [replace(request(*drawn), resumed=True)])
+        requested = self.preempted.pop(request_id)
+        self.add([requested], [replace(request(*requested), resumed=True)])
 
     @rule()
     def flush(self) -> None:
@@ -372,7 +414,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return
         assert self.both("pin", request_id, start, stop) == number
         pinned = self.manager.pins()[number]
-        assert list(pinned.blocks.values()) == [len(each.pins[number]) for each in self.model.windows]
+        assert list(pinned.blocks.values()) == [len(each.pins[number]) for each in self.model.groups]
 
     @precondition(lambda self: self.model.windows[0].pins)
     @rule(data=st.data())
@@ -386,7 +428,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         told = [event for event in events if isinstance(event, BlocksUpdated)]
         assert all(event.why == UpdateReason.EXPIRED and event.clock == self.ticks.now for event in told)
         order = []
-        for index, window in enumerate(self.model.windows):
+        for index, window in enumerate(self.model.groups):
             names = [name for event in told if event.group == index for name in split_names(event.names)]
             assert len(set(names)) == len(names)
             paths = {name_of(path): path for path in window.cached}
@@ -442,29 +484,44 @@ class ManagerBesideModel(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check()
-        for index, window in enumerate(self.model.windows):
+        for index, window in enumerate(self.model.groups):
             agreement.blocks_agree(self.manager.state, index, window)
             agreement.uses_agree(self.manager.state, index, window)
         free = [window.available() for window in self.model.windows]
         assert self.manager.num_free_blocks == min(free)
-        assert self.manager.num_free_blocks_per_window() == dict(zip(self.windows, free, strict=True))
+        names = [*self.windows, CROSS_WINDOW]
+        of_all = dict(zip(names, [window.available() for window in self.model.groups], strict=False))
+        assert self.manager.num_free_blocks_per_window() == of_all
         assert self.manager.num_sequences == len(self.model.running)
         symbols: set[tuple[int, Symbol]] = set()
         for request_id, expected in self.model.running.items():
             sequence = self.manager._blocks.sequence(request_id)  # type: ignore[arg-type]
             symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
-            for window, tokens, stored in zip(self.model.windows, self.windows, sequence.stored, strict=True):
+            for window, tokens, stored in zip(
+                self.model.windows, self.windows, sequence.stored, strict=False
+            ):
                 agreement.tables_agree(window, request_id, self.manager.block_table(request_id, tokens))  # type: ignore[arg-type]
                 assert max(stored, window.detached(request_id)) == window.stored(request_id)
+            self.inputs_agree(request_id, expected, sequence)
         agreement.symbols_agree(symbols)
         self.events_agree()
         self.folds_agree()
 
+    def inputs_agree(self, request_id: Hashable, expected: Running, sequence: RunningSequence) -> None:
+        """What an encoder has read for it."""
+        for window in self.model.cross:
+            table = self.manager.block_table(request_id, CROSS_WINDOW)  # type: ignore[arg-type]
+            agreement.tables_agree(window, expected.input, table)
+            encoder, known = sequence.encoder, self.model.inputs[expected.input]
+            assert encoder is not None
+            assert (encoder.tokens.tolist(), encoder.computed) == (known.tokens, known.computed)
+            assert encoder.stored[-1] == window.stored(expected.input)
+
     def events_agree(self) -> None:
         """What left primary or the cache since the last look, and in which order."""
         events, self.seen = self.history[self.seen :], len(self.history)
-        for index, window in enumerate(self.model.windows):
+        for index, window in enumerate(self.model.groups):
             own = [event for event in events if getattr(event, "group", None) == index]
             agreement.removals_agree(own, window)
             agreement.detachments_agree(self.manager.state, own, window)
@@ -507,6 +564,14 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert replay(directory, at).fingerprint == self.fingerprints[at]
 
 
+class InputsBesideModel(ManagerBesideModel):
+    """The same, always with cross attention."""
+
+    @initialize(settings=strategies.configs(cross=st.just(0.5)))
+    def create(self, settings: KVCacheConfig) -> None:
+        self.begin(settings)
+
+
 class WindowsBesideModel(ManagerBesideModel):
     """The same, always with windows."""
 
@@ -534,6 +599,18 @@ def explore(
 def test_manager_does_what_the_model_does() -> None:
     """After any commands both hold the same, say the same, and gave up the same blocks in the same order."""
     explore(200, 40)
+
+
+def test_cross_attention_does_what_the_model_does() -> None:
+    """The same where each request has an encoder's input."""
+    explore(30, 40, InputsBesideModel)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_cross_attention_does_what_the_model_does_for_long() -> None:
+    """The same for 50,000 commands."""
+    explore(1250, 40, InputsBesideModel)
 
 
 @pytest.mark.long

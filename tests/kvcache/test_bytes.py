@@ -86,8 +86,12 @@ def two_head_counts(num_windows: int) -> dict[str, Any]:
 class Driver:
     """Random commands for an engine; `trusted`: no copy fails, so everything must be right at any time."""
 
-    def __init__(self, seed: int, wrap: Wrap, *, trusted: bool, fill_blank: bool = False) -> None:
+    def __init__(
+        self, seed: int, wrap: Wrap, *, trusted: bool, fill_blank: bool = False, encoder: bool | None = None
+    ) -> None:
         self.random = r = random.Random(seed)
+        self.of_inputs = random.Random(f"what encoders read, {seed}")
+        self.has_encoder = seed % 4 == 3 if encoder is None else encoder
         self.trusted = trusted
         windows = r.choice(WINDOWS)
         self.engine = FakeEngine(
@@ -100,6 +104,7 @@ class Driver:
             kv_factor=1 + seed // 2 % 2,
             debug_fill_blank=fill_blank,
             max_attention_window=windows,
+            cross_kv_cache_fraction=0.5 if self.has_encoder else None,
             **r.choice([one_head_count, two_head_counts])(len(windows)),
         )
         self.next_id = 0
@@ -114,6 +119,11 @@ class Driver:
         base = r.choice(self.bases)
         return base[: r.randrange(1, len(base) + 1)] + [r.randrange(4) for _ in range(r.choice([0, 0, 1, 2]))]
 
+    def input(self) -> list[int] | None:
+        """What an encoder reads: one of a few, some of which begin alike."""
+        r = self.of_inputs
+        return r.choice([[0], [0, 1], [0, 1, 1], [0, 1, 1, 0, 1], [1] * 6]) if self.has_encoder else None
+
     def step(self) -> None:
         r, engine = self.random, self.engine
         action = r.choice(ACTIONS)
@@ -125,6 +135,7 @@ class Driver:
                         self.prompt(),
                         cache_salt=r.choice([None] * 4 + ["a"]),
                         reserve_tokens=r.choice([None, None, 1, 4]),
+                        encoder_tokens=self.input(),
                     )
                     for number in range(r.choice([1, 1, 2, 3]))
                 ]
@@ -139,6 +150,8 @@ class Driver:
             elif action == "forward" and engine.running:
                 request_id = r.choice(engine.running)
                 sequence = engine.manager._blocks.sequence(request_id)
+                if self.of_inputs.random() < 0.7:
+                    engine.encode(request_id)
                 engine.forward(request_id, r.randrange(sequence.computed, sequence.num_tokens + 1))
             elif action == "decode" and engine.running:
                 ids = r.sample(engine.running, r.randrange(1, len(engine.running) + 1))
@@ -179,7 +192,10 @@ class Driver:
         """It makes room, and will come back with all that it has."""
         tokens = self.engine.manager._blocks.sequence(request_id).tokens.tolist()
         salt = self.salts[request_id]
-        self.preempted.append(Request(request_id, tokens, cache_salt=salt, resumed=True, reserve_tokens=4))
+        read = self.engine.inputs[request_id][1] if self.has_encoder else None
+        self.preempted.append(
+            Request(request_id, tokens, cache_salt=salt, resumed=True, reserve_tokens=4, encoder_tokens=read)
+        )
         self.engine.end(request_id)
 
     def speculate(self, how: str, request_id: int | str) -> None:
@@ -211,6 +227,13 @@ class Driver:
 def test_bytes_follow_events(seed: int) -> None:
     """After any commands, with copies at once or late, each cached block and each sequence has its own K/V."""
     Driver(seed, (at_once, late)[seed % 2], trusted=True).run(60)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_of_cross_attention_follow_events(seed: int) -> None:
+    """The same where an encoder reads something for each sequence, of which every byte counts."""
+    Driver(seed, (at_once, late)[seed % 2], trusted=True, encoder=True).run(60)
+    Driver(seed, late_and_failing(seed), trusted=False, encoder=True).run(90)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -388,6 +388,13 @@ def recomputing() -> KVCacheManager:
     return manager
 
 
+def reading() -> KVCacheManager:
+    """A sequence for which an encoder has read something."""
+    manager = small(cross_kv_cache_fraction=0.5)
+    manager.add_sequence("a", [1, 2], encoder_tokens=[1, 2, 3])
+    return manager
+
+
 def failing() -> KVCacheManager:
     """The first of two copies has landed, the second fails."""
     device = Fails(False)
@@ -444,6 +451,12 @@ SITUATIONS: dict[str, tuple[Callable[[], KVCacheManager], Callable[[KVCacheManag
     "append": (decoding, lambda m: m.add_tokens(["a"], [7, 8, 9], [3])),
     "reserve": (decoding, lambda m: (m.reserve(["a"], [4]), m.reserve(["a"], [0]))),
     "draft": (decoding, lambda m: m.add_tokens(["a"], [7, 8], [2], draft=True)),
+    "admit an input": (
+        lambda: small(cross_kv_cache_fraction=0.5),
+        lambda m: m.add_sequence("a", [1], encoder_tokens=[1, 2, 3]),
+    ),
+    "store an input": (reading, lambda m: m.store_encoder_blocks("a")),
+    "end an input": (reading, lambda m: m.remove_sequence("a")),
     "prioritise": (decoding, lambda m: m.set_priority("a", 50)),
     "fork": (decoding, lambda m: m.fork("a", "b")),
     "rewind": (decoding, lambda m: m.rewind("a", 4)),

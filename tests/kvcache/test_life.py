@@ -13,6 +13,7 @@ from events.types import (
     BlocksPinned,
     BlocksUnpinned,
     CacheCreated,
+    EncoderRemoved,
     Event,
     SequenceForked,
     SequenceRemoved,
@@ -34,17 +35,19 @@ class FoldWitness(Witness):
     kind = SlotState
 
     def __init__(self, created: CacheCreated) -> None:
-        super().__init__()
+        super().__init__(created)
         self.state = CacheState()
         self.apply = self.state.apply  # type: ignore[method-assign]
         self.apply(created)
 
     def states(self) -> list[list[int]]:
-        return [states.tolist() for states in slot_states(self.state, 0)]
+        return [states.tolist() for states in slot_states(self.state, self.group)]
 
     def named(self, event: Event) -> Iterable[tuple[int, bytes]]:
-        if isinstance(event, SequenceRemoved):
-            return [(PRIMARY, self.state.sequences[event.handle].tables[0].tobytes())]
+        if isinstance(event, SequenceRemoved | EncoderRemoved):
+            return [(PRIMARY, self.state.sequences[event.handle].tables[self.group].tobytes())]
+        if self.group and isinstance(event, SequenceForked | SequenceRewound):
+            return []  # cross attention stays as it is
         if isinstance(event, SequenceForked):
             parent = self.state.sequences[event.handle]
             shared = parent.computed // self.state.tokens_per_block
@@ -56,9 +59,9 @@ class FoldWitness(Witness):
             first = self.state.groups[0].first_to_leave(sequence, blocks, needed)
             return [(PRIMARY, sequence.tables[0][first:].tobytes())]
         if isinstance(event, BlocksPinned):
-            return [(PRIMARY, event.slots[0])]
+            return [(PRIMARY, event.slots[self.group])]
         if isinstance(event, BlocksUnpinned):
-            return [(PRIMARY, self.state.pins[event.pin].slots[0].tobytes())]
+            return [(PRIMARY, self.state.pins[event.pin].slots[self.group].tobytes())]
         return super().named(event)
 
 

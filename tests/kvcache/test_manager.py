@@ -226,6 +226,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("match", ([1],)),
     ("count_reusable", ([1],)),
     ("store_context_blocks", ("a", 1)),
+    ("store_encoder_blocks", ("a",)),
     ("add_tokens", (["a"], [1])),
     ("reserve", (["a"], [1])),
     ("set_priority", ("a", 50)),
@@ -264,7 +265,7 @@ ANY_THREAD = {
     "take_request_stats",
     "wait_subscribers",
 }
-FIXED = {"max_tokens", "max_prompt_tokens"}
+FIXED = {"max_encoder_tokens", "max_tokens", "max_prompt_tokens"}
 
 
 def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) -> Any:

@@ -180,7 +180,7 @@ class Beside:
             prompt = [*talk[: rng.randint(1, len(talk))], rng.randrange(9)]
             self.next += 1
             try:
-                self.model.add([(self.next, PLAIN, prompt, None, None)], [[self.source_of(prompt)]])
+                self.model.add([(self.next, PLAIN, prompt, None, None, None)], [[self.source_of(prompt)]])
             except Refused:
                 return
             self.model.compute(self.next, len(prompt))
