@@ -19,6 +19,7 @@ from events.types import CacheCreated, EventBatch, RequestId
 from kvcache.calls.query import Query
 from kvcache.calls.running import Running
 from kvcache.calls.scheduling import Scheduling
+from kvcache.calls.tables import Tables
 from kvcache.config import KVCacheConfig
 from kvcache.decide.block_manager import BlockManager
 from kvcache.decide.eviction_order import EvictionOrder, refuse_no_order
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _of_query, _of_monitor = forwarded_to("_query"), forwarded_to("_monitor")
 _of_running, _of_scheduling = forwarded_to("_running"), forwarded_to("_scheduling")
+_of_tables = forwarded_to("_tables")
 
 
 class KVCacheManager:
@@ -149,6 +151,9 @@ class KVCacheManager:
         self._running = Running(guard, self._blocks, self._checker, readiness)
         # Called once per step: without the detour by the class.
         self.add_tokens = self._running.add_tokens  # type: ignore[method-assign]
+        self._tables = Tables(
+            guard, self.config.tokens_per_block, self._blocks, self._query, readiness, self._pools
+        )
         reuse = self.config.enable_block_reuse
         self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
         self._monitor = Monitor(journal, self._requests_kept)
@@ -187,6 +192,10 @@ class KVCacheManager:
     count_reusable = _of_query(Query.count_reusable)
     block_table = _of_query(Query.block_table)
     block_tables = _of_query(Query.block_tables)
+    padded_tables = _of_tables(Tables.padded_tables)
+    paged_tables = _of_tables(Tables.paged_tables)
+    slot_mapping = _of_tables(Tables.slot_mapping)
+    sequence_lengths = _of_tables(Tables.sequence_lengths)
     pins = _of_query(Query.pins)
     fingerprint = _of_query(Query.fingerprint)
     check = _of_query(Query.check)

@@ -67,6 +67,14 @@ class KVCacheBlockPool:
         """
         return self.primary[:, self.layout.layers.index(layer)]
 
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """View K and V of one of the pool's layers apart, each [blocks, tokens, heads, dim] for NHD.
+
+        With kv_factor 1 both are the same: what is kept of a token serves as both.
+        """
+        both = self.layer(layer)
+        return both[:, 0], both[:, -1]
+
 
 def sized(config: KVCacheConfig, device: torch.device | str | None = None) -> KVCacheConfig:
     """The settings with the block counts that `free_gpu_memory_fraction` comes to on `device` at this moment.
@@ -162,10 +170,17 @@ class Pools:
 
         See `KVCacheBlockPool.layer`. Raises KeyError if there is none.
         """
+        return self._of(layer, cross=cross).layer(layer)
+
+    def kv(self, layer: int, *, cross: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """View K and V of one layer, as `layer`; see `KVCacheBlockPool.kv`. Raises KeyError if there is none."""
+        return self._of(layer, cross=cross).kv(layer)
+
+    def _of(self, layer: int, *, cross: bool) -> KVCacheBlockPool:
         for group, pools in zip(self.layout.groups, self.groups, strict=True):
             for pool in pools if (group.kind == "cross") is cross else ():
                 if layer in pool.layout.layers:
-                    return pool.layer(layer)
+                    return pool
         raise KeyError(layer)
 
     def block_table(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:

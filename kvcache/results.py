@@ -47,6 +47,19 @@ class BlockTable(Protocol):
     def __array__(self) -> npt.NDArray[Any]: ...
 
 
+class PagedTables(NamedTuple):
+    """Block tables in rows behind each other, all int32: `indices` from ``indptr[i]`` up to ``indptr[i + 1]`` are the
+    slots of sequence ``i``, whose last block holds ``last_page_len[i]`` tokens.
+    """
+
+    indptr: BlockTable
+    """[sequences + 1]"""
+    indices: BlockTable
+    """[blocks]"""
+    last_page_len: BlockTable
+    """[sequences]"""
+
+
 @dataclass(frozen=True, slots=True)
 class Admission:
     """An admitted request."""

@@ -128,10 +128,10 @@ class Query:
         any number from `max_sequence_length` on, too. It may be left out where there is only one. 0 (`CROSS_WINDOW`):
         the blocks of the encoder's input, for cross attention.
         """
-        group = self._group_of(window)
+        group = self.group_of(window)
         return self._table_of(self._blocks.sequence(request_id), group)
 
-    def _group_of(self, window: int | None) -> int:
+    def group_of(self, window: int | None) -> int:
         """The group of a window, as callers give it."""
         windows = [group.window for group in self._layout.groups]
         own = self._layout.windows
@@ -175,7 +175,7 @@ class Query:
 
         With pools a torch tensor on the host, without them a numpy array. `window` as in `block_table`.
         """
-        group = self._group_of(window)
+        group = self.group_of(window)
         ids = listed(request_ids, "request_ids")
         sequences = [self._blocks.sequence(request_id) for request_id in ids]
         self._readiness.refuse_unreadable(sequences)
