@@ -43,3 +43,20 @@ def test_preemption(run_python: RunPython) -> None:
     assert found is not None
     assert int(found[1]) > 0
     assert int(returning.split()[0]) > 0
+
+
+def test_tiny_llm(run_python: RunPython) -> None:
+    """A model generates through the cache: branches, guesses, preemption and offload, and an answer stays the same."""
+    code = (ROOT / "examples" / "tiny_llm.py").read_text(encoding="utf-8")
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    answers, reused, seconds, replayed = done.stdout.splitlines()
+    found = re.fullmatch(r"18 answers, (\d+) preemptions, (\d+) right guesses", answers)
+    assert found is not None
+    assert min(map(int, found.groups())) > 0
+    moved = [int(number) for number in re.findall(r"\d+", reused)]
+    assert min(moved) > 0
+    first, second = (int(number) for number in re.findall(r"(\d+) ms", seconds))
+    assert second < first
+    assert replayed == "the log replays to the same state: True"
+    assert len(code.splitlines()) <= 300

@@ -1,0 +1,97 @@
+"""Paged attention in torch beside the same sums written out, token by token."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Literal
+
+import pytest
+import torch
+
+from cuda_ops.attention import PagedKV, attend, write
+
+SIZE, HEADS, DIM, BLOCKS = 4, 2, 8, 32
+
+
+def written_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Of one sequence: the last tokens see those before them. [tokens, query heads, dim]"""
+    result = torch.empty_like(query)
+    first = len(key) - len(query)
+    for row in range(len(query)):
+        position = first + row
+        begin = 0 if window is None else max(0, position - window + 1)
+        for head in range(query.shape[1]):
+            own = head * HEADS // query.shape[1]
+            products = [
+                float(query[row, head] @ key[at, own]) / math.sqrt(DIM) for at in range(begin, position + 1)
+            ]
+            weights = [math.exp(each - max(products)) for each in products]
+            result[row, head] = sum(
+                value[begin + at, own] * (weight / sum(weights)) for at, weight in enumerate(weights)
+            )
+    return result
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("query_heads", [HEADS, 3 * HEADS])
+def test_paged_attention(layout: Literal["NHD", "HND"], window: int | None, query_heads: int) -> None:
+    """Chunks and single tokens of several sequences, in scattered blocks; all else in the pool is not a number."""
+    rng = random.Random(7)
+    torch.manual_seed(7)
+    shape = (BLOCKS, SIZE, HEADS, DIM) if layout == "NHD" else (BLOCKS, HEADS, SIZE, DIM)
+    kv = PagedKV(
+        torch.full(shape, math.nan, dtype=torch.float64),
+        torch.full(shape, math.nan, dtype=torch.float64),
+        layout,
+    )
+    lengths, counts = [9, 1, 14, 5], [3, 1, 14, 0]
+    slots = rng.sample(range(BLOCKS), 16)
+    tables = torch.tensor(slots).view(4, 4)
+    keys = [torch.randn(length, HEADS, DIM, dtype=torch.float64) for length in lengths]
+    values = [torch.randn(length, HEADS, DIM, dtype=torch.float64) for length in lengths]
+    for table, key, value in zip(tables, keys, values, strict=True):
+        positions = torch.arange(len(key))
+        write(kv, table[positions // SIZE] * SIZE + positions % SIZE, key, value)
+    queries = [torch.randn(count, query_heads, DIM, dtype=torch.float64) for count in counts]
+    found = attend(torch.cat(queries), kv, tables, lengths, counts, window=window)
+    expected = [
+        written_out(query, key, value, window)
+        for query, key, value in zip(queries, keys, values, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_that_a_window_has_left_are_not_read() -> None:
+    """They belong to somebody else by now: the result is the same whatever is there."""
+    torch.manual_seed(1)
+    kv = PagedKV(torch.randn(4, SIZE, HEADS, DIM), torch.randn(4, SIZE, HEADS, DIM))
+    query = torch.randn(1, HEADS, DIM)
+    before = attend(query, kv, torch.tensor([[0, 1, 2]]), [12], [1], window=5)
+    kv.key[0], kv.value[0] = math.nan, math.nan
+    assert torch.equal(attend(query, kv, torch.tensor([[0, 1, 2]]), [12], [1], window=5), before)
+
+
+def test_a_step_of_nothing() -> None:
+    """Nobody computes anything."""
+    kv = PagedKV(torch.zeros(4, SIZE, HEADS, DIM), torch.zeros(4, SIZE, HEADS, DIM))
+    assert attend(torch.empty(0, HEADS, DIM), kv, torch.empty(0, 0), [], []).shape == (0, HEADS, DIM)
+
+
+def test_scale_and_types() -> None:
+    """K and V are kept in the pool's type, and computed with in the query's; the products are scaled as told."""
+    torch.manual_seed(2)
+    kv = PagedKV(
+        torch.zeros(2, SIZE, HEADS, DIM, dtype=torch.bfloat16),
+        torch.zeros(2, SIZE, HEADS, DIM, dtype=torch.bfloat16),
+    )
+    key, value = (torch.randn(3, HEADS, DIM) for _ in range(2))
+    write(kv, torch.arange(3), key, value)
+    query = torch.randn(1, HEADS, DIM)
+    found = attend(query, kv, torch.tensor([[0]]), [3], [1], scale=1.0)
+    products = torch.einsum("hd,thd->ht", query[0], key.bfloat16().float()).softmax(1)
+    expected = torch.einsum("ht,thd->hd", products, value.bfloat16().float())
+    torch.testing.assert_close(found[0], expected)
