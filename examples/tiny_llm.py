@@ -26,7 +26,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Layout, Request, replay
 from kvcache.errors import OutOfBlocks
 from kvcache.pools import Pools
 
-DIM, HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 256, 8, 32, 512, 1024
+DIM, HEADS, HEAD_DIM, HIDDEN, VOCABULARY = 128, 8, 16, 256, 1024
 KV_HEADS, WINDOWS = (2, 4, 2, 4), (64, 1024, 64, 1024)
 CHUNK, GUESSES, BATCH = 128, 3, 8
 """Tokens of a prompt that a step computes, guessed tokens of each sequence, and requests that run at once."""
