@@ -6,6 +6,7 @@ therefore carries `Checkpoint` events with the fingerprint of the live state, wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 
 from events.log import LogEnd, LogReader
-from events.types import AnyEvent, CacheCreated, Checkpoint, EventBatch, Gap
+from events.types import AnyEvent, CacheCreated, Checkpoint, EpochStarted, EventBatch, Gap
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
@@ -30,6 +31,15 @@ class BeyondEnd(CapacityError):
     seq: int
     last_seq: int
     text = "batch {seq} is beyond the log's end: the last one is {last_seq}"
+
+
+@dataclass(eq=False, repr=False)
+class BeforeBeginning(CapacityError):
+    """A state was asked for that the log, of which only so much is kept, does not reach back to."""
+
+    seq: int
+    first_seq: int
+    text = "batch {seq} is not kept any longer: the log begins with the state after batch {first_seq}"
 
 
 @dataclass(eq=False, repr=False)
@@ -83,10 +93,13 @@ def fitting(seq: int) -> Iterator[None]:
 def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
     """What can be understood of a batch: from its last `Gap` on, behind which stands the whole state.
 
-    What it says before continues what is missing.
+    What it says before continues what is missing, but for the epoch that a snapshot begins with.
     """
     gaps = [index for index, event in enumerate(batch.events) if type(event) is Gap]
-    return batch.events[gaps[-1] :] if gaps else batch.events
+    if not gaps:
+        return batch.events
+    begins = type(batch.events[0]) is EpochStarted
+    return (*batch.events[:begins], *batch.events[gaps[-1] :])
 
 
 @dataclass
@@ -106,6 +119,8 @@ class Replayed:
     gaps: list[Gap] = field(default_factory=list)
     end: LogEnd | None = None
     """How the log ends; None if folding stopped before its end."""
+    snapshot_seq: int | None = None
+    """That of the snapshot that folding began with; None: it began with the log."""
 
     @property
     def fingerprint(self) -> bytes:
@@ -158,13 +173,16 @@ def _refuse_too_large(created: CacheCreated) -> None:
 def replay(
     log: str | PathLike[str], at: int | None = None, *, verify: bool = False, progress: Progress | None = None
 ) -> Replayed:
-    """Fold a log up to and including batch `at` (default: all of it).
+    """Fold a log up to and including batch `at` (default: all of it), from the newest snapshot before on.
 
-    `verify` compares every checkpoint on the way. Raises `BeyondEnd`, `Unreplayable`, and what `LogReader` raises
-    for a damaged, newer or missing log.
+    `verify` begins as far back as the log goes, and compares every checkpoint on the way. Raises `BeyondEnd`,
+    `BeforeBeginning`, `Unreplayable`, and what `LogReader` raises for a damaged, newer or missing log.
     """
-    reader = LogReader(Path(log))
+    reader = LogReader(Path(log), state_at=None if verify else sys.maxsize if at is None else at)
     replayed = fold(reader, at, verify=verify, progress=progress)
+    begins = replayed.snapshot_seq = None if reader.snapshot is None else reader.snapshot.seq
+    if at is not None and begins is not None and at < begins:
+        raise BeforeBeginning(at, begins)
     if at is None or replayed.last_seq < at:
         replayed.end = reader.end
     if at is not None and replayed.last_seq < at:

@@ -65,16 +65,16 @@ class SegmentHeader(NamedTuple):
     base_seq: int
     previous_crc: int
 
-    def pack(self) -> bytes:
+    def pack(self, magic: bytes = MAGIC) -> bytes:
         """The 64 bytes."""
-        packed = _SEGMENT.pack(MAGIC, *self)
+        packed = _SEGMENT.pack(magic, *self)
         return packed + _CRC.pack(crc32(packed))
 
 
-def parse_segment_header(data: bytes | memoryview) -> SegmentHeader | None:
+def parse_segment_header(data: bytes | memoryview, magic: bytes = MAGIC) -> SegmentHeader | None:
     """Read 64 bytes; None if they are no intact header."""
-    magic, *fields = _SEGMENT.unpack_from(data)
-    if magic != MAGIC or _CRC.unpack_from(data, _SEGMENT.size)[0] != crc32(data[: _SEGMENT.size]):
+    found, *fields = _SEGMENT.unpack_from(data)
+    if found != magic or _CRC.unpack_from(data, _SEGMENT.size)[0] != crc32(data[: _SEGMENT.size]):
         return None
     return SegmentHeader(*fields)
 

@@ -12,14 +12,14 @@ from events.log.frames import CLOSED, Chain
 from events.log.segments import Frame, Segment, is_log, segment_paths
 
 
-class _Stamp(msgspec.Struct, array_like=True, frozen=True):
+class Stamp(msgspec.Struct, array_like=True, frozen=True):
     """How a batch begins."""
 
     seq: int
     ts: int
 
 
-_read_stamp = msgspec.msgpack.Decoder(_Stamp).decode
+stamp_of = msgspec.msgpack.Decoder(Stamp).decode
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class LogHead:
         while isinstance(found := self._segment.read(self._chain), Frame):
             last = last if found.header.flags & CLOSED else found
         if last is not None:
-            stamp = _read_stamp(last.payload)
+            stamp = stamp_of(last.payload)
             self._seq, self._ts = stamp.seq, stamp.ts
         chain = self._chain
         assert chain.log_id is not None

@@ -5,6 +5,9 @@ writing may have been interrupted: then the tail is *torn*, which is no error, a
 shown. Anything else that is wrong is damage, and raises. Which of the two it is: a broken frame with an
 intact one behind it was whole once, and so was a broken frame in a segment that is not the last. (Damage
 to the very last frame cannot be told from an interrupted write of it.)
+
+Where the segments wanted are not there any more, because only so much of the log is kept, reading goes on with the
+snapshot before the oldest that is there. Missing segments between others are damage.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import Literal
 from events.codec import decode_batch
 from events.errors import EventDecodeError, LogDamaged, LogOfOtherKind, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
-from events.log.segments import Broken, Frame, Segment, first_seq, is_log, segment_paths
+from events.log.leases import Lease
+from events.log.segments import Broken, Frame, Segment, first_seq, is_log, segment_name, segment_paths
+from events.log.snapshots import Snapshot, readable, snapshots
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
 
@@ -53,6 +58,12 @@ class LogReader:
     `start` is the number of the first batch wanted: segments before it are not read, and may be missing; where its own
     is missing, too, the first batch that is there comes first. Every iteration begins anew. `kind` is that of
     logs which the caller understands (None: any); the beginning of an epoch of another one raises LogOfOtherKind.
+
+    A log whose beginning was removed begins with the oldest snapshot: a batch with the whole state, as that with which
+    an epoch begins. So does what follows a removed part that should have been read (from `start`, or because the reader
+    was too slow): there a `Gap` in that batch says what is missing. With `state_at` reading begins with the newest
+    snapshot of that batch or an earlier one, if there is one. `before`: segments from this batch on are not read.
+    While it follows, it has a lease (`events.log.leases`) on what comes.
     """
 
     def __init__(
@@ -64,6 +75,8 @@ class LogReader:
         start: int | None = None,
         poll_seconds: float = _POLL_SECONDS,
         kind: Kind | None = "cache",
+        state_at: int | None = None,
+        before: int | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._follow = follow
@@ -71,10 +84,17 @@ class LogReader:
         self._start = start
         self._poll_seconds = poll_seconds
         self._kind = kind
+        self._state_at = state_at
+        self._before = before
+        self.snapshot: Snapshot | None = None
+        """That with which reading began, if it did not begin with the log."""
+        self.chain = Chain()
+        """Behind what was read, once an iteration has come to its end."""
         self.closed = False
         """Whether what was read last is the mark of an orderly end: nothing comes but a new epoch."""
         self.bytes_read = 0
         """So far, headers of segments and frames included; without what is before `start`."""
+        self._lease: Lease | None = None
         self._place: Segment | None = None
         """Where reading is, or has ended."""
         self._epoch = -1
@@ -101,29 +121,62 @@ class LogReader:
         return max(left, 0)
 
     def __iter__(self) -> Iterator[EventBatch]:
+        return self._leasing() if self._follow else self._batches()
+
+    def _leasing(self) -> Iterator[EventBatch]:
+        """All batches; meanwhile nobody is to remove what comes."""
+        self._lease = Lease(self.directory)
+        try:
+            yield from self._batches()
+        finally:
+            self._lease.end()
+
+    def _batches(self) -> Iterator[EventBatch]:
         if not is_log(self.directory):
             raise NotALog(self.directory)
-        self._end = self._last_seq = None
+        self._end = self._last_seq = self.snapshot = None
         self._key_bytes = NAME_BYTES
         self.closed, self.bytes_read = False, 0
         end = LogEnd("open", None, self.directory, 0, 0)
-        chain, previous = self._beginning()
-        while (path := self._next(previous)) is not None:
+        self._hold(0)
+        chain, previous, state = self._beginning()
+        while True:
+            if state is not None:
+                chain, previous = self._go_on_behind(state[0])
+                end = self._end_behind(state[0])
+                yield self._checked(state[0].path, 0, state[1])
+                state = None
+            if (path := self._next(previous)) is None:
+                break
             ahead = replace(chain)
             try:
                 segment = Segment(path)
             except FileNotFoundError:
-                continue  # Recovery has just put it aside: it held no whole frame.
+                continue  # Recovery has just put it aside: it held no whole frame. Or it is not kept any longer.
             with segment:
+                self._hold(first_seq(path))
+                state = self._instead_of_missing(segment, chain)
+                if state is not None:
+                    continue
                 end, step = yield from self._segment(segment, ahead)
+            if step != "again":
+                chain, previous = ahead, path
             if step == "stop":
                 break
-            if step == "next":
-                chain, previous = ahead, path
-        self._end = end
+        self._end, self.chain = end, chain
 
-    def _beginning(self) -> tuple[Chain, Path | None]:
-        """What the first segment wanted must continue, and the one before it."""
+    def _hold(self, first: int) -> None:
+        if self._lease is not None:
+            self._lease.hold(first)
+
+    def _beginning(self) -> tuple[Chain, Path | None, tuple[Snapshot, EventBatch] | None]:
+        """What the first segment wanted must continue, the one before it, and the snapshot to begin with."""
+        if self._state_at is not None:
+            newest = snapshots(self.directory, at_most=self._state_at, newest_first=True)
+            state = next(readable(newest), None)
+            if state is not None:
+                self.snapshot = state[0]
+                return Chain(), None, state
         paths = segment_paths(self.directory) if self._start is not None else []
         first = max(sum(first_seq(path) <= (self._start or 0) for path in paths) - 1, 0)
         for at in range(first, -1, -1) if paths else ():
@@ -135,14 +188,48 @@ class LogReader:
                     chain = Chain(
                         header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc
                     )
-                    return chain, paths[at - 1] if at else None
-        return Chain(), None
+                    if not at and header.base_seq > (self._start or 0):
+                        wanted = Chain(seq=self._start or 0)
+                        return chain, None, self._instead_of_missing(segment, wanted)
+                    return chain, paths[at - 1] if at else None, None
+        return Chain(), None, None
+
+    def _instead_of_missing(self, segment: Segment, chain: Chain) -> tuple[Snapshot, EventBatch] | None:
+        """What stands for the segments before this one that are not kept any longer; None: none are missing."""
+        header = segment.header()
+        if header is None or header.number <= chain.number:
+            return None
+        paths = segment_paths(self.directory)
+        if paths and paths[0] < segment.path:
+            return None  # Whoever removes the oldest ones leaves no hole.
+        for snapshot, batch in readable(snapshots(self.directory)):
+            if snapshot.header.number > chain.number:
+                if self._start is None and self._last_seq is None:
+                    self.snapshot = snapshot
+                    return snapshot, batch
+                return snapshot, snapshot.behind_gap(min(chain.seq, snapshot.seq), batch)
+        return None
+
+    def _end_behind(self, snapshot: Snapshot) -> LogEnd:
+        """How the log ends if nothing follows the snapshot."""
+        about, path, size = snapshot.about, self.directory, 0
+        for path in segment_paths(self.directory)[-1:]:
+            with suppress(FileNotFoundError):
+                size = path.stat().st_size
+        return LogEnd("clean" if about.closed else "open", snapshot.seq, path, size, about.next_seq)
+
+    def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, Path]:
+        """What the segment behind it continues, and what comes before that one by name."""
+        self._epoch, self.closed = snapshot.header.epoch, snapshot.about.closed
+        self.bytes_read += snapshot.size
+        return snapshot.chain(), self.directory / segment_name(snapshot.seq)
 
     def _next(self, previous: Path | None) -> Path | None:
         """The segment after this one (None: the first); following, this waits for it."""
         while (path := self._behind(previous)) is None and self._wait():
             pass
-        return path
+        ends = path is not None and self._before is not None and first_seq(path) >= self._before
+        return None if ends else path
 
     def _behind(self, previous: Path | None) -> Path | None:
         later = [path for path in segment_paths(self.directory) if previous is None or path > previous]
@@ -216,13 +303,16 @@ class LogReader:
             raise LogDamaged(segment.path, frame.offset, header.seq, error.reason) from None
         if batch.seq != header.seq or len(batch.events) != header.events:
             raise LogDamaged(segment.path, frame.offset, header.seq, "header and payload disagree")
-        reason = self._what_is_broken(segment, batch)
+        return self._checked(segment.path, frame.offset, batch)
+
+    def _checked(self, path: Path, offset: int, batch: EventBatch) -> EventBatch:
+        reason = self._what_is_broken(path, batch)
         if reason is not None:
-            raise LogDamaged(segment.path, frame.offset, header.seq, reason)
+            raise LogDamaged(path, offset, batch.seq, reason)
         self._last_seq = batch.seq
         return batch
 
-    def _what_is_broken(self, segment: Segment, batch: EventBatch) -> str | None:
+    def _what_is_broken(self, path: Path, batch: EventBatch) -> str | None:
         """What no reader of the events could make sense of; None if there is nothing."""
         for event in batch.events:
             if type(event) is FeedStarted and self._kind == "cache":
@@ -231,7 +321,7 @@ class LogReader:
                 if self._kind == "feed":
                     raise LogOfOtherKind(self.directory, "cache")
                 if event.format_version > FORMAT_VERSION:
-                    raise LogTooNew(segment.path, event.format_version)
+                    raise LogTooNew(path, event.format_version)
                 if not are_keys(event.key_bytes):
                     return f"keys cannot have {event.key_bytes} bytes"
                 self._key_bytes = event.key_bytes

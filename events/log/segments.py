@@ -34,10 +34,17 @@ from events.types import FORMAT_VERSION
 LOCK_NAME = "LOCK"
 QUARANTINE_NAME = "quarantine"
 UNFINISHED_SUFFIX = ".tmp"
+SNAPSHOT_SUFFIX = ".kvsnap"
+LEASES_NAME = "leases"
+KEEPER_NAME = "KEEPER"
+"""Locked by who makes snapshots and removes what is not to be kept."""
 _WINDOW_BYTES = 1 << 20
 _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(r"[0-9]{20}\.kvlog")
-_OWN_NAME = re.compile(rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|{LOCK_NAME}|{QUARANTINE_NAME}")
+_OWN_NAME = re.compile(
+    rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}\{SNAPSHOT_SUFFIX}(\.new)?"
+    rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
+)
 
 
 def segment_name(base_seq: int) -> str:

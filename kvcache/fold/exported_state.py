@@ -86,7 +86,7 @@ def _export_group(group: AnyGroup) -> GroupExported:
         slots=slots.tobytes(),
         keys=bytes(keys),
         blank_slots=(group.levels[0].blank.tobytes(), group.levels[1].blank.tobytes()),
-        shared=array("q", [number for item in group.shared.items() for number in item]).tobytes(),
+        shared=array("q", [number for item in sorted(group.shared.items()) for number in item]).tobytes(),
         blocks=blocks,
         uses=uses,
     )

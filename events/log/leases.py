@@ -1,0 +1,84 @@
+"""Leases: who follows a log says which segments it still needs, so that they are not removed before it has read them.
+
+A lease is a file in `leases/` that its reader has locked: when the reader ends, however that happens, the lock is gone,
+and so is the lease. It holds the number of the first batch that is needed. How much leases may keep of a log has an end
+(`events.log.retention`); and where a reader may not write, as on a read-only mount, it has none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from events.log.durable import Lock, LockHeld, NoRegularFile, take_lock
+from events.log.segments import LEASES_NAME
+
+_NAME = re.compile(r"[0-9]+-[0-9]+\.lease")
+_NUMBERS = itertools.count()
+_MAX_BYTES = 64
+
+
+class Lease:
+    """One reader's lease, which holds nothing yet. Never raises: a reader without one reads all the same."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LEASES_NAME / f"{os.getpid()}-{next(_NUMBERS)}.lease"
+        self._lock: Lock | None = None
+        self._first: int | None = None
+
+    def hold(self, first: int) -> None:
+        """Keep what begins with this batch; what is before it is not needed any longer."""
+        if first == self._first:
+            return
+        self._first = first
+        with suppress(OSError, LockHeld, NoRegularFile):
+            if self._lock is None:
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._lock = take_lock(self._path)
+            self._lock.write(f"{first}\n".encode())
+
+    def end(self) -> None:
+        """Nothing is needed any longer."""
+        lock, self._lock, self._first = self._lock, None, None
+        if lock is not None:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+            lock.give_back()
+
+
+def leased(directory: Path) -> int | None:
+    """The first batch that some reader still needs; None: nobody has said so. Removes leases whose readers are gone."""
+    return min(_held(directory), default=None)
+
+
+def _held(directory: Path) -> Iterator[int]:
+    with suppress(FileNotFoundError):
+        for name in os.listdir(directory / LEASES_NAME):
+            path = directory / LEASES_NAME / name
+            if _NAME.fullmatch(name) and (first := _of_a_reader(path)) is not None:
+                yield first
+
+
+def _of_a_reader(path: Path) -> int | None:
+    """What a lease holds; None: its reader is gone, and now the file, too."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        text = os.pread(descriptor, _MAX_BYTES, 0)
+        # Nothing is written yet, or the name of the process: the reader is just beginning, and may need everything.
+        return int(text) if text.strip().isdigit() else 0
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
+    return None

@@ -1,0 +1,318 @@
+"""What is kept of a log: as much as the limits allow, always a log, wherever keeping it so is interrupted."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from events.errors import LogDamaged, LogLocked
+from events.log import LogReader, LogWriter, durable, retention
+from events.log.durable import take_lock
+from events.log.leases import Lease, leased
+from events.log.retention import Kept, Limits
+from events.log.segments import KEEPER_NAME, first_seq, segment_paths
+from events.log.snapshots import snapshot_paths, snapshots
+from events.types import EpochStarted, Gap
+from kvcache.fold.state import CacheState
+from kvcache.keep.prune import prune
+from kvcache.keep.snapshot import make_snapshot
+from kvcache.replay import BeforeBeginning, Replayed, fold, replay
+from tests.kvcache.test_snapshots import random_log
+
+NO_LIMITS = Limits()
+
+
+def states_of(log: Path) -> dict[int, bytes]:
+    """The fingerprint after each batch."""
+    replayed, found = Replayed(CacheState()), {}
+    for batch in LogReader(log):
+        replayed.fold(batch, verify=False)
+        found[batch.seq] = replayed.fingerprint
+    return found
+
+
+def names(log: Path) -> list[str]:
+    return sorted(path.name for path in [*segment_paths(log), *snapshot_paths(log)])
+
+
+def is_log_of(log: Path, states: dict[int, bytes], intended: int) -> None:
+    """From at most `intended` on, everything is there, and each state is what it was."""
+    batches = iter(LogReader(log))
+    first = next(batches)
+    assert first.seq <= intended
+    assert isinstance(first.events[0], EpochStarted)
+    assert [first.seq, *(batch.seq for batch in batches)] == [seq for seq in states if seq >= first.seq]
+    for seq in [
+        first.seq,
+        *random.Random(intended).choices([each for each in states if each >= first.seq], k=2),
+    ]:
+        assert replay(log, seq).fingerprint == states[seq]
+    assert fold(LogReader(log)).fingerprint == states[max(states)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "limits", [Limits(segments=3), Limits(bytes=20_000), Limits(seconds=9e-9), Limits(segments=1)]
+)
+def test_keeps_what_the_limits_allow(tmp_path: Path, seed: int, limits: Limits) -> None:
+    """The oldest segment stands behind a snapshot, older ones are gone, and every state since is what it was."""
+    log = random_log(seed, tmp_path)
+    states, before = states_of(log), Kept(log).parts
+    pruned = prune(log, limits)
+    kept = Kept(log)
+    assert pruned.removed.segments == len(before) - len(kept.parts) > 0
+    assert first_seq(snapshot_paths(log)[0]) < kept.parts[0].first
+    begins = next(snapshots(log)).seq
+    is_log_of(log, states, begins)
+    if limits.segments is not None:
+        assert len(kept.parts) == limits.segments
+    if limits.seconds is not None:
+        oldest, second, newest = (kept.parts[at].ts for at in (0, 1, -1))
+        assert newest - second <= 9
+        assert before[-1].ts - before[-len(kept.parts)].ts > 9 or oldest == second
+    if limits.bytes is not None and len(kept.parts) > 1:
+        assert (
+            sum(path.stat().st_size for path in [*segment_paths(log), *snapshot_paths(log)]) <= limits.bytes
+        )
+    with pytest.raises(BeforeBeginning):
+        replay(log, begins - 1)
+    assert prune(log, limits).removed.segments == 0
+
+
+def test_without_limits_there_are_snapshots_and_all_the_rest(tmp_path: Path) -> None:
+    """Without limits nothing is removed; snapshots are no more than the log, and none is made twice."""
+    log = random_log(1, tmp_path)
+    segments = segment_paths(log)
+    assert prune(log, NO_LIMITS).made
+    assert not prune(log, NO_LIMITS).made
+    assert segment_paths(log) == segments
+
+
+class Crash(BaseException):
+    """The process is killed, or the machine is."""
+
+
+class FaultyDisk:
+    """Counts operations on files, crashes at one of them; with it those go that are not on disk yet, or some do."""
+
+    def __init__(self, crash_at: int, seed: int) -> None:
+        self.operations = 0
+        self._crash_at, self._rng = crash_at, random.Random(seed)
+        self._undo: list[Callable[[], None]] = []
+        """What takes back names that no sync has made durable yet."""
+
+    def step(self) -> None:
+        self.operations += 1
+        if self.operations == self._crash_at:
+            for undo in reversed(self._undo):
+                if self._rng.random() < 0.5:
+                    undo()
+            raise Crash
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the code that keeps logs work on this disk."""
+        unlink, replace, sync, write = Path.unlink, Path.replace, durable.sync_directory, durable.write_all
+
+        def crashing_unlink(path: Path, *args: Any, **options: Any) -> None:
+            self.step()
+            content = path.read_bytes() if path.is_file() else None
+            unlink(path, *args, **options)
+            if content is not None:
+                self._undo.append(lambda: None if path.write_bytes(content) else None)
+
+        def crashing_replace(path: Path, target: Path) -> Path:
+            self.step()
+            self._undo.append(lambda: unlink(target))
+            return replace(path, target)
+
+        def crashing_sync(directory: Path) -> None:
+            self.step()
+            sync(directory)
+            self._undo.clear()
+
+        def crashing_write(descriptor: int, parts: Any) -> None:
+            whole = b"".join(parts)
+            write(descriptor, [whole[: self._rng.randrange(len(whole))]])
+            self.step()
+            write(descriptor, [whole[len(whole) :]])
+            os.ftruncate(descriptor, 0)
+            os.lseek(descriptor, 0, 0)
+            write(descriptor, [whole])
+
+        with (
+            patch.object(Path, "unlink", crashing_unlink),
+            patch.object(Path, "replace", crashing_replace),
+            patch.object(durable, "sync_directory", crashing_sync),
+            patch.object(retention, "sync_directory", crashing_sync),
+            patch.object(durable, "write_all", crashing_write),
+        ):
+            yield
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_crash_anywhere_leaves_a_log(tmp_path: Path, seed: int) -> None:
+    """Crashes at every operation on a file: all that was to be kept is there, and a second go ends as one does."""
+    whole = random_log(seed, tmp_path / "whole")
+    make_snapshot(whole, first_seq(segment_paths(whole)[2]))
+    states, limits = states_of(whole), Limits(segments=2)
+    shutil.copytree(whole, tmp_path / "undisturbed")
+    prune(tmp_path / "undisturbed", limits)
+    expected = names(tmp_path / "undisturbed")
+    intended = next(snapshots(tmp_path / "undisturbed")).seq
+    for crash_at in range(1, 1000):
+        log = tmp_path / f"{crash_at}"
+        shutil.copytree(whole, log)
+        disk = FaultyDisk(crash_at, seed)
+        with suppress(Crash), disk.in_use():
+            prune(log, limits)
+        is_log_of(log, states, intended)
+        LogWriter(log, resume=True).close()
+        prune(log, limits)
+        assert names(log) == expected
+        assert not list(log.glob("*.new"))
+        shutil.rmtree(log)
+        if disk.operations < crash_at:
+            break
+    assert crash_at > 8
+
+
+def test_damaged_snapshots_are_passed_over(tmp_path: Path) -> None:
+    """Wherever a snapshot is damaged, an older one or the log's beginning serves, and nothing is removed for it."""
+    log = random_log(0, tmp_path)
+    states, paths = states_of(log), segment_paths(log)
+    for path in paths[2:4]:
+        make_snapshot(log, first_seq(path))
+    newest = snapshot_paths(log)[-1]
+    content = newest.read_bytes()
+    for offset in [*range(0, 200, 3), *range(200, len(content), len(content) // 40)]:
+        newest.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
+        assert replay(log).snapshot_seq == first_seq(snapshot_paths(log)[0])
+        newest.write_bytes(content[:offset])
+        assert replay(log).fingerprint == states[max(states)]
+    for size in (0, 64):
+        snapshot_paths(log)[0].write_bytes(content[:size])
+    assert replay(log).snapshot_seq is None
+    assert Kept(log).remove(first_seq(newest)).segments == 0
+    assert segment_paths(log) == paths
+
+
+def test_the_next_snapshot_stands_in_for_a_damaged_one(tmp_path: Path) -> None:
+    """Where the snapshot before the oldest segment is damaged, a log begins with the next one."""
+    log = random_log(2, tmp_path)
+    states, paths = states_of(log), segment_paths(log)
+    made = [make_snapshot(log, first_seq(path)) for path in paths[2:5]]
+    Kept(log).remove(first_seq(paths[2]))
+    assert segment_paths(log) == paths[2:]
+    assert made[0] is not None
+    made[0].path.write_bytes(made[0].path.read_bytes()[:-1])
+    assert made[1] is not None
+    is_log_of(log, states, made[1].seq)
+    for path in snapshot_paths(log):
+        path.unlink()
+    with pytest.raises(LogDamaged, match="segment 0 is missing"):
+        replay(log)
+
+
+def test_snapshots_of_another_log_are_passed_over(tmp_path: Path) -> None:
+    """A snapshot that the segments do not continue, as one copied from elsewhere, is not read."""
+    one, other = random_log(1, tmp_path / "one"), random_log(4, tmp_path / "other")
+    for log in (one, other):
+        make_snapshot(log, first_seq(segment_paths(log)[2]))
+    states = states_of(one)
+    for path in snapshot_paths(other):
+        shutil.copy(path, one)
+    for seq in states:
+        assert replay(one, seq).fingerprint == states[seq]
+
+
+def test_a_hole_is_damage_all_the_same(tmp_path: Path) -> None:
+    """A segment that is missing between others was not removed by retention, whatever snapshots there are."""
+    log = random_log(3, tmp_path)
+    for path in segment_paths(log)[1:]:
+        make_snapshot(log, first_seq(path))
+    segment_paths(log)[2].unlink()
+    with pytest.raises(LogDamaged, match="segment 2 is missing"):
+        list(LogReader(log))
+
+
+def test_followers_keep_what_they_need_up_to_twice_the_limits(tmp_path: Path) -> None:
+    """A lease holds segments beyond the limits; a follower that is later still gets a gap and the state."""
+    log = random_log(5, tmp_path)
+    states, paths = states_of(log), segment_paths(log)
+    follower = LogReader(log, follow=True, stop=lambda: True)
+    batches = iter(follower)
+    read = [next(batches).seq for _ in range(3)]
+    held = leased(log)
+    assert held is not None
+    assert held <= read[-1]
+    prune(log, Limits(segments=len(paths) // 2 + 1))
+    assert segment_paths(log) == [path for path in paths if first_seq(path) >= held]
+    prune(log, Limits(segments=3))
+    assert len(segment_paths(log)) == 6
+    rest = list(batches)
+    at = next(
+        index for index, batch in enumerate(rest) if any(isinstance(each, Gap) for each in batch.events)
+    )
+    gap = next(each for each in rest[at].events if isinstance(each, Gap))
+    assert gap.first_seq == ([*read, *(batch.seq for batch in rest[:at])][-1]) + 1
+    assert gap.last_seq == rest[at].seq == next(snapshots(log)).seq
+    assert fold(rest[at:]).fingerprint == states[max(states)]
+    assert leased(log) is None
+    assert not list((log / "leases").iterdir())
+    prune(log, Limits(segments=3))
+    assert len(segment_paths(log)) == 3
+
+
+def test_reading_from_a_batch_that_is_gone_begins_with_a_gap(tmp_path: Path) -> None:
+    """Who wants to go on where it stopped, and comes too late, is told what it has missed."""
+    log = random_log(5, tmp_path)
+    prune(log, Limits(segments=2))
+    first, *_ = LogReader(log, start=7)
+    assert [event for event in first.events if isinstance(event, Gap)] == [
+        Gap(first_seq=7, last_seq=first.seq, reason="removed from the log by its retention")
+    ]
+    assert next(iter(LogReader(log, start=first.seq + 1))).seq == first.seq + 1
+
+
+def test_leases_of_readers_that_are_gone_hold_nothing(tmp_path: Path) -> None:
+    """A lease lasts as long as its reader; one that cannot be written is none."""
+    Lease(tmp_path / "missing").hold(3)
+    lease = Lease(tmp_path)
+    lease.hold(12)
+    lease.hold(7)
+    assert leased(tmp_path) == 7
+    assert lease._lock is not None
+    lease._lock.give_back()  # as the system does for a process that dies
+    assert leased(tmp_path) is None
+    assert not list((tmp_path / "leases").iterdir())
+
+
+def test_one_at_a_time(tmp_path: Path) -> None:
+    """Two processes do not keep one log."""
+    log = random_log(1, tmp_path)
+    lock = take_lock(log / KEEPER_NAME)
+    with pytest.raises(LogLocked):
+        prune(log, NO_LIMITS)
+    lock.give_back()
+
+
+def test_a_disk_that_refuses_a_snapshot_loses_nothing(tmp_path: Path) -> None:
+    """Without a snapshot no segment goes."""
+    log = random_log(1, tmp_path)
+    before = names(log)
+    with (
+        patch.object(durable, "write_all", side_effect=OSError(errno.ENOSPC, "full")),
+        pytest.raises(OSError),
+    ):
+        prune(log, Limits(segments=1))
+    assert names(log) == before
