@@ -99,6 +99,16 @@ _Bytes = Annotated[
     _IN_BYTES,
     Accepts("bytes, from 1 to 2**62, also as 64MiB"),
 ]
+_MaybeBytes = Annotated[
+    int | None,
+    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
+    _IN_BYTES,
+    Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
+]
+_MaybeCount = Annotated[_OneUp | None, Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")]
+_MaybeSeconds = Annotated[
+    float | None, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9, or none")
+]
 _ZeroUp = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
 _OfWindows = Field(min_length=1, max_length=MAX_LAYERS)
 _MaybeBlocks = Annotated[
@@ -184,6 +194,17 @@ class LogConfig(_Settings, frozen=True):
     """A file is followed by the next one when it has grown to this size."""
     fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
+    retain_bytes: _MaybeBytes = None
+    """How much of a log is kept, snapshots included: older segments are removed, and reading begins with a snapshot.
+    Looked at whenever a segment has begun, by a process of its own; followers may hold as much again. A segment has an
+    eighth of it at most. None: all is kept."""
+    retain_seconds: _MaybeSeconds = None
+    """The same by time: segments that ended so long before the newest one began are removed. A segment spans an eighth
+    of it at most, by the times of its batches."""
+    retain_segments: _MaybeCount = None
+    """The same by number, that which is being written included."""
+    snapshots: _Flag = False
+    """Whether snapshots are made though all is kept: replays begin there. They take no more room than the log."""
     max_queued_batches: _Positive = 4096
     """Batches that may wait for the disk."""
     max_queued_bytes: _Bytes = 32 * 1024 * 1024
@@ -236,12 +257,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
     max_tokens: _MaybeTokens = None
     """Tokens that the blocks on the device hold, for each group of layers with the same window."""
-    primary_bytes: Annotated[
-        int | None,
-        Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
-        _IN_BYTES,
-        Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
-    ] = None
+    primary_bytes: _MaybeBytes = None
     """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
     free_gpu_memory_fraction: _Part = None
     """Memory on the device as a fraction of what is free when `kvcache.pools.sized` measures it, divided likewise.

@@ -1,4 +1,7 @@
-"""Where in a log a fold can begin: the first batch of an epoch creates the cache and holds its whole state."""
+"""Where in a log a fold can begin: the first batch of an epoch creates the cache and holds its whole state.
+
+So does a snapshot, which has the number of the last batch before it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from events.errors import LogDamaged, LogOfOtherKind, LogTooNew
 from events.feed_events import FEED_EVENTS
 from events.log.frames import SegmentHeader
 from events.log.reader import Kind, LogReader
-from events.log.segments import Segment, segment_paths
+from events.log.segments import Segment, first_seq, segment_paths
+from events.log.snapshots import readable, snapshots
 from events.types import EpochStarted, EventBatch
 
 
@@ -23,19 +27,23 @@ class Beginning:
     epoch: int
     seq: int
     """Of its first batch, which may not be written yet."""
+    is_snapshot: bool = False
 
 
 def beginnings(directory: Path) -> list[Beginning]:
-    """Of all epochs whose first segment is there, oldest first. Raises LogDamaged, LogTooNew."""
-    found: list[Beginning] = []
+    """Of all epochs whose first segment is there, and all snapshots, oldest first. Raises LogDamaged, LogTooNew."""
+    found = [
+        Beginning(each.header.log_id, each.header.epoch, each.seq, True) for each in snapshots(directory)
+    ]
     previous: SegmentHeader | None = None
     for header in _headers(directory):
         begins = header.number == 0 if previous is None else header.epoch > previous.epoch
         # Where segments were removed, only its first batch tells what a segment begins with.
-        if begins or (previous is None and first_batch(directory, header.base_seq) is not None):
+        if begins or (previous is None and _begins_epoch(directory, header.base_seq) is not None):
             found.append(Beginning(header.log_id, header.epoch, header.base_seq))
         previous = header
-    return found
+    # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
+    return sorted(found, key=lambda each: (each.epoch, each.seq))
 
 
 def has_segments(directory: Path) -> bool:
@@ -43,7 +51,16 @@ def has_segments(directory: Path) -> bool:
     return next(_headers(directory), None) is not None
 
 
-def first_batch(directory: Path, seq: int) -> EventBatch | None:
+def first_batch(directory: Path, beginning: Beginning) -> EventBatch | None:
+    """What a fold begins with there, if it is there."""
+    if not beginning.is_snapshot:
+        return _begins_epoch(directory, beginning.seq)
+    found = (each for each in snapshots(directory, at_most=beginning.seq, newest_first=True))
+    snapshot, batch = next(readable(found), (None, None))
+    return batch if snapshot is not None and snapshot.seq == beginning.seq else None
+
+
+def _begins_epoch(directory: Path, seq: int) -> EventBatch | None:
     """Batch `seq`, if it is there and begins an epoch."""
     batch = next(iter(LogReader(directory, start=seq, kind=None)), None)
     begins = batch is not None and batch.seq == seq and isinstance(batch.events[0], EpochStarted)
@@ -51,12 +68,13 @@ def first_batch(directory: Path, seq: int) -> EventBatch | None:
 
 
 def kind_of(directory: Path) -> Kind | None:
-    """What a log is of, by the first of its batches that are there; None: there is none. Raises as `LogReader` does."""
-    batch = next(iter(LogReader(directory, kind=None)), None)
-    if batch is None:
-        return None
-    told = any(isinstance(event, FEED_EVENTS) for event in batch.events)
-    return "feed" if told else "cache"
+    """What a log is of, by one of its batches; None: there is none. Raises as `LogReader` does."""
+    # The newest segment: there a batch with the whole state is the exception.
+    for start in [*reversed([first_seq(path) for path in segment_paths(directory)])] or [0]:
+        batch = next(iter(LogReader(directory, start=start, kind=None)), None)
+        if batch is not None:
+            return "feed" if any(isinstance(event, FEED_EVENTS) for event in batch.events) else "cache"
+    return None
 
 
 def refuse_other_kind(directory: Path, kind: Kind) -> None:

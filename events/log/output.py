@@ -1,7 +1,8 @@
 """Batches become frames in segment files. The log's thread alone calls this.
 
 A segment is created with its first frame, so that every segment has one, and gets its name when its header
-is on disk, so that every name has a whole header. Segments end by size only: equal batches give equal files.
+is on disk, so that every name has a whole header. Segments end by size and by the times of their batches only: equal
+batches give equal files.
 
 What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
 back to the last durable frame, and what is written next begins there, in the file opened anew and cut off at that
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,8 @@ class Record(NamedTuple):
     seq: int
     events: int
     payload: bytes
+    ts: int = 0
+    """When it was made, nanoseconds since 1970."""
 
 
 class LogOutput:
@@ -50,6 +53,8 @@ class LogOutput:
         record_tokens: bool,
         segment_bytes: int,
         sync: bool,
+        segment_seconds: float | None = None,
+        segment_begun: Callable[[], None] = lambda: None,
     ) -> None:
         self._directory = directory
         self._lock = lock
@@ -60,6 +65,10 @@ class LogOutput:
         self.set_epoch(chain.epoch)
         self._record_tokens = record_tokens
         self._segment_bytes = segment_bytes
+        self._segment_ns = None if segment_seconds is None else int(segment_seconds * 1e9)
+        self._segment_begun = segment_begun
+        self._begun_at = 0
+        """When the first batch of the segment was made."""
         self._sync = sync
         self._path: Path | None = None
         """The segment that is being written; None: none."""
@@ -90,7 +99,7 @@ class LogOutput:
             raise OverflowError(
                 f"batch {batch.seq} has {len(payload)} bytes, a frame holds {frames.MAX_PAYLOAD}"
             )
-        return Record(batch.seq, len(batch.events), payload)
+        return Record(batch.seq, len(batch.events), payload, batch.ts)
 
     def write(self, records: Sequence[Record]) -> None:
         """Write the batches; with `sync`, they are durable afterwards.
@@ -130,12 +139,15 @@ class LogOutput:
 
     def _add(self, record: Record, flags: int) -> None:
         """Put a frame behind those waiting; begin a segment where it does not fit any more."""
-        seq, events, payload = record
+        seq, events, payload, ts = record
         size = frames.FRAME_HEADER_BYTES + len(payload)
         is_full = self._ahead + size > self._segment_bytes and self._ahead > frames.SEGMENT_HEADER_BYTES
-        if self._path is None or (is_full and not flags & frames.CLOSED):
+        is_old = self._segment_ns is not None and ts - self._begun_at > self._segment_ns
+        if self._path is None or ((is_full or is_old) and not flags & frames.CLOSED):
             self._finish_segment()
             self._begin_segment(seq)
+            self._begun_at = ts
+            self._segment_begun()
         chain = self._chain
         if seq != chain.seq:
             flags |= frames.AFTER_LOSS

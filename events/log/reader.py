@@ -48,6 +48,8 @@ class LogEnd:
     offset: int
     next_seq: int
     """Greater than last_seq + 1 if the writer lost its last batches and closed without recording a Gap."""
+    begins: int | None = None
+    """The batch with whose snapshot reading began; None: it began with the log."""
 
 
 class LogReader:
@@ -109,7 +111,7 @@ class LogReader:
         """How the log ends. Known after an iteration that ran to its end; RuntimeError before."""
         if self._end is None:
             raise RuntimeError("the log has not been read to its end")
-        return self._end
+        return self._end if self.snapshot is None else replace(self._end, begins=self.snapshot.seq)
 
     def bytes_left(self) -> int:
         """Bytes in the files behind what was read so far. For any thread; raises OSError."""

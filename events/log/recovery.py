@@ -1,8 +1,9 @@
 """Opening a log for writing: whose it is, and where it goes on.
 
-Only the last segment is read: it is the only one that an interrupted write can have touched, and opening
-must not take longer the longer a log is. Bytes of an interrupted write are put into `quarantine/` before they
-are cut off; anything that looks like damage is refused, and then nothing is changed at all.
+Only the last segment is read, and of one that ends with the mark of an orderly end only that: it is the only one that
+an interrupted write can have touched, and opening must not take longer the longer a log is. Bytes of an interrupted
+write are put into `quarantine/` before they are cut off; anything that looks like damage is refused, and then nothing
+is changed at all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
 from events.log import segments
+from events.log.closing import closed_chain
 from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain
 
@@ -60,8 +62,9 @@ def recover(directory: Path) -> tuple[Chain, bool]:
         with segments.Segment(path) as segment:
             # What we are about to build on must not be something that only the page cache remembers.
             sync_file(segment.descriptor)
-            chain, torn = _scan(segment, is_last=not frameless)
-            if segment.offset > SEGMENT_HEADER_BYTES:
+            closed = closed_chain(segment)
+            chain, torn = (closed, False) if closed else _scan(segment, is_last=not frameless)
+            if closed or segment.offset > SEGMENT_HEADER_BYTES:
                 _put_aside(directory, frameless)
                 if torn:
                     _cut_tail(segment)

@@ -31,6 +31,7 @@ import msgspec
 
 from events.errors import LogUnavailable, LogWriteFailed
 from events.log.epochs import refuse_other_kind
+from events.log.frames import Chain
 from events.log.output import LogOutput
 from events.log.reader import Kind
 from events.log.recorder import Recorder
@@ -72,6 +73,8 @@ class LogWriter:
     - `overflow`: what `append` does when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". Where the
       disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
     - `segment_bytes`: where a new file begins. A larger batch has a file of its own.
+    - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
+    - `segment_begun`: called by the log's thread behind the beginning of each file; it must neither wait nor raise.
     - `fsync`: "group" makes each group of batches durable; "never" leaves that to the system.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
     - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
@@ -91,6 +94,8 @@ class LogWriter:
         software: str = "kvcache",
         log_id: bytes | None = None,
         kind: Kind = "cache",
+        segment_seconds: float | None = None,
+        segment_begun: Callable[[], None] = lambda: None,
     ) -> None:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1:
             raise ValueError("the limits of a log must be at least 1")
@@ -104,15 +109,26 @@ class LogWriter:
             self._lock = claim(self.directory, resume)
             try:
                 refuse_other_kind(self.directory, kind)
-                self._open(record_tokens, segment_bytes, fsync == "group", software, log_id)
+                chain = self._open(record_tokens, software, log_id)
             except BaseException:
                 self._lock.give_back()
                 raise
         except OSError as error:
             raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
+        output = LogOutput(
+            self.directory,
+            self._lock,
+            chain,
+            record_tokens=record_tokens,
+            segment_bytes=segment_bytes,
+            sync=fsync == "group",
+            segment_seconds=segment_seconds,
+            segment_begun=segment_begun,
+        )
+        self._recorder = Recorder(self.directory, output)
         self._start()
 
-    def _open(self, tokens: bool, max_bytes: int, sync: bool, software: str, log_id: bytes | None) -> None:
+    def _open(self, tokens: bool, software: str, log_id: bytes | None) -> Chain:
         chain, cut = recover(self.directory)
         if chain.log_id is None:
             chain.log_id = log_id or os.urandom(16)
@@ -130,10 +146,7 @@ class LogWriter:
             software=software,
         )
         self.next_seq = chain.seq
-        output = LogOutput(
-            self.directory, self._lock, chain, record_tokens=tokens, segment_bytes=max_bytes, sync=sync
-        )
-        self._recorder = Recorder(self.directory, output)
+        return chain
 
     def begin_epoch(self, at_least: int) -> EpochStarted:
         """What the epoch begins with; before the first batch, it is made `at_least` this one.

@@ -76,7 +76,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
         if given is None:
             raise UsageError("engines tell nothing of requests: give the prompt with --tokens")
         return told.match(args, out, given)
-    batches = UpTo(LogReader(args.log), args.at)
+    # A request has to be looked for from the beginning on.
+    reader = LogReader(args.log) if given is None else moments.state_before(args.log, args.at)
+    batches = UpTo(reader, args.at)
     search = _Search(batches, args.request)
     with progress("replaying", None, shown=not out.quiet) as update:
         replayed = fold(search.watched(), progress=update)

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
+from events.log import LogReader
+from events.log.segments import is_log
+from events.log.snapshots import snapshots
 from events.types import EventBatch
 from kvcache.cli.times import iso, since
 from kvcache.errors import CapacityError, KVCacheError, UsageError
@@ -143,6 +148,7 @@ class UpTo:
     """
 
     def __init__(self, batches: Iterable[EventBatch], moment: Moment | None) -> None:
+        self._reader = batches if isinstance(batches, LogReader) else None
         self._batches = iter(batches)
         self._moment = moment
         self._reached = False
@@ -150,23 +156,22 @@ class UpTo:
         self._later: EventBatch | None = None
         """The first batch behind a time: it has to be read to know that the one before it was the last."""
         self.first: EventBatch | None = None
-        """The log's first batch."""
+        """The first batch that was read."""
+        self.first_ts = 0
+        """When the log's first batch was made, be it kept or not; 0 before anything was read."""
         self.last: EventBatch | None = None
         """The last one that was given."""
         self.ended = False
         """Whether the log ended rather than the moment came."""
 
-    @property
-    def first_ts(self) -> int:
-        """When the log's first batch was made; 0 before it was read."""
-        return 0 if self.first is None else self.first.ts
-
     def __iter__(self) -> Iterator[EventBatch]:
         moment = self._moment
         by_number = moment is not None and moment.kind == "batch"
         for batch in self._batches:
-            self.first = self.first or batch
-            distance = -1 if moment is None else moment.distance(batch, self.first.ts)
+            if self.first is None:
+                begun = None if self._reader is None else self._reader.snapshot
+                self.first, self.first_ts = batch, batch.ts if begun is None else begun.about.first_ts
+            distance = -1 if moment is None else moment.distance(batch, self.first_ts)
             if distance > 0:
                 self._later = batch
                 self._reached = self._reached or (self.last is not None and not by_number)
@@ -204,7 +209,21 @@ class UpTo:
     def _outside(self, moment: Moment, where: Where, batch: EventBatch | None) -> KVCacheError:
         if batch is None or self.first is None:
             return NoBatch(str(moment))
-        return OutsideLog(str(moment), where, batch.seq, batch.ts, self.first.ts)
+        return OutsideLog(str(moment), where, batch.seq, batch.ts, self.first_ts)
+
+
+def state_before(log: Path, moment: Moment | None) -> LogReader:
+    """A log to be read up to a moment (None: all) for the state there, from the newest snapshot before on."""
+    if moment is None:
+        return LogReader(log, state_at=sys.maxsize)
+    if moment.kind == "batch":
+        return LogReader(log, state_at=moment.value)
+    for snapshot in snapshots(log, newest_first=True) if is_log(log) else ():
+        about = snapshot.about
+        # The batches up to a time are those before the first later one.
+        if about.latest_ts <= moment.value + (about.first_ts if moment.kind == "since" else 0):
+            return LogReader(log, state_at=snapshot.seq)
+    return LogReader(log)
 
 
 def at(batches: UpTo) -> Iterator[tuple[EventBatch, bool]]:

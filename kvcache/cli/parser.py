@@ -26,6 +26,7 @@ COMMANDS = {
     "whatif": "the requests of a log under other settings and orders of eviction",
     "report": "a page for a browser about what the cache of a log did",
     "publish": "sinks for a log that another process writes",
+    "log": "a log's files: what there is, whether it is whole, how much is kept",
     "tap": "record what running engines tell of their caches",
     "subscribe": "listen to a live stream of KV events",
     "config": "the settings that an engine gets here, or their schema",

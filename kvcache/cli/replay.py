@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Fold a log into the state of the cache at its end, or after a batch."
     parser.epilog = (
-        "A torn tail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
+        "Folding begins with the newest snapshot at or before the batch; with --verify as far back as the log goes. A "
+        "torn\ntail (the writer was killed) is reported and is no error; damage is, and exits with 1.\n\n"
         + moments.FORMS_HELP
     )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
@@ -50,10 +51,11 @@ def run(args: argparse.Namespace, out: Output) -> int:
     """Fold, and say what came out."""
     if told.is_told(args.log):
         return told.replay(args, out, describe_end)
-    reader = LogReader(args.log)
+    reader = LogReader(args.log) if args.verify else moments.state_before(args.log, args.at)
     batches = UpTo(reader, args.at)
     with progress("replaying", None, shown=not out.quiet) as update:
         replayed = fold(batches, verify=args.verify, progress=update)
+    replayed.snapshot_seq = None if reader.snapshot is None else reader.snapshot.seq
     if batches.ended:
         replayed.end = reader.end
     batches.check()
@@ -86,6 +88,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "ts": replayed.last_ts,
         "time": None if replayed.last_ts is None else iso(replayed.last_ts),
         "epoch": state.epoch,
+        "snapshot_seq": replayed.snapshot_seq,
         "batches": replayed.batches,
         "events": replayed.events,
         "groups": list(map(_group_json, _windows(state), state.groups)),
@@ -147,6 +150,10 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
         where = f" of window {window:,}" * several
         text = f"{leaves:,} in {count(runs, 'run')}, {count(namespaces, 'namespace')}{where}"
         facts.append(("prefixes", text))
+    if replayed.snapshot_seq is not None:
+        facts.append(
+            ("began with", f"the snapshot of batch {replayed.snapshot_seq:,} (--verify: with the log)")
+        )
     facts += [
         ("replayed", f"{count(replayed.events, 'event')} in {count(replayed.batches, 'batch', 'batches')}"),
         ("checkpoints", _checkpoints(replayed, verified=verified)),

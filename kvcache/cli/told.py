@@ -11,6 +11,7 @@ from events.packed import TOKEN_BYTES
 from events.told.prefix import Prefix, longest_prefixes
 from events.told.state import FeedState, Worker
 from events.types import EventBatch, Gap
+from kvcache.cli.log_end import end_json
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count
@@ -107,14 +108,7 @@ def replay(args: argparse.Namespace, out: Output, describe_end: Any) -> int:
                     {"first_seq": g.first_seq, "last_seq": g.last_seq, "reason": g.reason}
                     for g in folded.gaps
                 ],
-                "end": None
-                if end is None
-                else {
-                    "kind": end.kind,
-                    "path": str(end.path),
-                    "offset": end.offset,
-                    "next_seq": end.next_seq,
-                },
+                "end": end_json(end),
             }
         )
         return 0

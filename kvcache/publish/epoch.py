@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -79,12 +79,22 @@ class Start:
     """The first batch to be read."""
     removed: int
     """So many batches before it are not there any more."""
+    is_snapshot: bool = False
+    """Whether reading begins with the snapshot of this batch."""
 
 
 def last_epoch(log: Path) -> Start | None:
-    """Where a fold begins: the last epoch; None: its first batch is not written yet. Raises BeginningRemoved."""
-    found = _beginnings(log)
-    return _start(log, found[-1], found[-1].seq) if found else None
+    """Where a fold begins: the last epoch, or its newest snapshot; None: its first batch is not written yet.
+
+    Raises BeginningRemoved.
+    """
+    for beginning in reversed(_beginnings(log)):
+        start = _start(log, beginning, beginning.seq)
+        if start is not None:
+            return replace(start, is_snapshot=beginning.is_snapshot)
+        if not beginning.is_snapshot:
+            break  # A damaged snapshot is passed over; this will be written soon.
+    return None
 
 
 def behind(log: Path, position: Position | None) -> Start | None:
@@ -97,7 +107,11 @@ def behind(log: Path, position: Position | None) -> Start | None:
         later = [each.seq for each in found if each.epoch > position.epoch]
         wanted = min([position.seq + 1, *later])
     before = [each for each in found if each.seq <= wanted]
-    return _start(log, before[-1] if before else found[0], wanted)
+    for beginning in reversed(before or found[:1]):
+        start = _start(log, beginning, wanted)
+        if start is not None or not beginning.is_snapshot:
+            return start
+    return None
 
 
 def is_ahead(log: Path, position: Position) -> bool:
@@ -116,10 +130,13 @@ def is_ahead(log: Path, position: Position) -> bool:
 
 
 def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:
-    batch = first_batch(log, beginning.seq)
+    batch = first_batch(log, beginning)
     epoch = None if batch is None else Epoch.of(batch)
     if epoch is None:
         return None
+    if beginning.is_snapshot:
+        # What is gone before the oldest one the reader itself tells, with the state.
+        return Start(epoch, wanted, 0)
     return Start(epoch, max(wanted, beginning.seq), max(0, beginning.seq - wanted))
 
 

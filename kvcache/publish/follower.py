@@ -180,7 +180,8 @@ class SinkFollower:
             self._log,
             follow=True,
             stop=lambda: self._idle(reader),
-            start=first,
+            start=None if start.is_snapshot else first,
+            state_at=first if start.is_snapshot else None,
             poll_seconds=self._poll_seconds,
             kind=None,
         )
@@ -250,6 +251,9 @@ class SinkFollower:
         epoch = Epoch.of(batch)
         if epoch is None or self._epoch is None:
             return True
+        for gap in batch.events:
+            if isinstance(gap, Gap):
+                self._note_gap(gap.first_seq, gap.last_seq)
         fits = epoch.suits(self._epoch)
         self._epoch = epoch
         self._concealed = bool(getattr(self._sink, "needs_tokens", None)) and not epoch.has_tokens
@@ -292,16 +296,14 @@ class SinkFollower:
         return batch_without_tokens(batch) if getattr(self._sink, "needs_tokens", None) is False else batch
 
     def _tell_of_gap(self, start: Start) -> None:
-        last = start.seq - 1
-        self._lost += start.removed
-        _log.warning(
-            "log_was_cut",
-            log=str(self._log),
-            sink=self.name,
-            first_seq=start.seq - start.removed,
-            last_seq=last,
-        )
-        self._delivery.write(_gap(start.seq - start.removed, last, 0, "removed from the log"))
+        first, last = start.seq - start.removed, start.seq - 1
+        self._note_gap(first, last)
+        self._delivery.write(_gap(first, last, 0, "removed from the log"))
+
+    def _note_gap(self, first: int, last: int) -> None:
+        """Batches were removed from the log before they were read."""
+        self._lost += last - first + 1
+        _log.warning("log_was_cut", log=str(self._log), sink=self.name, first_seq=first, last_seq=last)
 
     def _idle(self, reader: LogReader) -> bool:
         """Asked by the reader at the end of what there is: whether to stop."""

@@ -14,16 +14,21 @@ from pathlib import Path
 from events.codec import batch_without_tokens
 from events.errors import LogWriteFailed
 from events.log import LogWriter
+from events.log.retention import Limits
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
 from kvcache.config import LogConfig
 from kvcache.errors import UsageError
+from kvcache.keep.process import Keeper
 from sinks import Sink, SinkContext, SinkRunner, SinkStats, SinkURL, open_sink
 from sinks.base import Probe
 from sinks.router.feed import RouterFeed
 
 _ROOM_SECONDS = 2.0
+_SEGMENTS_KEPT = 8
+"""At least so many segments make up what is kept of a log, since it is cut only between them."""
+_LEAST_BYTES = 4096
 LogTarget = LogWriter | str | PathLike[str] | None
 
 
@@ -167,9 +172,16 @@ def open_log(
     directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
 ) -> LogWriter:
     """A log writer as configured."""
-    return LogWriter(
-        directory, resume=resume, software=f"kvcache {__version__}", log_id=log_id, **config.model_dump()
-    )
+    written = config.model_dump()
+    limits = Limits(*(written.pop(f"retain_{unit}") for unit in ("bytes", "seconds", "segments")))
+    if written.pop("snapshots") or limits:
+        written["segment_begun"] = Keeper(directory, limits).look
+        written["segment_seconds"] = limits.seconds and limits.seconds / _SEGMENTS_KEPT
+    if limits.bytes is not None:
+        written["segment_bytes"] = min(
+            config.segment_bytes, max(limits.bytes // _SEGMENTS_KEPT, _LEAST_BYTES)
+        )
+    return LogWriter(directory, resume=resume, software=f"kvcache {__version__}", log_id=log_id, **written)
 
 
 def _directory(log: object) -> Path:

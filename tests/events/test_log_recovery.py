@@ -107,6 +107,8 @@ def test_damage_is_refused_and_nothing_touched(tmp_path: Path, place: str) -> No
     path = segments(tmp_path)[0]
     data = bytearray(path.read_bytes())
     data[20 if place == "header" else 150] ^= 1
+    if place == "frame":
+        del data[-36:]  # the mark of an orderly end
     path.write_bytes(data)
     if place == "successor":
         segments(tmp_path)[1].write_bytes(b"half a header")
@@ -117,6 +119,32 @@ def test_damage_is_refused_and_nothing_touched(tmp_path: Path, place: str) -> No
             LogWriter(tmp_path, resume=True)
         assert raised.value.path == path
         assert snapshot(tmp_path) == before
+
+
+def test_a_log_that_was_closed_is_continued_unread(tmp_path: Path) -> None:
+    """Of a log that ended in order, opening looks at the end alone; damage before it stays for readers to tell."""
+    write_log(tmp_path, batches(4))
+    (path,) = segments(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[150] ^= 1
+    path.write_bytes(data)
+    with LogWriter(tmp_path, resume=True) as log:
+        assert (log.next_seq, log.epoch_started.clean) == (4, True)
+        log.append(batch(4))
+    assert path.read_bytes() == data
+    with pytest.raises(LogDamaged) as raised:
+        read_log(tmp_path)
+    assert raised.value.path == path
+
+
+@pytest.mark.parametrize("cut", range(1, 37))
+def test_half_a_closing_mark_is_none(tmp_path: Path, cut: int) -> None:
+    """A mark that was not written to its end is put aside, and the epoch is not called clean."""
+    write_log(tmp_path, batches(2))
+    (path,) = segments(tmp_path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with LogWriter(tmp_path, resume=True) as log:
+        assert (log.next_seq, log.epoch_started.clean) == (2, False)
 
 
 def test_newer_log_is_refused(tmp_path: Path) -> None:

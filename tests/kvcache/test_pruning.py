@@ -101,6 +101,10 @@ class Crash(BaseException):
     """The process is killed, or the machine is."""
 
 
+def restore(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
 class FaultyDisk:
     """Counts operations on files, crashes at one of them; with it those go that are not on disk yet, or some do."""
 
@@ -128,7 +132,7 @@ class FaultyDisk:
             content = path.read_bytes() if path.is_file() else None
             unlink(path, *args, **options)
             if content is not None:
-                self._undo.append(lambda: None if path.write_bytes(content) else None)
+                self._undo.append(lambda: restore(path, content))
 
         def crashing_replace(path: Path, target: Path) -> Path:
             self.step()

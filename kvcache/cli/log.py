@@ -1,0 +1,177 @@
+"""``kvcache log``: a log's files; whether all of them are whole; and keeping no more of them than is wanted."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from events.errors import NotALog
+from events.log.closing import is_closed
+from events.log.leases import leased
+from events.log.retention import Kept, Limits
+from events.log.segments import Segment, is_log, segment_paths
+from events.units import parse_bytes
+from kvcache.audit.phrases import describe_end
+from kvcache.cli.log_end import end_json, note_end
+from kvcache.cli.messages import printable
+from kvcache.cli.output import Output, count, size
+from kvcache.cli.parser import positive, seconds
+from kvcache.cli.progress import progress
+from kvcache.cli.times import iso
+from kvcache.errors import InternalError, UsageError
+from kvcache.keep.prune import Pruned, prune
+from kvcache.keep.verify import Verified, verify
+
+_ACTIONS = ("info", "verify", "prune")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = "Look at a log's files, read all of them, or remove what is not to be kept."
+    parser.epilog = (
+        "info      segments and snapshots, what they take, and who still needs them; reads their beginnings only\n"
+        "verify    reads everything: frames, events, checkpoints, and whether each snapshot is the state there\n"
+        "prune     makes the snapshots that are due, and removes what the limits do not allow; a writer may be at\n"
+        "          work. --retain-segments 1 leaves a snapshot and what follows. Engines have it done by the settings\n"
+        "          log.retain_bytes, log.retain_seconds and log.retain_segments"
+    )
+    parser.add_argument("action", choices=_ACTIONS, metavar="|".join(_ACTIONS), help="what to do")
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument(
+        "--retain-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="of prune: keep so much, as in 8GiB, with snapshots",
+    )
+    parser.add_argument(
+        "--retain-seconds",
+        type=seconds,
+        metavar="SECONDS",
+        help="of prune: keep what ended so long before the newest segment began, by the log's own clock",
+    )
+    parser.add_argument("--retain-segments", type=positive, metavar="N", help="of prune: keep so many files")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Do one of them."""
+    if not is_log(args.log):
+        raise NotALog(args.log)
+    limits = Limits(args.retain_bytes, args.retain_seconds, args.retain_segments)
+    if limits and args.action != "prune":
+        raise UsageError("--retain-bytes, --retain-seconds and --retain-segments are of `kvcache log prune`")
+    if args.action == "info":
+        _info(args, out)
+    elif args.action == "verify":
+        _verify(args, out)
+    else:
+        with progress("folding", None, shown=not out.quiet) as update:
+            done = prune(args.log, limits, update)
+        _say_pruned(args, done, out)
+    return 0
+
+
+def _info(args: argparse.Namespace, out: Output) -> None:
+    kept, paths = Kept(args.log), segment_paths(args.log)
+    found = _files(kept) | _identity(args.log, paths) | {"needed_from": leased(args.log)}
+    if args.json:
+        out.json(found)
+        return
+    out.heading(f"{printable(str(args.log))}: {size(found['bytes'])} in {count(len(paths), 'segment')}")
+    rows = [("segment", f"{part.first:,}", size(part.bytes), iso(part.ts)) for part in kept.parts]
+    rows += [
+        ("snapshot", f"{each.seq:,}", size(each.size), iso(each.about.latest_ts)) for each in kept.snapshots
+    ]
+    rows.sort(key=lambda row: int(row[1].replace(",", "")))
+    out.table(("file", "batch", "size", "time"), rows, right=("batch", "size"))
+    out.line()
+    needed = found["needed_from"]
+    out.facts(
+        [
+            ("log", f"{found['log_id'] or 'none yet'}, epoch {found['epoch']}"),
+            (
+                "end",
+                "closed in good order" if found["closed"] else "open: a writer is at work, or was killed",
+            ),
+            ("followers", "none" if needed is None else f"need what begins with batch {needed:,}"),
+        ]
+    )
+
+
+def _files(kept: Kept) -> dict[str, Any]:
+    segments = [{"first_seq": part.first, "bytes": part.bytes, "ts": part.ts} for part in kept.parts]
+    snapshots = [{"seq": each.seq, "bytes": each.size} for each in kept.snapshots]
+    total = sum(part.bytes for part in kept.parts) + sum(each.size for each in kept.snapshots)
+    return {"bytes": total, "segments": segments, "snapshots": snapshots}
+
+
+def _identity(log: Path, paths: list[Path]) -> dict[str, Any]:
+    header, closed = None, False
+    for path in paths[-1:]:
+        with Segment(path) as segment:
+            header = segment.header()
+        closed = is_closed(path)
+    return {
+        "log_id": None if header is None else header.log_id.hex(),
+        "epoch": None if header is None else header.epoch,
+        "closed": closed,
+    }
+
+
+def _verify(args: argparse.Namespace, out: Output) -> None:
+    with progress("reading", None, shown=not out.quiet) as update:
+        found = verify(args.log, update)
+    note_end(out, found.end)
+    if args.json:
+        out.json(_verified_json(found))
+    else:
+        _show_verified(args.log, found, out)
+    if found.problems:
+        raise InternalError(f"{count(len(found.problems), 'problem')}: {'; '.join(found.problems[:3])}")
+
+
+def _verified_json(found: Verified) -> dict[str, Any]:
+    return {
+        "batches": found.batches,
+        "events": found.events,
+        "checkpoints_verified": found.checkpoints,
+        "snapshots_verified": found.snapshots,
+        "unused_snapshots": [path.name for path in found.unused],
+        "problems": found.problems,
+        "end": end_json(found.end),
+    }
+
+
+def _show_verified(log: Path, found: Verified, out: Output) -> None:
+    out.heading(f"{printable(str(log))}: {count(found.batches, 'batch', 'batches')} read")
+    rows = [("events", f"{found.events:,}"), ("checkpoints", f"{found.checkpoints:,} agree")]
+    rows.append(("snapshots", f"{found.snapshots:,} agree with the log"))
+    rows += [("passed over", path.name) for path in found.unused]
+    rows += [("problem", printable(problem)) for problem in found.problems]
+    if found.end is not None:
+        rows.append(("end of the log", describe_end(found.end)))
+    out.facts(rows)
+
+
+def _say_pruned(args: argparse.Namespace, done: Pruned, out: Output) -> None:
+    removed = done.removed
+    if args.json:
+        numbers = {"segments": removed.segments, "snapshots": removed.snapshots, "bytes": removed.bytes}
+        made = [{"seq": each.seq, "bytes": each.size} for each in done.made]
+        out.json({"made": made, "removed": numbers, "kept": _files(done.kept)})
+        return
+    for each in done.made:
+        out.line(f"made      the snapshot of batch {each.seq:,}, {size(each.size)}")
+    files = f"{count(removed.segments, 'segment')}, {count(removed.snapshots, 'snapshot')}"
+    out.line(f"removed   {files}, {size(removed.bytes)}")
+    kept = _files(done.kept)
+    files = f"{count(len(kept['segments']), 'segment')}, {count(len(kept['snapshots']), 'snapshot')}"
+    out.line(f"kept      {files}, {size(kept['bytes'])}")
