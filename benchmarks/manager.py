@@ -24,12 +24,14 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from events.log import LogWriter
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
 from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.config import LogConfig
 from kvcache.errors import OutOfBlocks
+from kvcache.record.outputs import open_log
 from kvcache.workload.mooncake import TraceRequest, read_trace
 from kvcache.workload.tokens import output_tokens, prompt_tokens
 from sinks import SinkContext, SinkRunner, open_sink
@@ -42,16 +44,20 @@ MODES: dict[str, Any] = {
     "off-named": "v2_sha256_64",
     "log": "auto",
     "log-xxh3": "xxh3_64",
+    "log-kept": "auto",
     "wire": "auto",
     "wire-xxh3": "xxh3_64",
     "off-windows": "auto",
     "log-windows": "auto",
     "wire-windows": "auto",
 }
-"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, the
-feed for routers (projected, encoded and sent over ZMQ, one batch per step, as the peers do), and the feed by xxh3; then
-again with two windows, full attention and one that slides."""
+"""Mode to hash: events off (where nobody listens, blocks get no names), off but named, the log, the log by xxh3, a log
+of which only so much is kept (by a process that is not counted, as it takes another core), the feed for routers
+(projected, encoded and sent over ZMQ, one batch per step, as the peers do), and the feed by xxh3; then again with two
+windows, full attention and one that slides."""
 SLIDING_WINDOW = 4096
+KEPT_BYTES = 128 << 20
+"""In segments of an eighth of it, each followed by a snapshot."""
 
 
 class Clock:
@@ -149,6 +155,12 @@ def feed(config: KVCacheConfig) -> SinkRunner:
     return SinkRunner(open_sink(url, context), url, overflow="block", drain_seconds=60)
 
 
+def logged(mode: str) -> LogConfig:
+    """How the log is written."""
+    kept = KEPT_BYTES if mode == "log-kept" else None
+    return LogConfig(overflow="block", fsync="never", retain_bytes=kept)
+
+
 def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict[str, Any]:
     """One run in this process."""
     requests = list(read_trace(trace, count))
@@ -166,9 +178,7 @@ def measure(mode: str, trace: str, count: int, *, by_call: bool = False) -> dict
         gc.collect()
         gc.freeze()
         clock = Clock(by_call=by_call)
-        log = (
-            LogWriter(f"{directory}/log", overflow="block", fsync="never") if mode.startswith("log") else None
-        )
+        log = open_log(Path(f"{directory}/log"), logged(mode)) if mode.startswith("log") else None
         manager = KVCacheManager(config, log=log, sinks=[feed(config)] if mode.startswith("wire") else [])
         engine = drive(manager, tokens, clock)
         clock.timed(manager.close)()

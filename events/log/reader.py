@@ -113,6 +113,11 @@ class LogReader:
             raise RuntimeError("the log has not been read to its end")
         return self._end if self.snapshot is None else replace(self._end, begins=self.snapshot.seq)
 
+    @property
+    def first_ts(self) -> int | None:
+        """When the log's first batch was made, if reading began with a snapshot; None: the first one read is that."""
+        return None if self.snapshot is None else self.snapshot.about.first_ts
+
     def bytes_left(self) -> int:
         """Bytes in the files behind what was read so far. For any thread; raises OSError."""
         place, left = self._place, 0

@@ -90,7 +90,7 @@ class _Side:
         """The same; of each that is done with it is kept what later lines need."""
         for number, batch in enumerate(self.read(update)):
             if number == 0:
-                self._times.first_ts = batch.ts
+                self._times.first_ts = batch.ts if self.reader.first_ts is None else self.reader.first_ts
             if self.created is None:
                 self.created = next((each for each in batch.events if isinstance(each, CacheCreated)), None)
             yield batch

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
         def watched() -> Iterator[EventBatch]:
             for batch in reader:
                 if not first_ts:
-                    first_ts.append(batch.ts)
+                    first_ts.append(batch.ts if reader.first_ts is None else reader.first_ts)
                 update(batch.seq)
                 yield batch
 

@@ -169,8 +169,8 @@ class UpTo:
         by_number = moment is not None and moment.kind == "batch"
         for batch in self._batches:
             if self.first is None:
-                begun = None if self._reader is None else self._reader.snapshot
-                self.first, self.first_ts = batch, batch.ts if begun is None else begun.about.first_ts
+                begun = None if self._reader is None else self._reader.first_ts
+                self.first, self.first_ts = batch, batch.ts if begun is None else begun
             distance = -1 if moment is None else moment.distance(batch, self.first_ts)
             if distance > 0:
                 self._later = batch

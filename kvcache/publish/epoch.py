@@ -83,12 +83,14 @@ class Start:
     """Whether reading begins with the snapshot of this batch."""
 
 
-def last_epoch(log: Path) -> Start | None:
-    """Where a fold begins: the last epoch, or its newest snapshot; None: its first batch is not written yet.
+def last_epoch(log: Path, *, counts: bool) -> Start | None:
+    """Where a fold begins: with the last epoch; None: its first batch is not written yet. Raises BeginningRemoved.
 
-    Raises BeginningRemoved.
+    One that `counts` begins as far back in the epoch as the log goes; for others its newest snapshot will do.
     """
-    for beginning in reversed(_beginnings(log)):
+    found = _beginnings(log)
+    last = [each for each in found if each.epoch == found[-1].epoch]
+    for beginning in last if counts else reversed(last):
         start = _start(log, beginning, beginning.seq)
         if start is not None:
             return replace(start, is_snapshot=beginning.is_snapshot)

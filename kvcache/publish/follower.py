@@ -3,8 +3,9 @@
 The log is the queue: a sink that is slow, fails or hangs falls behind in it, holds up nobody, takes no memory, and
 loses nothing. A batch may come twice where the sink had taken half of it, or the process was killed; its number tells.
 
-A feed for routers folds, and so does what counts: such a sink begins with the beginning of the log's last epoch, in
-silence, and is opened when it has got to the end. Then routers are told the whole state.
+A feed for routers folds, and so does what counts: such a sink begins with the beginning of the log's last epoch, or,
+for routers, with its newest snapshot, in silence, and is opened when it has got to the end. Then routers are told the
+whole state.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class SinkFollower:
     def _find_start(self) -> Start | None:
         """Where to begin, now or after the log was cut; None: there is nothing to begin with yet."""
         if self._folds:
-            return last_epoch(self._log)
+            return last_epoch(self._log, counts=not isinstance(self._sink, RouterFeed))
         if self._file is not None and not self._file.is_open:
             self._saved = self._file.open()
         position = self._position() or self._saved

@@ -1,0 +1,212 @@
+"""`kvcache log`: what there is, whether it is whole, and keeping less; and other commands about such logs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from events.log import LogReader
+from events.log.leases import Lease
+from events.log.segments import first_seq, segment_paths
+from events.log.snapshots import snapshot_paths, snapshots
+from kvcache.keep.snapshot import make_snapshot
+from kvcache.replay import replay
+from tests.cli.conftest import Kvcache, run_log
+
+SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of many segments. Not to be changed."""
+    directory = tmp_path_factory.mktemp("logs") / "log"
+    return run_log(directory, *SIZES, "--set", "log.segment_bytes=16000")
+
+
+@pytest.fixture
+def kept(whole: Path, tmp_path: Path, kvcache: Kvcache) -> Path:
+    """The same log, of which eight segments are kept."""
+    log = Path(shutil.copytree(whole, tmp_path / "kept"))
+    assert kvcache("log", "prune", log, "--retain-segments", 8, "-q").code == 0
+    return log
+
+
+def bytes_in(log: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in log.iterdir() if path.is_file()}
+
+
+def answer(done: Any) -> Any:
+    assert (done.code, done.err) == (0, "")
+    return json.loads(done.out)
+
+
+def test_info(kvcache: Kvcache, kept: Path) -> None:
+    """Segments and snapshots with their sizes, the log's identity, and who needs it; nothing is changed."""
+    before = bytes_in(kept)
+    found = answer(kvcache("log", "info", kept, "--json"))
+    assert [each["first_seq"] for each in found["segments"]] == list(map(first_seq, segment_paths(kept)))
+    assert [each["seq"] for each in found["snapshots"]] == list(map(first_seq, snapshot_paths(kept)))
+    sizes = [path.stat().st_size for path in [*segment_paths(kept), *snapshot_paths(kept)]]
+    assert found["bytes"] == sum(sizes)
+    assert (found["epoch"], found["closed"], found["needed_from"]) == (0, True, None)
+    lease = Lease(kept)
+    lease.hold(300)
+    assert answer(kvcache("log", "info", kept, "--json"))["needed_from"] == 300
+    done = kvcache("log", "info", kept)
+    assert "need what begins with batch 300" in done.out
+    assert "closed in good order" in done.out
+    assert len([line for line in done.out.splitlines() if line.startswith(("  segment", "  snapshot"))]) == 10
+    lease.end()
+    assert bytes_in(kept) == before
+
+
+def test_verify(kvcache: Kvcache, kept: Path) -> None:
+    """All that is kept is read, and each snapshot compared; that the beginning is gone is said on stderr."""
+    found = kvcache("log", "verify", kept, "--json", "-q")
+    told = json.loads(found.out)
+    assert (told["snapshots_verified"], told["problems"], told["unused_snapshots"]) == (2, [], [])
+    assert told["end"]["begins"] == first_seq(snapshot_paths(kept)[0])
+    assert told["batches"] == len(list(LogReader(kept)))
+    done = kvcache("log", "verify", kept)
+    assert "begins with the state after batch" in done.err
+    assert "2 agree with the log" in done.out
+
+
+def test_verify_tells_of_snapshots_that_are_no_good(kvcache: Kvcache, kept: Path, whole: Path) -> None:
+    """A damaged one and one with another state are wrong; one that nothing continues is passed over."""
+    made = make_snapshot(whole, first_seq(segment_paths(whole)[5]))
+    assert made is not None
+    unused = kept / made.path.name
+    shutil.move(made.path, unused)
+    newest = snapshot_paths(kept)[-1]
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    done = kvcache("log", "verify", kept, "--json")
+    assert done.code == 1
+    told = json.loads(done.out)
+    assert told["unused_snapshots"] == [unused.name]
+    assert [str(newest) in problem for problem in told["problems"]] == [True]
+
+
+def test_prune(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
+    """By number, bytes and time; the answer says what went, and what is left replays to the same end."""
+    for options in (("--retain-segments", 4), ("--retain-bytes", "120KiB"), ("--retain-seconds", 2)):
+        log = Path(shutil.copytree(whole, tmp_path / str(options[1])))
+        told = answer(kvcache("log", "prune", log, *options, "--json", "-q"))
+        assert told["removed"]["segments"] == len(segment_paths(whole)) - len(segment_paths(log)) > 0
+        assert len(told["kept"]["segments"]) == len(segment_paths(log))
+        assert replay(log).fingerprint == replay(whole).fingerprint
+        done = kvcache("log", "prune", log, *options)
+        assert "removed   0 segments, 0 snapshots, 0 B" in done.out
+
+
+def test_compact(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
+    """Keeping one segment leaves a snapshot and what follows."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    kvcache("log", "prune", log, "--retain-segments", 1)
+    assert (len(segment_paths(log)), len(snapshot_paths(log))) == (1, 1)
+    assert replay(log).fingerprint == replay(whole).fingerprint
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("prune", "LOG", "--retain-bytes", "8"),
+        ("prune", "LOG", "--retain-segments", "0"),
+        ("verify", "LOG", "--retain-segments", "2"),
+        ("mend", "LOG"),
+        ("info", "NOWHERE"),
+    ],
+)
+def test_errors(kvcache: Kvcache, whole: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+    """What cannot be meant is an error in one line, and changes nothing."""
+    before = bytes_in(whole)
+    paths = {"LOG": str(whole), "NOWHERE": str(tmp_path)}
+    with suppress(SystemExit):
+        done = kvcache("log", *(paths.get(each, each) for each in args))
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+    assert bytes_in(whole) == before
+
+
+class TestOtherCommands:
+    """What they make of a log whose beginning is not kept."""
+
+    def test_replay_begins_with_a_snapshot(self, kvcache: Kvcache, kept: Path, whole: Path) -> None:
+        """By number and by time, at each batch that is kept the same as of the whole log."""
+        begins = first_seq(snapshot_paths(kept)[0])
+        for at in (begins, begins + 7, 380, "+6s", "+7.5s", "2026-01-01T00:00:07Z"):
+            [mine, other] = [
+                answer(kvcache("replay", log, "--at", at, "--json", "-q")) for log in (kept, whole)
+            ]
+            assert (mine["fingerprint"], mine["seq"]) == (other["fingerprint"], other["seq"])
+            assert mine["snapshot_seq"] == max(
+                each.seq for each in snapshots(kept) if each.seq <= mine["seq"]
+            )
+            [mine, other] = [kvcache("replay", log, "--at", at).out.splitlines()[0] for log in (kept, whole)]
+            assert mine.partition(": ")[2] == other.partition(": ")[2]
+
+    @pytest.mark.parametrize("moment", ["3", "+1s", "2026-01-01T00:00:01Z"])
+    def test_what_is_gone_is_said(self, kvcache: Kvcache, kept: Path, moment: str) -> None:
+        """A moment before what is kept is an error that says where the log begins."""
+        done = kvcache("replay", kept, "--at", moment)
+        assert done.code == 2
+        assert f"lies before the log's first batch, {first_seq(snapshot_paths(kept)[0])} (+5.4" in done.err
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ("audit", "LOG"),
+            ("explain", "LOG", "--request", 50),
+            ("curve", "LOG"),
+            ("diff", "LOG", "LOG"),
+            ("report", "LOG", "-o", "page.html"),
+            ("export", "LOG", "--to", "csv", "-o", "tables"),
+            ("events", "LOG"),
+            ("match", "LOG", "--request", 50, "--at", 380),
+        ],
+    )
+    def test_history_begins_with_the_oldest_snapshot(
+        self,
+        kvcache: Kvcache,
+        kept: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        args: tuple[Any, ...],
+    ) -> None:
+        """What is about what happened reads all that is kept, and those that judge say where it begins."""
+        monkeypatch.chdir(tmp_path)
+        done = kvcache(*(kept if each == "LOG" else each for each in args))
+        assert done.code == 0
+        says = "begins with the state after batch" in done.err
+        assert says == (args[0] != "match")
+
+    def test_what_if_needs_the_beginning(self, kvcache: Kvcache, kept: Path) -> None:
+        """Requests cannot be played again into a cache that held something, and that is said."""
+        done = kvcache("whatif", kept, "--set", "secondary_blocks=0")
+        assert done.code == 2
+        assert "it begins with a cache that holds something already" in done.err
+
+    def test_times_count_from_the_log_s_own_beginning(
+        self, kvcache: Kvcache, kept: Path, whole: Path
+    ) -> None:
+        """Be it kept or not, so that a moment has one name."""
+        [mine, other] = [
+            next(
+                line for line in kvcache("explain", log, "--request", 50).out.splitlines() if "ended" in line
+            )
+            for log in (kept, whole)
+        ]
+        assert mine == other
+
+    def test_a_writer_goes_on(self, kvcache: Kvcache, kept: Path) -> None:
+        """A log without its beginning is continued as any other, also where its last segment is all there is."""
+        kvcache("log", "prune", kept, "--retain-segments", 1)
+        done = kvcache("run", "--limit", 3, "--no-pools", *SIZES, "--log", kept, "--continue", "--keep", "-q")
+        assert done.code == 0
+        assert replay(kept).state.epoch == 1
