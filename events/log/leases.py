@@ -72,13 +72,15 @@ def _of_a_reader(path: Path) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
     except BlockingIOError:
         text = os.pread(descriptor, _MAX_BYTES, 0)
         # Nothing is written yet, or the name of the process: the reader is just beginning, and may need everything.
         return int(text) if text.strip().isdigit() else 0
     except OSError:
-        return 0
+        return None  # Where files cannot be locked, nobody has a lease.
+    else:
+        with suppress(OSError):
+            path.unlink()
+        return None
     finally:
         os.close(descriptor)
-    return None

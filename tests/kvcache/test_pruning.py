@@ -23,6 +23,7 @@ from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
 from events.types import EpochStarted, Gap
 from kvcache.fold.state import CacheState
+from kvcache.keep import snapshot as keep_snapshot
 from kvcache.keep.prune import prune
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import BeforeBeginning, Replayed, fold, replay
@@ -277,14 +278,17 @@ def test_followers_keep_what_they_need_up_to_twice_the_limits(tmp_path: Path) ->
     assert len(segment_paths(log)) == 3
 
 
-def test_reading_from_a_batch_that_is_gone_begins_with_a_gap(tmp_path: Path) -> None:
-    """Who wants to go on where it stopped, and comes too late, is told what it has missed."""
-    log = random_log(5, tmp_path)
+@pytest.mark.parametrize("seed", [5, 7])
+def test_reading_from_a_batch_that_is_gone_begins_with_a_gap(tmp_path: Path, seed: int) -> None:
+    """Who wants to go on where it stopped, and comes too late, is told what it has missed, and then the state."""
+    log = random_log(seed, tmp_path)  # that of 7 has no tokens
+    states = states_of(log)
     prune(log, Limits(segments=2))
     first, *_ = LogReader(log, start=7)
     assert [event for event in first.events if isinstance(event, Gap)] == [
         Gap(first_seq=7, last_seq=first.seq, reason="removed from the log by its retention")
     ]
+    assert fold([first]).fingerprint == states[first.seq]
     assert next(iter(LogReader(log, start=first.seq + 1))).seq == first.seq + 1
 
 
@@ -308,6 +312,30 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(LogLocked):
         prune(log, NO_LIMITS)
     lock.give_back()
+
+
+def test_nothing_is_kept_of_what_is_not_on_disk(tmp_path: Path) -> None:
+    """Segments that cannot be forced to the disk get no snapshot: a power cut could leave a log that ends before it."""
+    log = random_log(1, tmp_path)
+    with (
+        patch.object(keep_snapshot, "sync_file", side_effect=OSError(errno.EIO, "bad")),
+        pytest.raises(OSError),
+    ):
+        prune(log, NO_LIMITS)
+    assert snapshot_paths(log) == []
+    with patch.object(keep_snapshot, "sync_file") as sync:
+        prune(log, NO_LIMITS)
+    assert sync.call_count == len(segment_paths(log)) - 1
+
+
+def test_a_lease_that_cannot_be_removed_holds_nothing(tmp_path: Path) -> None:
+    """As one of another user whose reader is gone."""
+    lease = Lease(tmp_path)
+    lease.hold(7)
+    assert lease._lock is not None
+    lease._lock.give_back()
+    with patch.object(Path, "unlink", side_effect=PermissionError):
+        assert leased(tmp_path) is None
 
 
 def test_a_disk_that_refuses_a_snapshot_loses_nothing(tmp_path: Path) -> None:
