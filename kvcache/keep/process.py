@@ -22,7 +22,7 @@ from kvcache.keep.prune import prune
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.process import main; main(*sys.argv[2:])"
 _ROOT = Path(__file__).parents[2]
-_NICE = 10
+_NICE = 5
 """It has time until the next segment begins."""
 _log = get_logger(__name__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,8 @@ from events.log.snapshots import snapshot_paths, snapshots
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import replay
 from tests.cli.conftest import Kvcache, run_log
+from tests.cli.test_json import keys_of
+from tests.conftest import ROOT
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 
@@ -210,3 +213,18 @@ class TestOtherCommands:
         done = kvcache("run", "--limit", 3, "--no-pools", *SIZES, "--log", kept, "--continue", "--keep", "-q")
         assert done.code == 0
         assert replay(kept).state.epoch == 1
+
+
+def test_every_key_is_documented(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
+    """The table of docs/json.md has each key that the three say, and no other ones."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    found = set[str]()
+    for args in (("prune", "--retain-segments", 8), ("info",), ("verify",)):
+        found |= set(keys_of(json.loads(kvcache("log", args[0], log, *args[1:], "--json", "-q").out)))
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    section = page.partition("\n## log\n")[2].partition("\n## ")[0]
+    firsts = re.findall(r"(?m)^\| (`.*?) \|", section)
+    assert {word for first in firsts for word in re.findall("`([^`]+)`", first)} <= found
+    named = set(re.findall("`([^`]+)`", section))
+    # `kept` has what `info` has, and `end` is documented with replay.
+    assert {key for key in found if key.partition(".")[0] != "end" and key.count(".") < 2} <= named
