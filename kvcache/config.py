@@ -195,12 +195,10 @@ class LogConfig(_Settings, frozen=True):
     fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
     retain_bytes: _MaybeBytes = None
-    """How much of a log is kept, snapshots included: older segments are removed, and reading begins with a snapshot.
-    Looked at whenever a segment has begun, by a process of its own; followers may hold as much again. A segment has an
-    eighth of it at most. None: all is kept."""
+    """How much of a log is kept, snapshots included: older segments are removed, by a process of its own, whenever one
+    has begun, and reading begins with a snapshot. Followers may hold as much again. None: all is kept."""
     retain_seconds: _MaybeSeconds = None
-    """The same by time: segments that ended so long before the newest one began are removed. A segment spans an eighth
-    of it at most, by the times of its batches."""
+    """The same by time: segments that ended so long before the newest one began are removed."""
     retain_segments: _MaybeCount = None
     """The same by number, that which is being written included."""
     snapshots: _Flag = False

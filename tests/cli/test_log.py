@@ -19,7 +19,7 @@ from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import replay
 from tests.cli.conftest import Kvcache, run_log
 from tests.cli.test_json import keys_of
-from tests.conftest import ROOT
+from tests.places import ROOT
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 
