@@ -66,6 +66,8 @@ class StatsCounter:
         bus.subscribe(self._on_created, ev.CacheCreated)
         bus.subscribe(self._on_added, ev.SequenceAdded)
         bus.subscribe(self._on_input, ev.EncoderAdded)
+        bus.subscribe(self._own.fork, ev.SequenceForked)
+        bus.subscribe(self._own.rewind, ev.SequenceRewound)
         bus.subscribe(self._own.remove, ev.SequenceRemoved)
         bus.subscribe(self._own.begin_again, ev.TransferFailed)
         bus.subscribe(self._on_allocated, ev.BlocksAllocated)

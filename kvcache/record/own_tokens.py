@@ -4,16 +4,25 @@ Its blocks are still cached, so it finds them, which says nothing about how much
 keep such tokens apart. A request has come back if it says so (`Request.resumed`), or was removed as preempted. Where an
 engine says neither, it has if its id was removed before, its namespace is the same, and its prompt is no shorter than
 its earlier one and no longer than what it had with its sampled tokens: a later turn of a conversation, which is longer,
-is another request that happens to have its id.
+is another request that happens to have its id. A branch owns what its parent owned when it began.
 
 Only events are looked at, so whoever reads a log from its start finds the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from events.types import EndReason, Namespace, RequestId, SequenceAdded, SequenceRemoved, TransferFailed
+from events.types import (
+    EndReason,
+    Namespace,
+    RequestId,
+    SequenceAdded,
+    SequenceForked,
+    SequenceRemoved,
+    SequenceRewound,
+    TransferFailed,
+)
 
 REMEMBERED = 4096
 """Removed requests that are remembered; the one that was removed first is forgotten first."""
@@ -38,7 +47,7 @@ class _Request:
 
 
 class OwnTokens:
-    """A fold over admissions and removals."""
+    """A fold over how sequences begin, go back and end."""
 
     def __init__(self) -> None:
         self._running: dict[int, _Request] = {}
@@ -60,10 +69,23 @@ class OwnTokens:
         request.first = min(first, before.first)
         return max(0, min(first, before.stop) - before.first)
 
+    def fork(self, event: SequenceForked) -> None:
+        """Note a branch."""
+        parent = self._running.get(event.handle)
+        if parent is not None:
+            self._running[event.child] = replace(parent, request_id=event.request_id)
+
+    def rewind(self, event: SequenceRewound) -> None:
+        """What is computed anew in the place of what was taken back is the request's own."""
+        request = self._running.get(event.handle)
+        if request is not None:
+            request.first = min(request.first, event.num_tokens - 1)
+            request.num_prompt_tokens = min(request.num_prompt_tokens, event.num_tokens)
+
     def remove(self, event: SequenceRemoved) -> None:
         """Note a request that has ended, or was preempted."""
         request = self._running.pop(event.handle, None)
-        if request is None or event.computed <= request.first:
+        if request is None:
             return
         request.num_tokens, request.stop = event.num_tokens, event.computed
         request.preempted = event.why == EndReason.PREEMPTED

@@ -64,6 +64,41 @@ def test_what_others_had_computed_stays_a_hit() -> None:
     assert counted(manager) == (10, 2, 8 / 17)
 
 
+def test_who_was_preempted_before_it_computed_anything_owns_nothing() -> None:
+    """What it finds when it returns is what others had computed, as the first time."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 9])
+    assert manager.add_sequence("a", [1, 2, 3, 4, 5]).reused_tokens == 4
+    manager.remove_sequence("a", why="preempted")
+    assert compute(manager, "a", [1, 2, 3, 4, 5], resumed=True) == 4
+    assert counted(manager) == (8, 0, 8 / 15)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_branch_that_returns_owns_what_its_parent_owned(resumed: bool) -> None:
+    """And what it has computed since; what its parent had shared with others stays a hit."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 9])
+    assert compute(manager, "parent", [1, 2, 3, 4, 5, 6]) == 4
+    manager.fork("parent", "branch")
+    manager.add_tokens(["branch"], [7, 8, 9], [3])
+    manager.remove_sequence("branch", why="preempted")
+    assert compute(manager, "branch", [1, 2, 3, 4, 5, 6, 7, 8, 9], resumed=resumed) == 8
+    assert counted(manager)[:2] == (12, 4)
+
+
+def test_what_was_taken_back_and_computed_otherwise_is_own() -> None:
+    """Also where a request goes back into what it had found at first."""
+    manager = cache()
+    compute(manager, "other", [1, 2, 3, 4, 5, 9])
+    assert compute(manager, "a", [1, 2, 3, 4, 5, 6]) == 5
+    manager.rewind("a", 3)
+    manager.add_tokens(["a"], [7, 8, 9], [3])
+    manager.remove_sequence("a", why="preempted")
+    assert compute(manager, "a", [1, 2, 3, 7, 8, 9]) == 5
+    assert counted(manager)[:2] == (10, 3)
+
+
 def test_what_was_evicted_meanwhile_and_computed_again_is_own() -> None:
     """A request that returns and has to compute again what it once shared owns that as well."""
     manager = cache()
