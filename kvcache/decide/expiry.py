@@ -43,24 +43,30 @@ class Expiry:
         self, state: CacheState, emit: Callable[[Event], None], monotonic_ns: Callable[[], int]
     ) -> None:
         self._state, self._emit, self._monotonic_ns = state, emit, monotonic_ns
-        self._began = self._read(state.clock) - state.clock
+        self._began: int | None = None
+        """What the clock showed when the cache was created: known once it has answered."""
+        self.now()
         for index, group in enumerate(state.groups):
             group.timed = partial(self._note, index)
         self._heap = self._entries()
         """When, group, and the id of a run, or a place."""
 
-    def _read(self, otherwise: int) -> int:
+    def _read(self) -> int | None:
         try:
             return int(self._monotonic_ns())
         except Exception:  # noqa: BLE001  a clock of somebody else's
-            return otherwise
+            return None
 
     # -- the time
 
     def now(self) -> int:
         """Nanoseconds since the cache was created, while it has run."""
-        clock = self._state.clock
-        return max(min(self._read(self._began + clock) - self._began, _END_NS), clock, 1)
+        clock, read = self._state.clock, self._read()
+        if read is None:
+            return max(clock, 1)
+        if self._began is None:
+            self._began = read - clock
+        return max(min(read - self._began, _END_NS), clock, 1)
 
     def told(self, *, begins: bool = False) -> int:
         """The time for an event; 0 while nothing has ever been kept for a time, unless that begins with it."""

@@ -141,6 +141,20 @@ def test_a_clock_that_raises_stands_still() -> None:
     assert rig.priorities == {35}
 
 
+def test_time_begins_when_a_clock_answers_that_raised_at_first() -> None:
+    """What it shows then is no time that has passed."""
+    ticks = strategies.Ticks()
+    rig, ticks.now = Rig(8), None  # type: ignore[assignment]
+    rig.manager = KVCacheManager(rig.manager.config, monotonic_ns=ticks)
+    rig.run("a", [1] * 8, keep((0, None, 80, 10)))
+    ticks.now = 10**15
+    rig.manager.flush()
+    assert rig.priorities == {80}
+    ticks.now += 20 * strategies.MS
+    rig.manager.flush()
+    assert rig.priorities == {35}
+
+
 @pytest.mark.parametrize("now", [2**62, 2**63, 10**30, 1e19])
 @pytest.mark.parametrize("windows", [None, (6, 128), (2,)])
 def test_a_clock_that_jumps_out_of_all_bounds_stops_at_the_last_time(
