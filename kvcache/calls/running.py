@@ -162,9 +162,9 @@ class Running:
 
         What is computed is stored first, as by `store_context_blocks` (the result says what that changed in the
         parent's tables). The child holds the same blocks, and has its own ones for what is not computed yet: the block
-        that is computed in part is copied (`start_transfers`). Raises `OutOfBlocks` if these cannot be had,
-        `DuplicateRequest`, and as `store_context_blocks` does where the parent's own copies have not been started or
-        have failed.
+        that is computed in part is copied (`start_transfers`); what is reserved for the parent it has not. Raises
+        `OutOfBlocks` if these cannot be had, `DuplicateRequest`, and as `store_context_blocks` does where the parent's
+        own copies have not been started or have failed.
         """
         parent, child = self._blocks.sequence(request_id), checked_request_id(child_id)
         self._checker.refuse_running(child)
@@ -179,8 +179,9 @@ class Running:
 
         What was stored stays cached. The last token that is left is to be computed anew: where its block is cached, the
         sequence gets a copy of what is before it (`start_transfers`), so block tables read before are stale. The slots
-        that become blank are the next to be taken. Raises `OutOfBlocks` if there is no block for the copy, and
-        `UsageError` where a sliding window has let go of what the token sees.
+        that become blank are the next to be taken; what was reserved behind the tokens goes with them. Raises
+        `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has let go of what the
+        token sees.
         """
         number, sequence = checked_integer(num_tokens, "num_tokens"), self._blocks.sequence(request_id)
         if not 1 <= number <= sequence.num_tokens:
