@@ -48,6 +48,7 @@ class Query:
     ) -> None:
         self._guard = guard
         self._config, self._layout, self._pools = config, layout, pools
+        self._groups, self._own = [group.window for group in layout.groups], layout.windows
         self._state, self._blocks = state, blocks
         self._checker, self._readiness = checker, readiness
 
@@ -133,8 +134,7 @@ class Query:
 
     def group_of(self, window: int | None) -> int:
         """The group of a window, as callers give it."""
-        windows = [group.window for group in self._layout.groups]
-        own = self._layout.windows
+        windows, own = self._groups, self._own
         if window is None:
             if len(own) > 1:
                 raise UsageError(f"say which window's blocks are meant: one of {windows}")
@@ -179,9 +179,9 @@ class Query:
         ids = listed(request_ids, "request_ids")
         sequences = [self._blocks.sequence(request_id) for request_id in ids]
         self._readiness.refuse_unreadable(sequences)
-        crosses = self._layout.groups[group].kind == "cross"
-        readers = [sequence.part_in(group) for sequence in sequences] if crosses else sequences
-        tables = [sequence.tables[group] for sequence in readers]
+        if group >= len(self._own):
+            sequences = [sequence.part_in(group) for sequence in sequences]
+        tables = [sequence.tables[group] for sequence in sequences]
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
@@ -209,7 +209,7 @@ class Query:
     @exclusive
     def pins(self) -> dict[int, Pinned]:
         """What is pinned, by the numbers of the pins."""
-        windows = [group.window for group in self._layout.groups]
+        windows = self._groups
         return {
             number: Pinned(pin.request_id, dict(zip(windows, map(len, pin.slots), strict=True)), pin.named)
             for number, pin in self._state.pins.items()

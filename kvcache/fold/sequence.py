@@ -109,7 +109,10 @@ class Sequence(SequenceTokens):
     @property
     def stored_blocks(self) -> int:
         """Leading blocks that are cached, in the window with the fewest."""
-        return min([tail.end for tail, table in zip(self.path_ends, self.tables, strict=True) if table])
+        ends = [tail.end for tail in self.path_ends]
+        if self.encoder is not None:
+            ends.pop()  # cross attention, of which it has none
+        return ends[-1] if self.holders else min(ends)
 
     def part_in(self, group: int) -> Sequence:
         """Whose blocks it reads in a group: its own ones, or for cross attention those of the encoder's input."""

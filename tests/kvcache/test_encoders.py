@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 
+from cuda_ops.simulated import LateCopier
 from events.log import LogReader
 from events.tokens.names import input_digests
 from events.types import CROSS_WINDOW, AdmissionRefused, EncoderAdded, EncoderRemoved, Namespace
 from kvcache.config import LogConfig
 from kvcache.decide.lookup import lookup
-from kvcache.errors import InvalidTokens, KVCacheError, OutOfBlocks, PromptTooLong, Unsupported, UsageError
+from kvcache.errors import (
+    InvalidTokens,
+    KVCacheError,
+    OutOfBlocks,
+    PromptTooLong,
+    TransfersPending,
+    Unsupported,
+    UsageError,
+)
 from kvcache.fold.check import check
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import EncoderInput, Request
@@ -21,6 +30,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
 from tests import strategies
 from tests.columns import pack_i32
+from tests.lives import NoBytes
 
 PROMPT = [1, 2, 3, 4, 5]
 READ = [7, 8, 9, 7, 8]
@@ -133,6 +143,42 @@ def test_inputs_are_offloaded_and_brought_back() -> None:
     assert add(manager, "c") == (4, 5)
     manager.flush()
     assert manager.stats().windows[CROSS_WINDOW].blocks_onboarded == 3
+
+
+def test_inputs_on_their_way_are_not_read() -> None:
+    """Before their copies are started nothing can be computed from them, and nothing said to be."""
+    manager = KVCacheManager(
+        strategies.config(primary_blocks=(8, 6), secondary_blocks=(0, 6), cross_kv_cache_fraction=0.5),
+        copier=LateCopier(NoBytes(), 2),
+    )
+    add(manager, "a")
+    manager.remove_sequence("a")
+    add(manager, "b", [1] * 12)
+    manager.remove_sequence("b")
+    assert manager.add_sequence("c", PROMPT, encoder_tokens=READ).reused_encoder_tokens == 5
+    for call in (
+        lambda: table(manager, "c"),
+        lambda: manager.store_encoder_blocks("c"),
+        lambda: manager.store_context_blocks("c", 5),
+        lambda: manager.add_tokens(["c"], [1]),
+    ):
+        with pytest.raises(TransfersPending):
+            call()
+    manager.start_transfers()
+    manager.add_tokens(["c"], [1])
+    assert len(table(manager, "c")) == 3
+
+
+def test_saying_again_that_the_encoder_has_run_changes_nothing() -> None:
+    """Nor does it of an input that was reused whole."""
+    manager = cache()
+    add(manager, "a")
+    manager.add_sequence("b", PROMPT, encoder_tokens=READ)
+    events: list[object] = []
+    manager.bus.subscribe(events.append)
+    for name in "ab":
+        assert manager.store_encoder_blocks(name).stored_blocks == 3
+    assert events == []
 
 
 def test_branches_read_what_their_parents_read() -> None:
