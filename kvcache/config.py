@@ -31,7 +31,35 @@ from pydantic import (
 )
 
 from kvcache.errors import ConfigError
-from kvcache.settings.byte_sizes import in_bytes, or_size
+from kvcache.settings.byte_sizes import or_size
+from kvcache.settings.fields import (
+    IN_BYTES,
+    MAX_BLOCKS,
+    MAX_BYTES,
+    MAX_LAYERS,
+    POWERS_OF_TWO,
+    Bytes,
+    Flag,
+    MaybeBlocks,
+    MaybeBytes,
+    MaybeCount,
+    MaybeNoBlocks,
+    MaybePart,
+    MaybeSeconds,
+    MaybeTokens,
+    Natural,
+    OfLayers,
+    OfWindows,
+    OneUp,
+    Positive,
+    Weight,
+    as_numbers,
+    one_or_more,
+    or_one_in_schema,
+    power_of_two,
+    rule_or_numbers,
+    storable,
+)
 from kvcache.settings.problems import Accepts, problems_of
 from kvcache.settings.sources import Sources
 
@@ -39,93 +67,6 @@ if TYPE_CHECKING:
     from pydantic import GetJsonSchemaHandler
     from pydantic.json_schema import JsonSchemaValue
     from pydantic_core import CoreSchema
-
-MAX_BLOCKS = 2**31 - 1
-"""Slots are int32."""
-MAX_BYTES = 2**62
-"""Sizes in bytes are int64 in the log."""
-MAX_LAYERS = 65536
-_POWERS_OF_TWO = [1 << exponent for exponent in range(31)]
-
-
-def _power_of_two(value: int) -> int:
-    if value & (value - 1):
-        raise ValueError("not a power of two")
-    return value
-
-
-def _unicode(value: str) -> str:
-    value.encode()  # what a variable or a file holds beside UTF-8 has no place in a log
-    return value
-
-
-def _numbers(value: object) -> object:
-    """Read "1024,4096" or "[1024, 4096]", as environments hold them, and a list as the tuple it stands for."""
-    if isinstance(value, str):
-        text = value.strip()
-        if text.startswith("[") and text.endswith("]"):  # a bracket alone stays, and is refused as no integer
-            text = text[1:-1]
-        value = text.split(",")
-        if len(value) == 1:
-            value = value[0]
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _one_or_more(value: object) -> object:
-    """A single window is the window of all layers."""
-    value = _numbers(value)
-    return (value,) if isinstance(value, int | float | str) else value
-
-
-def _rule_or_numbers(value: object) -> object:
-    """The name of a rule stays; all else is one number per window."""
-    return value if value in ("equal", "window") else _one_or_more(value)
-
-
-def _or_one(schema: dict[str, Any]) -> None:
-    """Say so in the schema of the list of windows."""
-    schema["anyOf"].insert(0, schema["anyOf"][0]["items"])
-
-
-_Positive = Annotated[int, Field(ge=1, le=MAX_BLOCKS), Accepts(f"an integer from 1 to {MAX_BLOCKS}")]
-_Natural = Annotated[int, Field(ge=0, le=MAX_BLOCKS), Accepts(f"an integer from 0 to {MAX_BLOCKS}")]
-_Flag = Annotated[bool, Accepts("true or false")]
-_OneUp = Annotated[int, Field(ge=1, le=MAX_BLOCKS)]
-_OfLayers = Annotated[tuple[_OneUp, ...], Field(min_length=1, max_length=MAX_LAYERS)]
-_IN_BYTES = BeforeValidator(in_bytes)
-_Bytes = Annotated[
-    int,
-    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
-    _IN_BYTES,
-    Accepts("bytes, from 1 to 2**62, also as 64MiB"),
-]
-_MaybeBytes = Annotated[
-    int | None,
-    Field(ge=1, le=MAX_BYTES, json_schema_extra=or_size()),
-    _IN_BYTES,
-    Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
-]
-_MaybeCount = Annotated[_OneUp | None, Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")]
-_MaybeSeconds = Annotated[
-    float | None, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9, or none")
-]
-_ZeroUp = Annotated[int, Field(ge=0, le=MAX_BLOCKS)]
-_OfWindows = Field(min_length=1, max_length=MAX_LAYERS)
-_MaybeBlocks = Annotated[
-    _OneUp | Annotated[tuple[_OneUp, ...], _OfWindows] | None,
-    BeforeValidator(_numbers),
-    Accepts(f"an integer from 1 to {MAX_BLOCKS}, one such integer per window, or none"),
-]
-_MaybeNoBlocks = Annotated[
-    _ZeroUp | Annotated[tuple[_ZeroUp, ...], _OfWindows] | None,
-    BeforeValidator(_numbers),
-    Accepts(f"an integer from 0 to {MAX_BLOCKS}, one such integer per window, or none"),
-]
-_Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Part = Annotated[float | None, Field(gt=0, lt=1), Accepts("a number above 0 and below 1, or none")]
-_MaybeTokens = Annotated[
-    int | None, Field(ge=1, le=MAX_BYTES), Accepts("tokens, from tokens_per_block to 2**62, or none")
-]
 
 
 class _Settings(BaseModel, frozen=True, extra="forbid"):
@@ -178,7 +119,7 @@ _NAMELESS: dict[str, JsonValue] = {
 class LogConfig(_Settings, frozen=True):
     """How the event log is written."""
 
-    record_tokens: _Flag = True
+    record_tokens: Flag = True
     """Whether token ids, which are the prompts, are written. Without them a log replays to the same fingerprint and
     can be continued, but `KVCacheManager.resume` refuses its state, and `kvcache match` needs the prompt's tokens and
     finds full blocks only, by their names. Sinks that do not say whether they need token ids get none either."""
@@ -188,48 +129,48 @@ class LogConfig(_Settings, frozen=True):
     segment_bytes: Annotated[
         int,
         Field(ge=4096, le=MAX_BYTES, json_schema_extra=or_size("MGT")),
-        _IN_BYTES,
+        IN_BYTES,
         Accepts("bytes, from 4096 to 2**62, also as 64MiB"),
     ] = 64 * 1024 * 1024
     """A file is followed by the next one when it has grown to this size."""
     fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
     """Whether written batches are forced to the disk, all waiting ones at once."""
-    retain_bytes: _MaybeBytes = None
+    retain_bytes: MaybeBytes = None
     """How much of a log is kept, snapshots included: older segments are removed, by a process of its own, whenever one
     has begun, and reading begins with a snapshot. Followers may hold as much again. None: all is kept."""
-    retain_seconds: _MaybeSeconds = None
+    retain_seconds: MaybeSeconds = None
     """The same by time: segments that ended so long before the newest one began are removed."""
-    retain_segments: _MaybeCount = None
+    retain_segments: MaybeCount = None
     """The same by number, that which is being written included."""
-    snapshots: _Flag = False
+    snapshots: Flag = False
     """Whether snapshots are made though all is kept: replays begin there. They take no more room than the log."""
-    max_queued_batches: _Positive = 4096
+    max_queued_batches: Positive = 4096
     """Batches that may wait for the disk."""
-    max_queued_bytes: _Bytes = 32 * 1024 * 1024
+    max_queued_bytes: Bytes = 32 * 1024 * 1024
     """Bytes that may wait for the disk."""
 
 
 class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS, "not": _NAMELESS}):
     """The settings of a cache. One of `PRIMARY_LIMITS` must be given; where several are, the smallest wins."""
 
-    max_sequence_length: _Positive
+    max_sequence_length: Positive
     """Tokens of the longest sequence, prompt and output."""
     tokens_per_block: Annotated[
         int,
-        Field(ge=1, le=2**30, json_schema_extra={"enum": _POWERS_OF_TWO}),
-        AfterValidator(_power_of_two),
+        Field(ge=1, le=2**30, json_schema_extra={"enum": POWERS_OF_TWO}),
+        AfterValidator(power_of_two),
         Accepts("a power of two, at least 1, at most 2**30"),
     ] = 32
     """Tokens of a block, the unit of allocation and reuse."""
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2
     """Layers of the model that have a KV cache."""
     num_kv_heads: Annotated[
-        _OneUp | _OfLayers,
-        BeforeValidator(_numbers),
+        OneUp | OfLayers,
+        BeforeValidator(as_numbers),
         Accepts(f"an integer from 1 to {MAX_BLOCKS}, or one such integer per layer"),
     ] = 2
     """KV heads, of all layers or of each."""
-    head_dim: _Positive = 8
+    head_dim: Positive = 8
     """Elements of one head's K, or V, of one token."""
     kv_factor: Annotated[int, Field(ge=1, le=2), Accepts("2 or 1")] = 2
     """What layers keep of a token: K and V (2), or K only (1), as with MLA, whose latent vectors serve as both."""
@@ -241,9 +182,9 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     kv_layout: Annotated[Literal["NHD", "HND"], Accepts("NHD or HND")] = "NHD"
     """Inside a block: tokens before heads (NHD), or heads before tokens (HND)."""
     max_attention_window: Annotated[
-        _OfLayers | None,
-        BeforeValidator(_one_or_more),
-        Field(json_schema_extra=_or_one),
+        OfLayers | None,
+        BeforeValidator(one_or_more),
+        Field(json_schema_extra=or_one_in_schema),
         Accepts(
             "windows in tokens, from 1 on (full: max_sequence_length or more), one per layer or fewer, or none"
         ),
@@ -251,39 +192,39 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Attention windows of the layers in tokens, repeated cyclically; any number from `max_sequence_length` on: the
     layer attends to everything; none: all layers do. Layers with the same window share blocks; a sequence lets go of
     those that its window has left behind."""
-    primary_blocks: _MaybeBlocks = None
+    primary_blocks: MaybeBlocks = None
     """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
-    max_tokens: _MaybeTokens = None
+    max_tokens: MaybeTokens = None
     """Tokens that the blocks on the device hold, for each group of layers with the same window."""
-    primary_bytes: _MaybeBytes = None
+    primary_bytes: MaybeBytes = None
     """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
-    free_gpu_memory_fraction: _Part = None
+    free_gpu_memory_fraction: MaybePart = None
     """Memory on the device as a fraction of what is free when `kvcache.pools.sized` measures it, divided likewise.
     That gives block counts, and only these are recorded."""
-    secondary_blocks: _MaybeNoBlocks = None
+    secondary_blocks: MaybeNoBlocks = None
     """Blocks in host memory, for each group of layers with the same window, or one number per window, ascending."""
     host_cache_size: Annotated[
         int | None,
         Field(ge=0, le=MAX_BYTES, json_schema_extra=or_size()),
-        _IN_BYTES,
+        IN_BYTES,
         Accepts("bytes, from 0 to 2**62, also as 64GiB, or none"),
     ] = None
     """Host memory of all groups together, in bytes, divided by `window_shares`. With `secondary_blocks`, the smaller
     wins; with neither, there is none."""
     window_shares: Annotated[
-        Literal["equal", "window"] | Annotated[tuple[_Weight, ...], _OfWindows],
-        BeforeValidator(_rule_or_numbers),
+        Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
+        BeforeValidator(rule_or_numbers),
         Accepts("equal, window, or one number above 0 per window"),
     ] = "equal"
     """How windows divide what is given in bytes: equally; in proportion to the window and its bytes per token, so that
     each holds tokens in proportion to its window; or in the proportion of these numbers, ascending windows."""
-    cross_kv_cache_fraction: _Part = None
+    cross_kv_cache_fraction: MaybePart = None
     """For encoder-decoder models, of which each layer has K/V of the encoder's tokens, too: a group of blocks for these
     gets this part of what is given in bytes, and the windows the rest. Lists of block counts have a number more for it,
     the last one. none: the model has no encoder."""
-    enable_block_reuse: _Flag = True
+    enable_block_reuse: Flag = True
     """Whether computed blocks are kept and found again by later prompts."""
-    enable_partial_reuse: _Flag = True
+    enable_partial_reuse: Flag = True
     """Whether the matching start of a block is copied when the rest of the block differs."""
     secondary_offload_min_priority: Annotated[
         int, Field(ge=0, le=100), Accepts("a priority from 0 to 100")
@@ -298,14 +239,14 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
         Accepts("auto, v2_sha256_64, v1_block_key, xxh3_64 or none"),
     ] = "auto"
     """How blocks are named for the outside; reuse never depends on it."""
-    model: Annotated[str, AfterValidator(_unicode), Accepts("text")] = ""
+    model: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
     """What computed the K and V. Caches of different models never exchange bytes."""
-    checkpoint_spacing: _Positive = 50
+    checkpoint_spacing: Positive = 50
     """A log gets a fingerprint whenever this many times as many blocks have changed as the cache has slots, and at
     the end. One takes about 0.1 µs per slot, a changed block 0.4 µs and more, so that with 50 it is half a percent
     of the manager's time; it comes in one piece, 0.1 s at a million slots. Where no log is kept there is none but
     at the end."""
-    event_buffer_max_size: _Natural = 0
+    event_buffer_max_size: Natural = 0
     """Events kept for polling consumers; 0: none."""
     attention_dp_rank: Annotated[
         int | None, Field(ge=0, le=2**31 - 1), Accepts("an integer from 0 to 2147483647")
@@ -313,7 +254,7 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """The engine's rank where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1), Accepts("a number from 0 to 1")] = 0.5
     """How much of each window's primary blocks may be pinned: what is pinned is not evicted, whatever needs room."""
-    debug_fill_blank: _Flag = False
+    debug_fill_blank: Flag = False
     """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
     reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
     batches, and `start_transfers` is needed after each call that allocates."""
