@@ -292,7 +292,8 @@ class Engine:
         stats, feed = self.runner.stats(), self.feed
         # One that has just failed by misfortune is tried again by itself.
         assert stats.state in ("running", "failing"), stats
-        waits = stats.state == "failing" or feed.lost_seq is not None or feed._pending or feed._restate or self.runner._owed
+        failing = stats.state == "failing"
+        waits = failing or feed.lost_seq is not None or feed._pending or feed._restate or self.runner._owed
         return stats.lag_batches == 0 and not waits and not self.runner._queue._items
 
 
