@@ -23,6 +23,8 @@ from kvcache.inputs.requests import RequestChecker
 from kvcache.inputs.tokens import Tokens, pack_counts, pack_naturals, pack_tokens
 from kvcache.results import StoreResult
 
+_FINISHED = EndReason.FINISHED
+
 
 class Running:
     """The commands that concern sequences which run already."""
@@ -227,7 +229,10 @@ class Running:
         `why` is for who reads the events: ``finished``, ``aborted``, or ``preempted`` for one that makes room and will
         be admitted again (`Request.resumed`).
         """
-        store, reason = checked_flag(store, "store"), checked_choice(why, EndReason, "why")
+        store = checked_flag(store, "store")
+        reason = (
+            _FINISHED if type(why) is str and why == "finished" else checked_choice(why, EndReason, "why")
+        )
         sequence = self._blocks.sequence(request_id)
         with self._guard:
             self._blocks.remove(sequence, store=store, why=reason)

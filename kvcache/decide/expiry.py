@@ -48,7 +48,7 @@ class Expiry:
         self.now()
         for index, group in enumerate(state.groups):
             group.timed = partial(self._note, index)
-        self._heap = self._entries()
+        self.waiting = self._entries()
         """When, group, and the id of a run, or a place."""
 
     def _read(self) -> int | None:
@@ -75,9 +75,9 @@ class Expiry:
     # -- what expires
 
     def _note(self, group: int, expiry: int, number: int) -> None:
-        heappush(self._heap, (expiry, group, number))
-        if len(self._heap) > _MUCH and len(self._heap) > 4 * self._slots:
-            self._heap = self._entries()
+        heappush(self.waiting, (expiry, group, number))
+        if len(self.waiting) > _MUCH and len(self.waiting) > 4 * self._slots:
+            self.waiting = self._entries()
 
     @property
     def _slots(self) -> int:
@@ -99,13 +99,13 @@ class Expiry:
     @property
     def due(self) -> bool:
         """Whether the time of some block may be over; this is asked at every step."""
-        return self._heap[0][0] <= self.now() if self._heap else False
+        return self.waiting[0][0] <= self.now() if self.waiting else False
 
     def expire(self) -> None:
         """Record whose time is over: by one event for all that were kept alike."""
         now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
-        while self._heap and self._heap[0][0] <= now:
-            expiry, index, number = heappop(self._heap)
+        while self.waiting and self.waiting[0][0] <= now:
+            expiry, index, number = heappop(self.waiting)
             group = self._state.groups[index]
             if isinstance(group, SlidingGroup):
                 if group.expiries[number] == expiry:
@@ -143,4 +143,4 @@ class Expiry:
 
     def check(self) -> None:
         """Raise `InvariantViolated` if something would not expire."""
-        invariant(set(self._heap) >= set(self._entries()), "a block would not expire in time")
+        invariant(set(self.waiting) >= set(self._entries()), "a block would not expire in time")

@@ -66,7 +66,11 @@ class WholeCache:
     def upkeep_due(self) -> bool:
         """Whether `upkeep` would do anything; this is asked at every step."""
         state = self._state
-        return state.changed_blocks >= self._checkpoint_due or state.symbols.crowded or self._expiry.due
+        return (
+            state.changed_blocks >= self._checkpoint_due
+            or state.symbols.crowded
+            or (bool(self._expiry.waiting) and self._expiry.due)
+        )
 
     def upkeep(self) -> None:
         """What is over expires; a checkpoint once enough blocks have changed; drop symbols that nothing uses."""

@@ -79,17 +79,16 @@ class WindowBlockManager(WindowAdmission):
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known = self.tokens_per_block, self._chain, self._known_keys
-        handles, blocks = [], []
-        slots: list[int] = []
+        handles, blocks, slots = array("q"), array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
-            tail, table, named = sequence.path_ends[index], sequence.tables[index], sequence.keys
+            tail, table = sequence.path_ends[index], sequence.tables[index]
             block = tail.end
             if (
                 block != len(table) - 2
-                or len(named) != block * key_bytes + known
-                or sequence.handle in rich
                 or not tail.grows(priority, duration)
+                or sequence.handle in rich
+                or (key_bytes and len(sequence.keys) != block * key_bytes + known)
             ):
                 others.append(sequence)
                 continue
@@ -97,6 +96,7 @@ class WindowBlockManager(WindowAdmission):
             blocks.append(block)
             slots.append(table[block])
             if key_bytes:
+                named = sequence.keys
                 parent = bytes(named[(block - 1) * key_bytes : block * key_bytes])
                 parents.append(parent[:NAME_BYTES])
                 if not known:
@@ -105,12 +105,12 @@ class WindowBlockManager(WindowAdmission):
         if slots:
             self._emit(
                 ev.BlocksFilled(
-                    handles=array("q", handles).tobytes(),
+                    handles=handles.tobytes(),
                     group=index,
-                    blocks=array("I", blocks).tobytes(),
+                    blocks=blocks.tobytes(),
                     parents=b"".join(parents),
                     keys=b"".join(keys),
-                    slots=array("i", slots).tobytes(),
+                    slots=slots.tobytes(),
                     priority=priority,
                     duration=duration,
                 )

@@ -13,7 +13,7 @@ from events.packed import NAME_BYTES
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
-from kvcache.fold.sequence import ONBOARDING, FilledBlock
+from kvcache.fold.sequence import ONBOARDING, Sequence
 from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
 
 _RESERVE = ev.AllocateReason.RESERVE
@@ -91,38 +91,32 @@ class BlockFold(Contents):
         self.changed_blocks += len(slots)
 
     def _fill(self, event: ev.BlocksFilled) -> None:
-        index, size, group = event.group, self.tokens_per_block, self.groups[event.group]
+        group, sequences = self.groups[event.group], self.sequences
         blocks, slots = array("I", event.blocks), array("i", event.slots)
-        key_bytes, given, at = group.tree.key_bytes, event.keys, 0
-        block_bytes, recorded, sequences = group.tree.block_bytes, self.tokens_recorded, self.sequences
-        parents: list[bytes | bytearray] = []
-        rows: list[FilledBlock] = []
-        key = b""
-        if len(given) not in (0, len(slots) * key_bytes):
+        filling = [sequences[handle] for handle in array("q", event.handles)]
+        if group.tree.key_bytes:
+            self._name_filled(event, filling, blocks)
+        elif event.keys or event.parents:
             raise InvariantViolated("filled blocks have other names than there are blocks")
-        for handle, block, slot in zip(array("q", event.handles), blocks, slots, strict=True):
-            sequence = sequences[handle]
-            if not block or sequence.tables[index][block] != slot:
-                raise InvariantViolated("a filled block is not the sequence's")
-            if key_bytes:
-                keys, begin = sequence.keys, block * key_bytes
-                parents.append(keys[begin - key_bytes : begin - key_bytes + NAME_BYTES])
-                if given:
-                    key = given[at : at + key_bytes]
-                    at += key_bytes
-                    keys += key
-                else:
-                    key = bytes(keys[begin:])
-                if len(keys) != begin + key_bytes:
-                    raise InvariantViolated("a filled block has other names than one")
-            symbols = sequence.packed(block * size, block * size + size) if recorded else key
-            if len(symbols) != block_bytes:
-                raise InvariantViolated("a filled block is not full")
-            rows.append((sequence, block, slot, symbols, key))
+        group.fill(filling, blocks, slots, event.priority, event.duration)
+        self.changed_blocks += len(slots)
+
+    def _name_filled(self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]) -> None:
+        """Let the sequences know the keys of the blocks that they have filled, where no event has told them yet."""
+        key_bytes, given, at = self.hashing.key_bytes, event.keys, 0
+        if len(given) not in (0, len(blocks) * key_bytes):
+            raise InvariantViolated("filled blocks have other names than there are blocks")
+        parents = []
+        for sequence, block in zip(filling, blocks, strict=True):
+            keys, begin = sequence.keys, block * key_bytes
+            parents.append(keys[begin - key_bytes : begin - key_bytes + NAME_BYTES])
+            if given:
+                keys += given[at : at + key_bytes]
+                at += key_bytes
+            if len(keys) != begin + key_bytes:
+                raise InvariantViolated("a filled block has other names than one")
         if b"".join(parents) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
-        group.fill(rows, event.priority, event.duration)
-        self.changed_blocks += len(slots)
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         _check_level(event.level)

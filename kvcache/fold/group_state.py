@@ -14,7 +14,7 @@ from events.types import PRIMARY, SECONDARY, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.held_paths import HeldPaths
 from kvcache.fold.prefix_tree import Run
-from kvcache.fold.sequence import FilledBlock, Sequence
+from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import last_reversed
 
 
@@ -52,16 +52,30 @@ class GroupState(HeldPaths):
         self.levels[PRIMARY].own(slots, run.id)
         sequence.path_ends[self.index] = run
 
-    def fill(self, rows: list[FilledBlock], priority: int, duration: int) -> None:
+    def fill(
+        self, filling: list[Sequence], blocks: array[int], slots: array[int], priority: int, duration: int
+    ) -> None:
         """Cache the next block of each of these sequences, behind what it alone has cached."""
-        index, owner = self.index, self.levels[PRIMARY].run_ids
-        for sequence, block, slot, symbols, key in rows:
-            run = sequence.path_ends[index]
-            if run.end != block or not run.grows(priority, duration) or not isinstance(run, Run):
+        index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
+        block_bytes, key_bytes, owner = tree.block_bytes, tree.key_bytes, self.levels[PRIMARY].run_ids
+        key = bytearray()
+        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
+            # What ends behind a block is a run: that of a root ends before the first one.
+            run: Run = sequence.path_ends[index]  # type: ignore[assignment]
+            if not block or run.end != block or sequence.tables[index][block] != slot:
+                raise InvariantViolated("a filled block is not the sequence's")
+            if run.refs != 1 or run.priority != priority or run.duration != duration:
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            if run.children or run.transfer or run.partial:
+                raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
+            if key_bytes:
+                key = sequence.keys[block * key_bytes :]
+                run.keys += key
+            symbols = sequence.packed(block * size, block * size + size) if recorded else key
+            if len(symbols) != block_bytes:
+                raise InvariantViolated("a filled block is not full")
             run.symbols += symbols
             run.slots.append(slot)
-            run.keys += key
             run.end = block + 1
             owner[slot] = run.id
 

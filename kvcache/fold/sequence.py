@@ -123,9 +123,6 @@ class Sequence(SequenceTokens):
         self._computed = _FOLLOWS
 
 
-FilledBlock = tuple[Sequence, int, int, bytes, bytes]
-"""A block that decoding has filled: whose, its index in the table, slot, symbols, and key if it is given."""
-
 _counted = attrgetter("_computed")
 
 

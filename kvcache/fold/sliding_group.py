@@ -18,7 +18,7 @@ from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes, position_of
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
-from kvcache.fold.sequence import DETACHED, FilledBlock, Sequence
+from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
 
 
@@ -246,17 +246,25 @@ class SlidingGroup(SlidingTree):
             self.views["durations"][at_slots] = duration
         sequence.path_ends[self.index].end = last
 
-    def fill(self, rows: list[FilledBlock], priority: int, duration: int) -> None:
+    def fill(
+        self, filling: list[Sequence], blocks: array[int], slots: array[int], priority: int, duration: int
+    ) -> None:
         """Cache the next block of each of these sequences, behind the last block of a leaf."""
         index, positions, runs = self.index, self.positions, self.tree.runs
-        for sequence, block, slot, symbols, key in rows:
-            end, before = sequence.path_ends[index], sequence.tables[index][block - 1]
+        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
+            end, table = sequence.path_ends[index], sequence.tables[index]
+            if not block or end.end != block or table[block] != slot:
+                raise InvariantViolated("a filled block is not the sequence's")
+            before = table[block - 1]
             run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
-            if end.end != block or run is None or run.end != block or run.children or run.partial:
+            if run is None or run.end != block or run.children or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence has cached")
+            symbols = self.content(sequence, block, block + 1, self.tokens_per_block)
+            if len(symbols) != self.tree.block_bytes:
+                raise InvariantViolated("a filled block is not full")
             run.symbols += symbols
             run.slots.append(slot)
-            run.keys += key
+            run.keys += sequence.keys[block * self.tree.key_bytes :]
             run.end = end.end = block + 1
             positions[slot] = position_of(run) + block
             self.refs[slot], self.priorities[slot] = 1, priority

@@ -34,6 +34,8 @@ _ALLOCATED, _DECODED, _NEW = (
     _AT["blocks_allocated_decode"],
     _AT["blocks_allocated_new"],
 )
+_DECODE = AllocateReason.DECODE
+_levels = attrgetter("levels")
 _MOVED = {
     MoveReason.OFFLOAD: "blocks_offloaded",
     MoveReason.ONBOARD: "blocks_onboarded",
@@ -59,6 +61,8 @@ class StatsCounter:
         """Where the counts of each window begin. One that a later cache of the log does not have keeps its own."""
         self._begin: list[int] = []
         """The same by group."""
+        self._gauges: list[int] = []
+        """And where the gauges begin."""
         self._block_bytes: list[int] = []
         self._tokens_per_block = 1
         self._first_uses = FirstUses(())
@@ -84,12 +88,13 @@ class StatsCounter:
         counts[_EVENTS] += num_events
         counts[_BATCHES] += 1
         counts[_SEQUENCES] = len(state.handles)
-        for begin, group in zip(self._begin, state.groups, strict=False):
-            primary, secondary = group.levels
-            gauges = len(primary.blank), len(secondary.blank), primary.unreferenced, secondary.unreferenced
-            counts[begin + _GAUGES_AT : begin + _TOTAL_AT] = gauges
+        for at, (primary, secondary) in zip(self._gauges, map(_levels, state.groups), strict=False):
+            counts[at] = len(primary.blank)
+            counts[at + 1] = len(secondary.blank)
+            counts[at + 2] = primary.unreferenced
+            counts[at + 3] = secondary.unreferenced
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
-        self._published = counts.copy()
+        self._published = counts[:]
 
     def read(self) -> Stats:
         """The totals and gauges of the last flush; from any thread."""
@@ -117,6 +122,7 @@ class StatsCounter:
             counts[at : at + 2] = group.num_blocks
         self._windows = windows
         self._begin[:] = [windows[group.window] for group in event.groups]
+        self._gauges = [begin + _GAUGES_AT for begin in self._begin]
         self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
         self._tokens_per_block = event.tokens_per_block
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in event.groups)
@@ -158,7 +164,7 @@ class StatsCounter:
         group, blocks = event.group, len(event.slots) // SLOT_BYTES
         begin = self._begin[group]
         self._counts[begin + _ALLOCATED] += blocks
-        if event.why == AllocateReason.DECODE:
+        if event.why is _DECODE:
             self._counts[begin + _DECODED] += blocks
         if self._first_uses.left[group]:
             self._counts[begin + _NEW] += self._first_uses.take(group, event.slots).count(1)
