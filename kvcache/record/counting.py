@@ -35,7 +35,6 @@ _ALLOCATED, _DECODED, _NEW = (
     _AT["blocks_allocated_new"],
 )
 _DECODE = AllocateReason.DECODE
-_levels = attrgetter("levels")
 _MOVED = {
     MoveReason.OFFLOAD: "blocks_offloaded",
     MoveReason.ONBOARD: "blocks_onboarded",
@@ -61,8 +60,8 @@ class StatsCounter:
         """Where the counts of each window begin. One that a later cache of the log does not have keeps its own."""
         self._begin: list[int] = []
         """The same by group."""
-        self._gauges: list[int] = []
-        """And where the gauges begin."""
+        self._gauges: list[slice] = []
+        """And where the gauges are."""
         self._block_bytes: list[int] = []
         self._tokens_per_block = 1
         self._first_uses = FirstUses(())
@@ -88,11 +87,15 @@ class StatsCounter:
         counts[_EVENTS] += num_events
         counts[_BATCHES] += 1
         counts[_SEQUENCES] = len(state.handles)
-        for at, (primary, secondary) in zip(self._gauges, map(_levels, state.groups), strict=False):
-            counts[at] = len(primary.blank)
-            counts[at + 1] = len(secondary.blank)
-            counts[at + 2] = primary.unreferenced
-            counts[at + 3] = secondary.unreferenced
+        groups = state.groups
+        for index, gauges in enumerate(self._gauges):
+            primary, secondary = groups[index].levels
+            counts[gauges] = (
+                len(primary.blank),
+                len(secondary.blank),
+                primary.unreferenced,
+                secondary.unreferenced,
+            )
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts[:]
 
@@ -122,7 +125,7 @@ class StatsCounter:
             counts[at : at + 2] = group.num_blocks
         self._windows = windows
         self._begin[:] = [windows[group.window] for group in event.groups]
-        self._gauges = [begin + _GAUGES_AT for begin in self._begin]
+        self._gauges = [slice(begin + _GAUGES_AT, begin + _TOTAL_AT) for begin in self._begin]
         self._block_bytes = [sum(pool.bytes_per_block for pool in group.pools) for group in event.groups]
         self._tokens_per_block = event.tokens_per_block
         self._first_uses = FirstUses(group.num_blocks[PRIMARY] for group in event.groups)
