@@ -87,9 +87,8 @@ class StatsCounter:
         counts[_EVENTS] += num_events
         counts[_BATCHES] += 1
         counts[_SEQUENCES] = len(state.handles)
-        groups = state.groups
-        for index, gauges in enumerate(self._gauges):
-            primary, secondary = groups[index].levels
+        for gauges, group in zip(self._gauges, state.groups):  # noqa: B905  not yet any groups, or all
+            primary, secondary = group.levels
             counts[gauges] = (
                 len(primary.blank),
                 len(secondary.blank),
