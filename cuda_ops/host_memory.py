@@ -26,8 +26,25 @@ def pinned_zeros(num_bytes: int) -> torch.Tensor:
     return tensor
 
 
+def mapped_file(descriptor: int, num_bytes: int, *, pin: bool) -> torch.Tensor:
+    """Map the first bytes of a file, which has them; uint8 [num_bytes]. What is written to it is in the file.
+
+    It is unmapped with its last view, and the descriptor may be closed at once. With `pin` it is page-locked: raises
+    MemoryError where that is refused, as for files of disks by many systems, and where it cannot be mapped.
+    """
+    try:
+        region = _PinnedRegion(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        raise MemoryError(f"cannot map {num_bytes:,} bytes of a file: {error.strerror}") from error
+    _keep_from_children(region)
+    tensor = torch.frombuffer(region, dtype=torch.uint8)
+    if pin:
+        region.register(tensor.data_ptr())
+    return tensor
+
+
 class _PinnedRegion(mmap.mmap):
-    """A private mapping that is unregistered before it is unmapped."""
+    """A mapping that is unregistered before it is unmapped."""
 
     _address: int | None = None
 
@@ -36,7 +53,8 @@ class _PinnedRegion(mmap.mmap):
         if status != 0:
             raise MemoryError(
                 f"cannot page-lock {len(self):,} bytes of host memory (CUDA error {status}): "
-                "lower host_cache_size or secondary_blocks, or raise the limit of locked memory (ulimit -l)"
+                "lower host_cache_size or secondary_blocks, raise the limit of locked memory (ulimit -l), or let "
+                "secondary_path be on a tmpfs, as /dev/shm is"
             )
         self._address = address
 
@@ -54,7 +72,11 @@ def _mapped(num_bytes: int) -> _PinnedRegion:
         region = _PinnedRegion(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot map {num_bytes:,} bytes of host memory: {error.strerror}") from error
-    # After a fork the parent's pages would be copied on write, and the GPU would keep the old ones.
+    _keep_from_children(region)
+    return region
+
+
+def _keep_from_children(region: mmap.mmap) -> None:
+    """After a fork the parent's pages would be copied on write, and the GPU would keep the old ones."""
     if hasattr(mmap, "MADV_DONTFORK"):
         region.madvise(mmap.MADV_DONTFORK)
-    return region

@@ -120,10 +120,10 @@ _STRIPPERS: dict[type, Callable[[Any], Any]] = {
 def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) -> dict[str, Any]:
     """The event or batch as things JSON knows: dicts by field name, lists, strings, numbers.
 
-    Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex
-    strings, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
-    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels are
-    "primary" and "secondary", and what is one for each level an object with these two. What is left out is None:
+    Packed columns become lists: numbers as they are, names and keys (of `key_bytes` bytes each) as hex strings, as
+    checksums, because JSON readers round numbers of 64 bits. Where there are keys, `names` holds the names that they
+    begin with, and where there are hashes of engines, 16 digits of each. Other bytes become one hex string. Levels
+    are "primary" and "secondary", and what is one for each level an object with these two. What is left out is None:
     tokens, counts of one each, names where blocks have none. An event has its name under "type". With `tokens` False,
     token ids are taken out as in `without_tokens`.
     Raises EventDecodeError if a column is no whole number of entries.
@@ -193,6 +193,8 @@ def _marked(hint: Any, mark: Packed | Spelled) -> _Speller:
         return _FORMS[mark.form]
     if mark.item in _NUMBERS:
         return _number_column(_NUMBERS[mark.item], empty_is_null=mark.item in _EMPTY_IS_NULL)
+    if mark.item == "checksum":
+        return lambda column, _: _spell_hex(column, mark.size, 0)
     if mark.item == "parent":
         return lambda name, _: name.hex() or None
     return _spell_keys if mark.item == "key" else _spell_names

@@ -23,6 +23,7 @@ SLOT_BYTES = 4
 TOKEN_BYTES = 4
 HANDLE_BYTES = 8
 COUNT_BYTES = 4
+CHECKSUM_BYTES = 8
 NAME_BYTES = 8
 """Public names of blocks are the first 8 bytes of their keys."""
 MAX_KEY_BYTES = 64
@@ -33,7 +34,7 @@ MAX_KEY_BYTES = 64
 class Packed:
     """Marks a ``bytes`` field as a column; `item` says what one entry is, `size` its bytes (0: each log's own)."""
 
-    item: Literal["token", "int32", "count", "int64", "parent", "name", "key"]
+    item: Literal["token", "int32", "count", "int64", "parent", "name", "key", "checksum"]
     size: int
 
 
@@ -53,6 +54,8 @@ Keys = Annotated[bytes, Packed("key", 0)]
 """`key_bytes` of the hash algorithm per block; a block's name is the start of its key."""
 Numbers = Annotated[bytes, Packed("int64", 8)]
 """int64 LE."""
+Checksums = Annotated[bytes, Packed("checksum", CHECKSUM_BYTES)]
+"""XXH3 of 64 bits, one per block, each as its digest (big-endian); 0: none is known."""
 
 
 def unpack_i32(packed: bytes) -> npt.NDArray[np.int32]:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from events.ids import GroupIndex, Handle, LevelIndex
-from events.packed import Keys, Numbers, Slots, Tokens
+from events.packed import Checksums, Keys, Numbers, Slots, Tokens
 
 RequestId = str | int
 LEVEL_NAMES = ("primary", "secondary")
@@ -151,6 +151,8 @@ class GroupExported(Part, frozen=True):
     """Only in a full window with `eviction_policy` ``levels``. int64. One per run, by how many releases its turn is put
     off; then the turn of the block that was evicted for good last; then 2 per block, cached or not: name and uses, what
     was used longest ago first."""
+    checksums: Checksums = b""
+    """One per secondary slot, of what has landed there; 0 elsewhere. Empty where none is known."""
 
 
 class SequenceExported(Part, frozen=True):

@@ -211,6 +211,12 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     ] = None
     """Host memory of all groups together, in bytes, divided by `window_shares`. With `secondary_blocks`, the smaller
     wins; with neither, there is none."""
+    secondary_path: Annotated[
+        Annotated[str, Field(min_length=1), AfterValidator(storable)] | None,
+        Accepts("the path of a file, or none"),
+    ] = None
+    """The file in which secondary lies, on a tmpfs or, without a GPU, on a disk, so that `KVCacheManager.open` finds
+    its blocks again when the process has died; made if it is missing. Needs `model`, and the package xxhash."""
     window_shares: Annotated[
         Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
         BeforeValidator(rule_or_numbers),
@@ -241,6 +247,9 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """How blocks are named for the outside; reuse never depends on it."""
     model: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
     """What computed the K and V. Caches of different models never exchange bytes."""
+    model_variant: Annotated[str, AfterValidator(storable), Accepts("text")] = ""
+    """What else K and V depend on: revision and quantization of the weights, adapters merged into them, rope scaling,
+    the rank of tensor or pipeline parallelism. As `model`, but told to nobody outside the log."""
     checkpoint_spacing: Positive = 50
     """A log gets a fingerprint whenever this many times as many blocks have changed as the cache has slots, and at
     the end. One takes about 0.1 µs per slot, a changed block 0.4 µs and more, so that with 50 it is half a percent
@@ -311,6 +320,8 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
             f"max_tokens: given {config.max_tokens}; accepted: at least one block of {config.tokens_per_block} tokens"
         )
     problems += _problems_of_lists(config)
+    if config.secondary_path is not None:
+        problems += _problems_of_file(config)
     if config.block_hash == "none" and config.eviction_policy == "levels":
         problems.append(
             "block_hash: given 'none'; accepted: another one with eviction_policy=levels, which counts uses by name"
@@ -320,6 +331,18 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
             "block_hash: given 'none'; accepted: another one with log.record_tokens=false, since a log without "
             "tokens tells blocks apart by their names"
         )
+    return problems
+
+
+def _problems_of_file(config: KVCacheConfig) -> list[str]:
+    """What a cache lacks whose secondary level is to outlive it."""
+    problems = []
+    if not config.model:
+        problems.append(
+            "model: given ''; accepted: a name with secondary_path, whose blocks are never served to another model"
+        )
+    if not (config.secondary_blocks or config.host_cache_size):
+        problems.append("secondary_path: given; accepted: with secondary_blocks or host_cache_size")
     return problems
 
 

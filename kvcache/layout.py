@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import cycle, islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from events.diagnostics import get_logger
 from events.types import CROSS_WINDOW, GroupCreated, PoolCreated
@@ -318,7 +318,7 @@ def _refuse_immense_blocks(needed: int) -> None:
 
 
 def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:
-    meaning = {
+    meaning: dict[str, Any] = {
         "model": config.model,
         "tokens_per_block": config.tokens_per_block,
         "head_dim": config.head_dim,
@@ -335,4 +335,6 @@ def _content_id(config: KVCacheConfig, groups: tuple[GroupLayout, ...]) -> str:
             for group in groups
         ],
     }
+    if config.model_variant:
+        meaning["model_variant"] = config.model_variant
     return sha256(json.dumps(meaning, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -29,6 +29,7 @@ from kvcache.device.readiness import Readiness
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
+from kvcache.fold.surviving import Recompute
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import checked_natural, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
@@ -40,6 +41,7 @@ from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
 from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.record.steps import Steps
+from kvcache.restart.opening import Restored, config_of, reopened
 from kvcache.results import Admission, PollResult
 from sinks import Sink, SinkContext, SinkRunner
 
@@ -62,7 +64,8 @@ class KVCacheManager:
     or sinks. `wall_ns` stamps batches and is never used for a decision; `monotonic_ns` says when a `Retention` is over
     (while it raises, time stands still). `request_stats` is how many records of ended requests are kept for
     `take_request_stats`; 0: none are made. `eviction_order`, a class (`kvcache.decide.eviction_order`), says which
-    blocks go first instead of `eviction_policy`, for simulations.
+    blocks go first instead of `eviction_policy`, for simulations. `restored` is what
+    `open` has found again, of which the attribute tells; None: there was nothing to be found.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class KVCacheManager:
         state: CacheState | None = None,
         eviction_order: type[EvictionOrder] | None = None,
         request_stats: int = 0,
+        restored: Restored | None = None,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
@@ -87,16 +91,16 @@ class KVCacheManager:
             raise Unsupported("a state together with pools", "the bytes of its blocks are not in the log")
         if eviction_order is not None:
             refuse_no_order(eviction_order)
-        self.config = config
+        self.config, self.restored = config, restored
         self.layout = served_layout(config)
         warn_of_windows(self.layout, config)
         self._guard, self._requests_kept = Guard(), checked_natural(request_stats, "request_stats")
-        self.transfers = engine_for(pools, copier, self.layout, fill_blank=config.debug_fill_blank)
+        self.transfers = engine_for(pools, copier, self.layout, config)
         self._readiness = Readiness(self.transfers)
         self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
-        first = export(state) if state is not None else None
+        first = export(state) if state is not None else None if restored is None else restored.state
         created = cache_created(config, self.layout, heard=heard)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
         self._salts = context.salts
@@ -157,7 +161,8 @@ class KVCacheManager:
         reuse = self.config.enable_block_reuse
         self._scheduling = Scheduling(guard, state, self._blocks, self._checker, reuse=reuse)
         self._monitor = Monitor(journal, self._requests_kept)
-        self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns)
+        file = getattr(self._pools, "secondary_file", None)
+        self._steps = Steps(guard, journal, self._blocks, transfers, readiness, wall_ns, file)
         if outputs.offer(self._monitor):
             self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
 
@@ -168,16 +173,30 @@ class KVCacheManager:
         `state` is that of `kvcache.replay.replay(directory)`; `log`, `sinks` and the clocks are the constructor's.
         Raises `Unsupported` for the state of a log without tokens: matching needs them.
         """
-        if not isinstance(state, CacheState):
-            raise UsageError(
-                f"a state is needed, not {type(state).__name__}: replay.replay(directory).state is one"
-            )
-        if state.created is None or not state.tokens_recorded:
-            instead = "replay a log that records tokens, up to its first batch or beyond"
-            raise Unsupported("going on from this state", instead)
-        config = KVCacheConfig.model_validate_json(state.created.config)
-        # "auto" was decided then.
-        return cls(config.model_copy(update={"block_hash": state.hashing.name}), state=state, **options)
+        return cls(config_of(state), state=state, **options)
+
+    @classmethod
+    def open(
+        cls,
+        config: KVCacheConfig,
+        log: LogTarget,
+        *,
+        pools: Pools | None = None,
+        recompute: Recompute | None = None,
+        **options: Any,
+    ) -> Self:
+        """Begin a cache, or go on with what an earlier process has left of one: the same call for every start.
+
+        `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It says what the
+        file of `secondary_path` holds. What of that is right is reused at once; `restored` tells. Without such a file
+        nothing is found again. `recompute` computes lost beginnings again (`kvcache.fold.surviving.LostPrefix`).
+        `options` are the constructor's.
+
+        Raises `LogOfOtherCache`, `Unsupported` for a log without tokens, and what opening and replaying a log raise
+        (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
+        """
+        with reopened(config, log, pools, recompute) as kept:
+            return cls(config, pools=pools, **kept, **options)
 
     # -- what changes nothing
 

@@ -13,6 +13,8 @@ one layer has the shape that paged-attention kernels take.
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from weakref import ref
 
 import numpy as np
@@ -28,6 +30,7 @@ from cuda_ops.torch_copier import TorchCopier
 from events.types import PRIMARY, SECONDARY
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import free_bytes
+from kvcache.device.secondary_file import SecondaryFile
 from kvcache.errors import ConfigError, NotEnoughMemory, Unsupported, UsageError
 from kvcache.layout import Layout, PoolLayout, with_primary_blocks
 from kvcache.sizes import INSTEAD
@@ -39,18 +42,29 @@ LOWER_SECONDARY = "secondary_blocks or host_cache_size"
 class KVCacheBlockPool:
     """The blocks' data of the layers of one group that share a number of KV heads."""
 
-    def __init__(self, layout: PoolLayout, num_blocks: tuple[int, int], device: torch.device) -> None:
-        """Allocate both levels, zeroed. The caller has made sure that they fit."""
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_blocks: tuple[int, int],
+        device: torch.device,
+        secondary_bytes: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate both levels, zeroed, but for a secondary one whose bytes are given.
+
+        The caller has made sure that they fit.
+        """
         self.layout = layout
         primary, secondary = num_blocks
         dtype = getattr(torch, layout.dtype)
         self.primary = torch.zeros((primary, *layout.block_shape), dtype=dtype, device=device)
         """The tensor that attention reads and writes, [blocks, *layout.block_shape]."""
         shape = (secondary, *layout.block_shape)
+        if secondary_bytes is None and device.type == "cuda":
+            secondary_bytes = pinned_zeros(math.prod(shape) * dtype.itemsize)
         self.secondary = (
-            pinned_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-            if device.type == "cuda"
-            else torch.zeros(shape, dtype=dtype)
+            torch.zeros(shape, dtype=dtype)
+            if secondary_bytes is None
+            else secondary_bytes.view(dtype).view(shape)
         )
         """The tensor on the host."""
         self.levels = (self.primary, self.secondary)
@@ -111,15 +125,19 @@ class PoolSizes:
         )
         """Bytes per level."""
 
-    def require_room(self) -> None:
-        """Raise NotEnoughMemory unless there is room on the GPU and on the host, or on a host that holds both."""
-        on_host = self.primary + self.secondary
-        lower_on_host = f"{LOWER_PRIMARY}, or {LOWER_SECONDARY}" if self.secondary else LOWER_PRIMARY
+    def require_room(self, *, in_file: bool = False) -> None:
+        """Raise NotEnoughMemory unless there is room on the GPU and on the host, or on a host that holds both.
+
+        With `in_file` secondary lies in a file, which takes its room itself.
+        """
+        in_memory = 0 if in_file else self.secondary
+        on_host = self.primary + in_memory
+        lower_on_host = f"{LOWER_PRIMARY}, or {LOWER_SECONDARY}" if in_memory else LOWER_PRIMARY
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
             if self.primary > free:
                 raise NotEnoughMemory(self.primary, free, f"memory on {self.device}", LOWER_PRIMARY)
-            on_host, lower_on_host = self.secondary, LOWER_SECONDARY
+            on_host, lower_on_host = in_memory, LOWER_SECONDARY
         free = free_bytes()
         if on_host > free:
             raise NotEnoughMemory(on_host, free, "host memory", lower_on_host)
@@ -128,21 +146,50 @@ class PoolSizes:
 class Pools:
     """All pools of a cache."""
 
-    def __init__(self, layout: Layout, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str | None = None,
+        secondary_path: str | os.PathLike[str] | None = None,
+    ) -> None:
         """Allocate everything, with primary on `device` (None: the current GPU, else the host).
 
-        Raises NotEnoughMemory, before anything is allocated, if it does not fit, and Unsupported for a
-        device that is neither a GPU of CUDA nor the host.
+        With `secondary_path` the secondary level lies in this file, as `KVCacheConfig.secondary_path` says; what
+        lies there already stays, for `KVCacheManager.open`. Raises NotEnoughMemory, before anything is allocated, if
+        it does not fit, Unsupported for a device that is neither a GPU of CUDA nor the host, and for a file a
+        `kvcache.device.secondary_errors.SecondaryFileError`, or MemoryError if it cannot be page-locked.
         """
         sizes = PoolSizes(layout, device)
-        sizes.require_room()
+        sizes.require_room(in_file=secondary_path is not None)
         self.device, self.layout = sizes.device, layout
         self.bytes_primary, self.bytes_secondary = sizes.primary, sizes.secondary
+        self.secondary_file: SecondaryFile | None = None
+        """Where secondary lies, if that is a file. It is locked as long as these pools live, or until `close`."""
+        if secondary_path is not None:
+            pin = self.device.type == "cuda"
+            self.secondary_file = SecondaryFile(_checked_path(secondary_path), layout, pin=pin)
         self.groups = tuple(
-            tuple(KVCacheBlockPool(pool, group.num_blocks, self.device) for pool in group.pools)
+            tuple(
+                KVCacheBlockPool(
+                    pool, group.num_blocks, self.device, self._bytes_in_file(group.index, number)
+                )
+                for number, pool in enumerate(group.pools)
+            )
             for group in layout.groups
         )
         self._owner: ref[object] | None = None
+
+    def _bytes_in_file(self, group: int, pool: int) -> torch.Tensor | None:
+        return None if self.secondary_file is None else self.secondary_file.memory(group, pool)
+
+    def close(self) -> None:
+        """Let others open the file of secondary, if there is one; nobody may copy there any more.
+
+        Raises `UsageError` while a manager has these pools.
+        """
+        self.refuse_taken()
+        if self.secondary_file is not None:
+            self.secondary_file.close()
 
     def take(self, owner: object) -> None:
         """Note whose blocks lie here. Raises `UsageError` while somebody else's do, who has not given them back.
@@ -198,6 +245,12 @@ class Pools:
     def copier(self) -> TorchCopier:
         """Create what moves blocks between the levels of these pools. Needed once."""
         return TorchCopier(self.groups)
+
+
+def _checked_path(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str) or not os.fspath(path):
+        raise UsageError(f"secondary_path must be the path of a file, not {type(path).__name__}")
+    return Path(os.fspath(path))
 
 
 def _device(device: torch.device | str | None) -> torch.device:

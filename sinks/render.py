@@ -24,6 +24,7 @@ import numpy as np
 from events import types as ev
 from events.ids import epoch_of, first_number
 from events.packed import (
+    CHECKSUM_BYTES,
     COUNT_BYTES,
     HANDLE_BYTES,
     NAME_BYTES,
@@ -321,7 +322,9 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.EncoderRemoved: lambda e, known: (
         f"{_whose(e.handle, known)} group={e.group} freed={len(e.freed) // SLOT_BYTES}"
     ),
-    ev.TransferLanded: lambda e, known: _transfers(e.transfers),
+    ev.TransferLanded: lambda e, known: (
+        _transfers(e.transfers) + (f" checksums={len(e.checksums) // CHECKSUM_BYTES}" if e.checksums else "")
+    ),
     ev.TransferFailed: lambda e, known: f"{_transfers(e.transfers)} reason={text(e.reason)}",
     ev.CacheCleared: lambda e, known: (
         f"removed={_per_group(_levels(e.removed))} unnamed={_per_group(e.unnamed)}"

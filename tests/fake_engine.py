@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +26,7 @@ from events.packed import unpack_i32
 from events.types import CROSS_WINDOW, PRIMARY, SECONDARY, BlocksCopied, BlocksMoved, Namespace
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.prefix_tree import Run, runs_below
+from kvcache.fold.surviving import LostPrefix
 from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
@@ -103,25 +105,40 @@ def places(group: AnyGroup, run: Run, *, sliding: bool) -> Iterator[tuple[int, i
 
 
 class FakeEngine:
-    """Drives a manager with real pools on the host."""
+    """Drives a manager with real pools on the host; with `log` one that begins or goes on with what lies there.
 
-    def __init__(self, wrap: Callable[[Copier], Copier] = lambda copier: copier, **settings: Any) -> None:
+    It knows what `before` knew, an engine of an earlier life, and computes again what is lost.
+    """
+
+    def __init__(
+        self,
+        wrap: Callable[[Copier], Copier] = lambda copier: copier,
+        log: Path | None = None,
+        before: FakeEngine | None = None,
+        **settings: Any,
+    ) -> None:
         defaults: dict[str, Any] = {"dtype": "float32", "num_kv_heads": 1, "head_dim": 1}
         self.config = strategies.config(**(defaults | settings))
-        self.pools = Pools(Layout.of(self.config), "cpu")
+        self.pools = Pools(Layout.of(self.config), "cpu", self.config.secondary_path)
         self.copier = wrap(self.pools.copier())
-        self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
         self.size = self.config.tokens_per_block
-        self.windows = [group.window for group in self.manager.layout.windows]
-        self.cross = [group.index for group in self.manager.layout.groups if group.kind == "cross"]
-        """The group of cross attention, or none."""
-        self.meanings: dict[Namespace, Any] = {}
+        self.meanings: dict[Namespace, Any] = {} if before is None else before.meanings
         """Namespace to what makes K/V differ beside tokens: who asks, and what an encoder has read, if there is one."""
-        self.inputs: dict[RequestId, tuple[tuple[object, ...], list[int]]] = {}
         firsts = np.cumsum([0, *map(len, self.pools.groups)])
         self.memories = [
             Memory(pools, int(first)) for pools, first in zip(self.pools.groups, firsts, strict=False)
         ]
+        if log is None:
+            self.manager = KVCacheManager(self.config, pools=self.pools, copier=self.copier)
+        else:
+            again = None if before is None else self.recompute
+            self.manager = KVCacheManager.open(
+                self.config, log, pools=self.pools, copier=self.copier, recompute=again
+            )
+        self.windows = [group.window for group in self.manager.layout.windows]
+        self.cross = [group.index for group in self.manager.layout.groups if group.kind == "cross"]
+        """The group of cross attention, or none."""
+        self.inputs: dict[RequestId, tuple[tuple[object, ...], list[int]]] = {}
         self.running: list[RequestId] = []
         self.failed: list[tuple[int, str]] = []
         self.given_up: list[RequestId] = []
@@ -129,6 +146,13 @@ class FakeEngine:
         self._unread: set[Place] = set()
         """Sources of copies that were asked for and not started."""
         self.manager.bus.subscribe(self._note_sources, BlocksMoved, BlocksCopied)
+
+    def recompute(self, lost: LostPrefix) -> bool:
+        """Write what was in primary before what lies in secondary."""
+        values = np.array(expected(lost.tokens.tolist(), self.meanings[lost.namespace]), np.float32)
+        positions = np.arange(lost.first_token, len(lost.tokens))
+        self.memories[0].write(lost.slots[positions // self.size], positions % self.size, values[positions])
+        return True
 
     # -- commands
 

@@ -330,7 +330,7 @@ def test_api_examples_run(run_python: RunPython) -> None:
     """The pieces of code of the page, one behind the other, are a program that runs."""
     pieces = re.findall(r"^```python\n(.*?)^```", API, re.MULTILINE | re.DOTALL)
     done = run_python("\n".join(pieces))
-    assert len(pieces) == 4
+    assert len(pieces) == 5
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

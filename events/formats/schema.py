@@ -32,6 +32,7 @@ _COLUMNS: dict[str, Schema] = {
     "parent": _NAME | {"type": ["string", "null"]},
     "name": _NAMES,
     "key": _KEYS,
+    "checksum": _NAMES,
 }
 _FORMS: dict[str, Schema] = {
     "level": {"enum": [*LEVEL_NAMES]},

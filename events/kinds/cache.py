@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from events.packed import Counts, Numbers
+from events.packed import Checksums, Counts, Numbers
 from events.structs import (
     Event,
     GroupCreated,
@@ -102,6 +102,9 @@ class TransferLanded(Event, frozen=True):
     """Copies are complete."""
 
     transfers: Numbers
+    checksums: Checksums = b""
+    """Where secondary lies in a file, of the blocks that these copies brought there: one copy's slots after another's,
+    over the bytes of all pools, as they lie there now; else empty."""
 
 
 class TransferFailed(Event, frozen=True):

@@ -28,7 +28,7 @@ _OF_EXTRAS = {
     "rich": ("cli", "tables and progress bars"),
     "shtab": ("cli", "`kvcache completion`"),
     "pyarrow": ("export", "`kvcache export --to parquet`"),
-    "xxhash": ("hash", "block_hash=xxh3_64"),
+    "xxhash": ("hash", "block_hash=xxh3_64 and secondary_path"),
     "plotly": ("report", "`kvcache report`"),
 }
 _FEW_FILES = 1024

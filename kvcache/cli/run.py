@@ -14,7 +14,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from events.errors import EventsError, LogWriteFailed
 from events.log import LogWriter
@@ -37,6 +37,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.workload.clock import StepClock, parse_speed
 from kvcache.workload.copies import TimedCopier
 from kvcache.workload.driver import DriveOptions, Engine
+from kvcache.workload.pattern import PoolPattern
 from kvcache.workload.summary import RunResult
 from kvcache.workload.waiting import Limits
 from sinks import SinkContext, SinkURL, open_sink
@@ -94,6 +95,11 @@ def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
     add("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
     add("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
+    add(
+        "--secondary-path",
+        metavar="FILE",
+        help="the file in which secondary lies; with --continue its blocks are found again, even after kill -9",
+    )
     add("--no-pools", action="store_true", help="no tensors, no bytes: bookkeeping only, needs no torch")
 
 
@@ -191,12 +197,14 @@ def _exit_code(outcome: Outcome, stop: StopSignals, out: Output) -> int:
 
 def _config(args: argparse.Namespace, source: Source) -> KVCacheConfig:
     sets = settings.parse_sets(args.sets)
-    for name in ("tokens_per_block", "primary_blocks", "secondary_blocks"):
+    for name in ("tokens_per_block", "primary_blocks", "secondary_blocks", "secondary_path"):
         if getattr(args, name) is not None:
             sets[name] = getattr(args, name)
     known = settings.given(args.config, sets)
     # What decides about the other defaults is read and checked first.
     first = settings.RUN_DEFAULTS | {"max_sequence_length": source.sizes.longest}
+    if known.get("secondary_path"):
+        first["model"] = "kvcache run"  # what writes the bytes; a file needs a name
     config = settings.load(args.config, sets, first | {"primary_blocks": 1})
     blocks = source.sizes.primary_blocks(args.concurrency, config.tokens_per_block)
     sizes = {"primary_blocks": blocks, "secondary_blocks": known.get("primary_blocks") or blocks}
@@ -214,10 +222,10 @@ def _require_room(config: KVCacheConfig, source: Source) -> None:
         raise UsageError(f"none of the requests fits: {obstacle}")
 
 
-def _pool_sizes(layout: Layout) -> PoolSizes:
+def _pool_sizes(layout: Layout, config: KVCacheConfig) -> PoolSizes:
     """What the tensors will take; raises NotEnoughMemory, and UsageError without torch."""
     sizes: PoolSizes = _pools_module().PoolSizes(layout)
-    sizes.require_room()
+    sizes.require_room(in_file=config.secondary_path is not None)
     return sizes
 
 
@@ -258,7 +266,7 @@ class _Run:
             # A URL that cannot be understood should be known before there are pools and a log.
             open_sink(url, SinkContext(key_bytes=0, tokens_per_block=config.tokens_per_block))
         layout = served_layout(config)
-        sizes = None if args.no_pools else _pool_sizes(layout)
+        sizes = None if args.no_pools else _pool_sizes(layout, config)
         log = directory.open_log(config.log, self._log_id(), resume=args.resume)
         if not (args.json or out.quiet):
             removed = directory.temporary and not args.keep
@@ -291,16 +299,13 @@ class _Run:
             if sizes is not None:
                 from kvcache.pools import Pools
 
-                self._pools = Pools(sizes.layout, sizes.device)
+                self._pools = Pools(sizes.layout, sizes.device, self._config.secondary_path)
                 self._copier = TimedCopier(self._pools.copier(), sizes.layout)
-            return KVCacheManager(
-                self._config,
-                pools=self._pools,
-                copier=self._copier,
-                log=log,
-                sinks=sinks,
-                wall_ns=self._clock.wall_ns,
-            )
+            options: dict[str, Any] = {"copier": self._copier, "sinks": sinks, "wall_ns": self._clock.wall_ns}
+            if self._config.secondary_path is None:
+                return KVCacheManager(self._config, pools=self._pools, log=log, **options)
+            again = None if self._pools is None else PoolPattern(self._pools).recompute
+            return KVCacheManager.open(self._config, log, pools=self._pools, recompute=again, **options)
         except BaseException:
             log.close()
             raise
@@ -360,4 +365,5 @@ class _Run:
             copies=self._copier,
             feed=feed,
             log_failure=incomplete or result.log_failure,
+            restored=manager.restored,
         )

@@ -17,6 +17,7 @@ from kvcache.cli.source import Source
 from kvcache.cli.verification import Verification
 from kvcache.config import KVCacheConfig
 from kvcache.layout import Layout
+from kvcache.restart.opening import Restored
 from kvcache.stats import Stats
 from kvcache.workload.clock import StepClock
 from kvcache.workload.copies import TimedCopier
@@ -50,6 +51,8 @@ class Outcome:
     """What the attached router held; None: there was none."""
     log_failure: LogWriteFailed | None
     """Why the log is not whole, or has ended the run; None: neither."""
+    restored: Restored | None
+    """What was found again in secondary; None: there was nothing to be found."""
 
     @property
     def requests_per_second(self) -> float:
@@ -83,6 +86,7 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "feed": feed and asdict(feed) | {"blocks": dict(zip(LEVEL_NAMES, feed.blocks, strict=True))},
         # A name is a block's.
         "sinks": [{"sink": (fields := asdict(sink)).pop("name"), **fields} for sink in outcome.sinks],
+        "restored": outcome.restored and _restored_json(outcome.restored),
         "copies": copies and _of(copies, "seconds", *_BYTES),
         "steps": len(result.times),
         **_of(outcome, "seconds", "requests_per_second"),
@@ -93,6 +97,11 @@ def to_json(outcome: Outcome, log: Path | None) -> dict[str, Any]:
         "replay_seconds": verification.seconds,
         "checkpoints_verified": 0 if replayed is None else replayed.checkpoints_verified,
     }
+
+
+def _restored_json(restored: Restored) -> dict[str, Any]:
+    blocks = _of(restored.survey, "found", "verified", "changed", "in_flight", "unreachable", "recomputed")
+    return {"blocks": blocks, **_of(restored, "replay_seconds", "verify_seconds", "verified_bytes")}
 
 
 def _window_json(window: int, blocks: WindowBlocks) -> dict[str, Any]:
@@ -167,7 +176,12 @@ def show(outcome: Outcome, log: Path | None, out: Output, *, events: bool) -> No
         )
     out.heading(heading)
     out.facts(
-        _requests(outcome) + _blocks(outcome) + _times(outcome) + _sinks(outcome) + _record(outcome, log)
+        _requests(outcome)
+        + _restored(outcome)
+        + _blocks(outcome)
+        + _times(outcome)
+        + _sinks(outcome)
+        + _record(outcome, log)
     )
 
 
@@ -190,6 +204,25 @@ def _requests(outcome: Outcome) -> list[tuple[str, str]]:
             f"{stats.prompt_tokens:,}, of which {stats.reused_tokens:,} were reused: {share(stats.hit_rate)}",
         ),
         ("", by_level),
+    ]
+
+
+def _restored(outcome: Outcome) -> list[tuple[str, str]]:
+    """What a run that goes on with a file has found there."""
+    if outcome.restored is None:
+        return []
+    restored, survey = outcome.restored, outcome.restored.survey
+    gone = {"changed": survey.changed, "not landed": survey.in_flight, "behind lost ones": survey.unreachable}
+    dropped = ", ".join(f"{blocks:,} {why}" for why, blocks in gone.items() if blocks)
+    took = f"{size(restored.verified_bytes)} verified in {duration(restored.verify_seconds)}"
+    return [
+        ("found again", f"{survey.verified:,} of {count(survey.found, 'secondary block')}, {took}"),
+        *(
+            [("", f"{count(survey.recomputed, 'primary block')} before them computed again")]
+            * (survey.recomputed > 0)
+        ),
+        *([("", f"dropped: {dropped}")] if dropped else []),
+        ("", f"the log was read in {duration(restored.replay_seconds)}"),
     ]
 
 

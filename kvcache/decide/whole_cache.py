@@ -44,9 +44,9 @@ class WholeCache:
         unnamed = tuple(sum(len(slots) for _, slots, held, _ in group.cached() if held) for group in groups)
         self._emit(ev.CacheCleared(removed=removed, unnamed=unnamed))
 
-    def land(self, transfers: Items[int]) -> None:
-        """These copies are complete."""
-        self._emit(ev.TransferLanded(array("q", transfers).tobytes()))
+    def land(self, transfers: Items[int], checksums: bytes = b"") -> None:
+        """These copies are complete. `checksums` are as in `TransferLanded`."""
+        self._emit(ev.TransferLanded(transfers=array("q", transfers).tobytes(), checksums=checksums))
 
     def fail(self, failed: Items[tuple[int, str]]) -> list[Sequence]:
         """These copies, given as (transfer, reason), failed: everything begins again, and nothing cached is kept.

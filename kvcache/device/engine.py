@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from cuda_ops.copier import Copier
+from kvcache.config import KVCacheConfig
 from kvcache.device.blank_fill import FillingEngine
 from kvcache.device.transfers import TransferEngine
 from kvcache.errors import UsageError
@@ -12,11 +14,11 @@ from kvcache.layout import Layout
 
 
 def engine_for(
-    pools: Any, copier: Copier | None, layout: Layout, *, fill_blank: bool = False
+    pools: Any, copier: Copier | None, layout: Layout, config: KVCacheConfig
 ) -> TransferEngine | None:
     """What moves the bytes of `pools`, or whatever `copier` moves; None without either.
 
-    With `fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
+    With `debug_fill_blank` it also overwrites the blocks of the pools that are allocated. Raises `UsageError`, also for
     pools that another manager has.
     """
     if pools is not None:
@@ -27,6 +29,7 @@ def engine_for(
             raise UsageError(
                 "the pools have another layout than the config: make them by Pools(Layout.of(config))"
             )
+        _refuse_other_place(pools, config.secondary_path)
         pools.refuse_taken()
     if copier is None and pools is not None:
         copier = pools.copier()
@@ -34,6 +37,17 @@ def engine_for(
         return None
     if not callable(getattr(copier, "submit", None)):
         raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
-    if pools is not None and fill_blank:
+    if pools is not None and config.debug_fill_blank:
         return FillingEngine(copier, pools)
     return TransferEngine(copier)
+
+
+def _refuse_other_place(pools: Any, secondary_path: str | None) -> None:
+    """Raise `UsageError` if secondary lies elsewhere than the settings say."""
+    file = getattr(pools, "secondary_file", None)
+    lies = None if file is None else file.path
+    if lies != (None if secondary_path is None else Path(secondary_path)):
+        raise UsageError(
+            "the pools have their secondary level elsewhere than config.secondary_path says: make them by "
+            "Pools(Layout.of(config), secondary_path=config.secondary_path)"
+        )

@@ -9,7 +9,7 @@ from array import array
 
 from events import types as ev
 from events.ids import MAX_NUMBER
-from events.packed import NAME_BYTES
+from events.packed import CHECKSUM_BYTES, NAME_BYTES
 from events.types import PRIMARY, SECONDARY, MoveReason
 from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.contents import Contents, Transfer
@@ -211,9 +211,17 @@ class BlockFold(Contents):
         self.next_transfer = transfer_id + 1
 
     def _land(self, event: ev.TransferLanded) -> None:
+        begin = 0
         for transfer_id in array("q", event.transfers):
             transfer = self.transfers.pop(transfer_id)
-            self.groups[transfer.group].land(transfer.level, transfer.slots, transfer_id)
+            group = self.groups[transfer.group]
+            group.land(transfer.level, transfer.slots, transfer_id)
+            if transfer.level == SECONDARY:
+                end = begin + (CHECKSUM_BYTES * len(transfer.slots) if event.checksums else 0)
+                # Those of slots that have another owner by now are replaced when its own copy lands.
+                group.levels[SECONDARY].note_checksums(transfer.slots, event.checksums[begin:end])
+                begin = end
+        invariant(begin == len(event.checksums), "other blocks have checksums than were copied")
 
     def _fail(self, event: ev.TransferFailed) -> None:
         """Whatever was computed may rest on what did not arrive, so every sequence begins again.

@@ -24,6 +24,7 @@ from events.types import (
 )
 from kvcache.errors import invariant
 from kvcache.fold.check import check_slots
+from kvcache.fold.checksums import export_checksums, install_checksums
 from kvcache.fold.contents import AnyGroup, Contents, Transfer
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
@@ -89,6 +90,7 @@ def _export_group(group: AnyGroup) -> GroupExported:
         shared=array("q", [number for item in sorted(group.shared.items()) for number in item]).tobytes(),
         blocks=blocks,
         uses=uses,
+        checksums=export_checksums(group),
     )
 
 
@@ -178,6 +180,7 @@ def _install_group(state: Contents, group: AnyGroup, exported: GroupExported) ->
         _install_uses(group, runs, array("q", exported.uses))
     for level, free in zip(group.levels, exported.blank_slots, strict=True):
         level.blank = array("i", free)
+    install_checksums(group, exported.checksums)
     shared = array("q", exported.shared)
     group.shared = dict(zip(shared[::2], shared[1::2], strict=True))
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from events.packed import NAME_BYTES
+from kvcache.fold.checksums import landed_checksums
 from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.prefix_tree import Run
@@ -62,6 +63,8 @@ def _add_group(digest: Any, group: AnyGroup) -> None:
         digest.update(level.blank)
     if isinstance(group, CountingGroup):
         _add_uses(digest, group)
+    if (checksums := landed_checksums(group)) is not None:
+        digest.update(checksums)
     digest.update(array("q", [n for item in sorted(group.shared.items()) for n in item]))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
+import numpy.typing as npt
 
+from events.packed import CHECKSUM_BYTES
 from kvcache.errors import InvariantViolated, invariant
 
 _FEW = 16
@@ -25,7 +27,7 @@ def last_reversed(slots: array[int], count: int) -> array[int]:
 class Level:
     """Slots of one window at one level."""
 
-    __slots__ = ("blank", "index", "run_id_array", "run_ids", "size", "unreferenced")
+    __slots__ = ("blank", "checksums", "index", "run_id_array", "run_ids", "size", "unreferenced")
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
@@ -39,6 +41,9 @@ class Level:
         """The same memory, for many slots at a time."""
         self.unreferenced = 0
         """Cached blocks that no sequence holds: all can be evicted, leaf by leaf."""
+        self.checksums: npt.NDArray[np.uint64] | None = None
+        """By slot, of what the last copy brought there: they mean something where a block is cached that has landed.
+        0: not known. None: none is known, as where the level lies in no file."""
 
     @property
     def available(self) -> int:
@@ -64,6 +69,17 @@ class Level:
     def return_slots(self, slots: array[int]) -> None:
         """Add slots to the blank ones; the last one will be taken first."""
         self.blank.extend(slots)
+
+    def note_checksums(self, slots: array[int], checksums: bytes) -> None:
+        """What was copied to these slots has landed, and has these checksums; empty: nobody knows them."""
+        if self.checksums is None:
+            if not checksums:
+                return
+            self.checksums = np.zeros(self.size, np.uint64)
+        invariant(len(checksums) in (0, CHECKSUM_BYTES * len(slots)), "checksums are missing")
+        at = np.frombuffer(slots, np.int32)
+        invariant(not len(at) or 0 <= int(at.min()) <= int(at.max()) < self.size, "there is no such slot")
+        self.checksums[at] = np.frombuffer(checksums, np.uint64) if checksums else 0
 
     def own(self, slots: array[int], run_id: int) -> None:
         """Note which run holds the slots."""

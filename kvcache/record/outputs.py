@@ -58,7 +58,7 @@ class Outputs:
         """Open the log and start the sinks. If one cannot be opened, those before it are closed again."""
         for sink in sinks:
             _check_sink(sink)
-        writer = log if isinstance(log, LogWriter) or log is None else open_log(_directory(log), config)
+        writer = log if isinstance(log, LogWriter) or log is None else open_log(log_directory(log), config)
         if writer is not None:
             context = replace(context, state_dir=writer.directory)
         runners: list[SinkRunner] = []
@@ -184,7 +184,8 @@ def open_log(
     return LogWriter(directory, resume=resume, software=f"kvcache {__version__}", log_id=log_id, **written)
 
 
-def _directory(log: object) -> Path:
+def log_directory(log: object) -> Path:
+    """A log given as its directory. Raises `UsageError` if it names none."""
     if not isinstance(log, str | PathLike):
         raise UsageError(f"log must be a directory's path or a LogWriter, not {type(log).__name__}")
     try:

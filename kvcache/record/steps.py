@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from events.types import EventBatch
+import numpy as np
+
+from events.types import SECONDARY, EventBatch
 from kvcache.decide.block_manager import BlockManager
 from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import TransferEngine
@@ -14,6 +18,9 @@ from kvcache.fold.state import CacheState
 from kvcache.guard import Guard
 from kvcache.inputs.arguments import time_from
 from kvcache.record.journal import Journal
+
+if TYPE_CHECKING:
+    from kvcache.device.secondary_file import SecondaryFile
 
 
 class Steps:
@@ -27,10 +34,12 @@ class Steps:
         transfers: TransferEngine | None,
         readiness: Readiness,
         wall_ns: Callable[[], int],
+        secondary_file: SecondaryFile | None = None,
     ) -> None:
         self._guard, self._journal, self._blocks = guard, journal, blocks
         self._transfers, self._readiness, self._wall_ns = transfers, readiness, wall_ns
         self._state: CacheState = journal.state
+        self._secondary_file = secondary_file
         self._tell_time: Callable[[int], None] | None = None
 
     def measure(self, clock_ns: Callable[[], int], tell: Callable[[int], None]) -> None:
@@ -47,14 +56,28 @@ class Steps:
         landed, failed = engine.poll() if engine is not None else (list(self._state.transfers), [])
         if not landed and not failed:
             return ()
+        checksums = self._checksums(landed)
         with self._guard:
             if landed:
-                self._blocks.land(landed)
+                self._blocks.land(landed, checksums)
             if failed:
                 self._readiness.lose(failed, self._blocks.fail(failed))
             if engine is not None:
                 engine.recorded()
         return tuple(landed)
+
+    def _checksums(self, landed: Items[int]) -> bytes:
+        """Of what these copies have brought to a secondary level that is a file, as it lies there now."""
+        file, copies = self._secondary_file, [self._state.transfers[transfer] for transfer in landed]
+        if file is None:
+            return b""
+        return b"".join(
+            [
+                file.checksums(copy.group, np.frombuffer(copy.slots, np.int32))
+                for copy in copies
+                if copy.level == SECONDARY
+            ]
+        )
 
     def end(self) -> EventBatch | None:
         """End a step. Raises `events.LogWriteFailed` while the disk refuses a log that the engine waits for."""

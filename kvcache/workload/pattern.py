@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcache.errors import InternalError, invariant
+from kvcache.fold.surviving import LostPrefix
 from kvcache.layout import ITEM_BYTES, PoolLayout
 from kvcache.workload.tokens import Int32s, Int64s, Uint64s, mix64
 
@@ -98,6 +99,14 @@ class PoolPattern:
                 places = [pool.places(span.tables[group], span.begin, span.end) for span in spans]
                 slots, offsets = (np.concatenate(column) for column in zip(*places, strict=True))
                 pool.write(slots, offsets, digests)
+
+    def recompute(self, lost: LostPrefix) -> bool:
+        """Fill the rows of lost blocks, as `KVCacheManager.open` asks for; of a salt only the digest is known."""
+        name = lost.namespace
+        if name.salt_digest is None:
+            digests = prefix_digests(lost.tokens, (name.lora_id, name.lora_name, None))
+            self.write([Span((lost.slots,), digests, lost.first_token, len(lost.tokens))])
+        return name.salt_digest is None
 
     def check(self, request_id: str | int, span: Span) -> int:
         """Compare the rows of a span, in each window without the blocks that it has let go of.

@@ -63,7 +63,7 @@ def fields(hint: Any) -> st.SearchStrategy[Any]:
         if mark.item == "parent":
             return st.just(b"") | st.binary(min_size=8, max_size=8)
         numbers = {"token": 4, "int32": 4, "count": 4, "int64": 8}
-        return columns({**numbers, "name": 8, "key": KEY_BYTES}[mark.item])
+        return columns({**numbers, "name": 8, "checksum": 8, "key": KEY_BYTES}[mark.item])
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         if arguments[1] is ...:

@@ -87,15 +87,21 @@ class Driver:
     """Random commands for an engine; `trusted`: no copy fails, so everything must be right at any time."""
 
     def __init__(
-        self, seed: int, wrap: Wrap, *, trusted: bool, fill_blank: bool = False, encoder: bool | None = None
+        self,
+        seed: int,
+        wrap: Wrap,
+        *,
+        trusted: bool,
+        fill_blank: bool = False,
+        encoder: bool | None = None,
+        **more: Any,
     ) -> None:
         self.random = r = random.Random(seed)
         self.of_inputs = random.Random(f"what encoders read, {seed}")
         self.has_encoder = seed % 4 == 3 if encoder is None else encoder
         self.trusted = trusted
         windows = r.choice(WINDOWS)
-        self.engine = FakeEngine(
-            wrap=wrap,
+        self.settings: dict[str, Any] = dict(
             tokens_per_block=r.choice([1, 2, 2, 4]),
             primary_blocks=r.choice([3, 4, 6, 8, 12]),
             secondary_blocks=r.choice([1, 2, 4, 8]),
@@ -107,6 +113,7 @@ class Driver:
             cross_kv_cache_fraction=0.5 if self.has_encoder else None,
             **r.choice([one_head_count, two_head_counts])(len(windows)),
         )
+        self.engine = FakeEngine(wrap=wrap, **(self.settings | more))
         self.next_id = 0
         self.salts: dict[int | str, str | None] = {}
         self.preempted: list[Request] = []

@@ -67,6 +67,7 @@ KEYWORDS: dict[str, tuple[type | tuple[type, ...], Holds]] = {
     "maximum": ((int, float), lambda _, bound, value: value <= bound),
     "maxItems": (list, lambda _, bound, value: len(value) <= bound),
     "minimum": ((int, float), lambda _, bound, value: value >= bound),
+    "minLength": (str, lambda _, bound, value: len(value) >= bound),
     "minItems": (list, lambda _, bound, value: len(value) >= bound),
     "not": (object, lambda _, inner, value: not accepts(inner, value)),
     "properties": (
@@ -90,10 +91,12 @@ def is_configuration(settings: dict[str, Any]) -> bool:
 
 def settings(**changed: Any) -> dict[str, Any]:
     """A configuration as a file holds it, with windows and blocks such that no two of its settings are at odds."""
+    of_file = {"model": "m", "secondary_blocks": 8} if "secondary_path" in changed else {}
     return {
         "max_sequence_length": 64,
         "primary_blocks": 8,
         "tokens_per_block": 1,
+        **of_file,
         "max_attention_window": 64 if "num_layers" in changed else [1, 64],
         **changed,
     }

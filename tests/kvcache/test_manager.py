@@ -280,7 +280,7 @@ def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) 
 def test_the_list_of_commands_is_complete() -> None:
     """Whatever a manager offers is among the commands, or may be called at any time."""
     public = {name for name in dir(KVCacheManager) if not name.startswith("_")}
-    assert public == {name for name, _ in COMMANDS} | ANY_THREAD | FIXED | {"close", "resume"}
+    assert public == {name for name, _ in COMMANDS} | ANY_THREAD | FIXED | {"close", "open", "resume"}
 
 
 @pytest.mark.parametrize(("name", "arguments"), [*COMMANDS, ("close", ())])

@@ -135,7 +135,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
     SequenceRemoved(Handle(7), (2, 1), (TWO, b""), 815, 814),
     EncoderAdded(Handle(9), Handle(7), GroupIndex(1), SPACE, 9, TOKENS, 1, 2),
     EncoderRemoved(Handle(9), GroupIndex(1), TWO),
-    TransferLanded(pack_i64([12, 13, 14, 16])),
+    TransferLanded(pack_i64([12, 13, 14, 16]), NAMES),
     TransferFailed(pack_i64([12]), "lost device"),
     CacheCleared(((3, 4), (5, 0)), (2, 1)),
     Checkpoint(bytes.fromhex("c0ffee00") + bytes(28), 2, ((3, 4), (5, 0))),

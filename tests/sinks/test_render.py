@@ -62,7 +62,7 @@ LINES = [
     "SequenceRemoved   #7 tokens=815 computed=814 stored=2/1 freed=2/0",
     "EncoderAdded      #9 of #7 group=1 tokens=9 reused_blocks=1+2 lora=adapter salt=abababab",
     "EncoderRemoved    #9 group=1 freed=2",
-    "TransferLanded    transfers=12..14,16",
+    "TransferLanded    transfers=12..14,16 checksums=2",
     "TransferFailed    transfer=12 reason='lost device'",
     "CacheCleared      removed=3+4/5+0 unnamed=2/1",
     "Checkpoint        c0ffee00 sequences=2 cached=3+4/5+0",

@@ -1,0 +1,1 @@
+"""Warm restarts: what a cache finds again when its process has died."""

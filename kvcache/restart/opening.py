@@ -1,0 +1,143 @@
+"""Opening a cache again: the log says what secondary held, and the checksums in it which of that is still there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from events.log import LogWriter
+from events.types import PRIMARY, SECONDARY, CacheCreated, StateExported
+from kvcache.config import KVCacheConfig
+from kvcache.device.memory import served_layout
+from kvcache.device.secondary_header import DEPENDS_ON
+from kvcache.errors import Unsupported, UsageError
+from kvcache.fold.state import CacheState
+from kvcache.fold.surviving import Recompute, Survey, surviving
+from kvcache.record.journal import cache_created
+from kvcache.record.outputs import LogTarget, log_directory, open_log
+from kvcache.replay import replay
+from kvcache.restart.errors import LogOfOtherCache
+
+if TYPE_CHECKING:
+    from kvcache.device.secondary_file import SecondaryFile
+    from kvcache.pools import Pools
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was found again in secondary."""
+
+    survey: Survey
+    """In blocks of all windows together."""
+    replay_seconds: float
+    """Reading the log."""
+    verify_seconds: float
+    """Reading the blocks and comparing their checksums, and computing others again."""
+    verified_bytes: int
+    """So much was read of them."""
+    state: StateExported
+    """What the cache begins with."""
+
+
+def config_of(state: object) -> KVCacheConfig:
+    """The settings of a replayed state, to go on with; see `KVCacheManager.resume`, which raises the same."""
+    if not isinstance(state, CacheState):
+        raise UsageError(
+            f"a state is needed, not {type(state).__name__}: replay.replay(directory).state is one"
+        )
+    if state.created is None or not state.tokens_recorded:
+        instead = "replay a log that records tokens, up to its first batch or beyond"
+        raise Unsupported("going on from this state", instead)
+    config = KVCacheConfig.model_validate_json(state.created.config)
+    # "auto" was decided then.
+    return config.model_copy(update={"block_hash": state.hashing.name})
+
+
+@contextmanager
+def reopened(
+    config: KVCacheConfig, log: LogTarget, pools: Pools | None, recompute: Recompute | None
+) -> Iterator[dict[str, Any]]:
+    """What a manager continues: its `log`, open to be continued, and what is `restored`; None if nothing can be.
+
+    Raises what `KVCacheManager.open` does. If anything fails, also in the body, a log that was opened here is closed.
+    """
+    file = _file_of(config, pools)
+    if log is None:
+        raise UsageError("a log is needed: without it nobody knows what the secondary level holds")
+    writer = log if isinstance(log, LogWriter) else open_log(log_directory(log), config.log, resume=True)
+    try:
+        restored = None
+        if file is not None and writer.next_seq:
+            restored = _restored(config, writer.directory, file, recompute)
+        yield {"log": writer, "restored": restored}
+    except BaseException:
+        if writer is not log:
+            with suppress(Exception):
+                writer.close()
+        raise
+
+
+def _file_of(config: KVCacheConfig, pools: Pools | None) -> SecondaryFile | None:
+    if not isinstance(config, KVCacheConfig):
+        raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
+    if config.secondary_path is None:
+        return None
+    if not config.log.record_tokens:
+        instead = "let the log record tokens (log.record_tokens), by which blocks are found"
+        raise Unsupported("a warm restart from a log without tokens", instead)
+    if pools is None:
+        raise UsageError(
+            "pools are needed, since the blocks lie in a file: give "
+            "Pools(Layout.of(config), secondary_path=config.secondary_path)"
+        )
+    return getattr(pools, "secondary_file", None)
+
+
+def _restored(
+    config: KVCacheConfig, directory: Path, file: SecondaryFile, recompute: Recompute | None
+) -> Restored | None:
+    started = time.perf_counter()
+    state = replay(directory).state
+    replayed = time.perf_counter()
+    if state.created is None:
+        return None
+    _refuse_other(config, directory, state)
+    before = file.bytes_read
+    primary = [group.num_blocks[PRIMARY] for group in served_layout(config).groups]
+    exported, survey = surviving(state, file.checksums, primary, recompute)
+    verified = time.perf_counter()
+    return Restored(survey, replayed - started, verified - replayed, file.bytes_read - before, exported)
+
+
+def _refuse_other(config: KVCacheConfig, directory: Path, state: CacheState) -> None:
+    """Raise unless what the log says of blocks means the same here."""
+    there, here = state.created, cache_created(config, served_layout(config), heard=True)
+    assert there is not None
+    if not state.tokens_recorded:
+        instead = "begin a new log that does (log.record_tokens)"
+        raise Unsupported("a warm restart from a log without tokens", instead)
+    if there.content_id != here.content_id:
+        raise LogOfOtherCache(directory, f"its model differs, or {DEPENDS_ON}")
+    if _secondary(there) != _secondary(here):
+        what = (
+            f"it has {_secondary(there)} secondary blocks per window, these settings give {_secondary(here)}"
+        )
+        raise LogOfOtherCache(directory, what)
+    for name in ("block_hash", "eviction_policy"):
+        given, was = _setting(here, name), _setting(there, name)
+        if given != was:
+            raise LogOfOtherCache(directory, f"its {name} is {was}, here it is {given}")
+
+
+def _secondary(created: CacheCreated) -> list[int]:
+    return [group.num_blocks[SECONDARY] for group in created.groups]
+
+
+def _setting(created: CacheCreated, name: str) -> str:
+    if name == "block_hash":
+        return created.hash_algorithm
+    return str(getattr(KVCacheConfig.model_validate_json(created.config), name))
