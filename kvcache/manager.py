@@ -29,7 +29,6 @@ from kvcache.device.readiness import Readiness
 from kvcache.errors import OutOfBlocks, Unsupported, UsageError
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
-from kvcache.fold.surviving import Recompute
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import checked_natural, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
@@ -176,26 +175,16 @@ class KVCacheManager:
         return cls(config_of(state), state=state, **options)
 
     @classmethod
-    def open(
-        cls,
-        config: KVCacheConfig,
-        log: LogTarget,
-        *,
-        pools: Pools | None = None,
-        recompute: Recompute | None = None,
-        **options: Any,
-    ) -> Self:
+    def open(cls, config: KVCacheConfig, log: LogTarget, pools: Pools | None = None, **options: Any) -> Self:
         """Begin a cache, or go on with what an earlier process has left of one: the same call for every start.
 
         `log` is a directory, new or with the log of that process, or a `LogWriter` that continues one. It says what the
         file of `secondary_path` holds. What of that is right is reused at once; `restored` tells. Without such a file
-        nothing is found again. `recompute` computes lost beginnings again (`kvcache.fold.surviving.LostPrefix`).
-        `options` are the constructor's.
-
-        Raises `LogOfOtherCache`, `Unsupported` for a log without tokens, and what opening and replaying a log raise
-        (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
+        nothing is found again. `options` are the constructor's, and `recompute`, which computes lost beginnings again
+        (`kvcache.fold.surviving.Recompute`). Raises `LogOfOtherCache`, `Unsupported` for a log without tokens, and what
+        opening and replaying a log raise (`events.errors.LogError`, `kvcache.replay.Unreplayable`).
         """
-        with reopened(config, log, pools, recompute) as kept:
+        with reopened(config, log, pools, options.pop("recompute", None)) as kept:
             return cls(config, pools=pools, **kept, **options)
 
     # -- what changes nothing
