@@ -12,7 +12,9 @@ import pytest
 
 from cuda_ops.simulated import LateCopier
 from kvcache.errors import Unsupported, UsageError
+from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.state import CacheState
 from kvcache.fold.surviving import surviving
 from kvcache.inputs.requests import Request
 from kvcache.inputs.retention import Retention, RetentionRange
@@ -389,6 +391,21 @@ def test_without_a_file_nothing_is_found_again(tmp_path: Path) -> None:
         assert manager.state.epoch == 0
         manager.close()
         assert replay(tmp_path / "log").state.epoch == epoch - 1
+
+
+def test_an_exported_state_has_the_checksums_of_what_has_landed(tmp_path: Path) -> None:
+    """So a fold that begins there, as with a snapshot, finds the same again, and has the same fingerprint."""
+    engine = filled(tmp_path / "before")
+    state = engine.manager.state
+    assert state.created is not None
+    again = CacheState()
+    again.apply(state.created)
+    again.apply(export(state))
+    assert fingerprint(again) == fingerprint(state)
+    assert export(again).groups[0].checksums == export(state).groups[0].checksums != b""
+    assert engine.pools.secondary_file is not None
+    _, survey = surviving(again, engine.pools.secondary_file.checksums, [4])
+    assert survey.verified == 4
 
 
 def test_checksums_are_in_the_log_only_with_a_file(tmp_path: Path) -> None:
