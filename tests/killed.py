@@ -79,8 +79,8 @@ def serve(directory: Path, seed: int) -> None:
         said.rename(directory / "said")
 
 
-def life(directory: Path, seed: int, seconds: float) -> int:
-    """Let one begin, and kill it; returns how it ended."""
+def life(directory: Path, seed: int, seconds: float, said: Path | None) -> int:
+    """Let one begin, and kill it so long after it has `said` that it serves, or has begun; returns how it ended."""
     child = os.fork()
     if child == 0:
         try:
@@ -89,6 +89,9 @@ def life(directory: Path, seed: int, seconds: float) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
+    deadline = time.monotonic() + 30
+    while said is not None and not said.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)
     return os.waitpid(child, 0)[1]
@@ -107,7 +110,8 @@ def main() -> None:
                 last_seq = batch.seq
         said.unlink(missing_ok=True)
         # Some die while they begin, most while they serve.
-        status = life(directory, seed * 1000 + number, r.choice([0.02, 0.1, 0.2, 0.3]) * (0.5 + r.random()))
+        serves = r.random() < 0.8
+        status = life(directory, seed * 1000 + number, 0.15 * r.random(), said if serves else None)
         report = json.loads(said.read_text()) if said.exists() else {}
         line = {"signal": os.WTERMSIG(status), "expected": expected, "last_seq": last_seq, **report}
         print(json.dumps(line), flush=True)
