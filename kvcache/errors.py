@@ -294,12 +294,15 @@ class PromptTooLong(CapacityError):
     limit: int
     window: int | None = None
     settings: str = "max_sequence_length and, if the pool is smaller, primary_blocks"
+    at_once: bool = False
+    """Whether a prompt of that length can be admitted with `reserve_tokens`."""
 
     def __str__(self) -> str:
         where = "" if self.window is None else f" in {_named(self.window)}"
+        instead = ", take a prompt chunk by chunk (reserve_tokens)" if self.at_once else ""
         return (
-            f"{self.length} tokens are more than the {self.limit} that can be held{where}: pass fewer, "
-            f"end the sequence, or raise {self.settings}"
+            f"{self.length} tokens are more than the {self.limit} that can be held{' at once' * self.at_once}{where}: "
+            f"pass fewer, end the sequence{instead}, or raise {self.settings}"
         )
 
 

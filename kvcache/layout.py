@@ -105,10 +105,12 @@ class Bound(NamedTuple):
     """The window whose primary blocks hold no more; None: it is none, or the only one."""
     settings: str
     """What to raise."""
+    in_chunks: int = 0
+    """So many can be held by who takes the slots of a prompt chunk by chunk; 0: no more than at once."""
 
     def exceeded_by(self, length: int) -> PromptTooLong:
         """The error for so many tokens."""
-        return PromptTooLong(length, *self)
+        return PromptTooLong(length, *self[:3], at_once=length <= self.in_chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,8 @@ class Layout:
 
     def longest_prompt(self, config: KVCacheConfig) -> Bound:
         """The longest prompt: all of its blocks are there when it is admitted, in sliding windows, too."""
-        return self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.windows])
+        bound = self._bound(config, [each.num_blocks[0] * self.tokens_per_block for each in self.windows])
+        return bound._replace(in_chunks=self.longest_sequence(config).tokens)
 
     def longest_input(self, config: KVCacheConfig) -> Bound | None:
         """The longest input of the encoder; None: the model has none."""

@@ -76,11 +76,14 @@ class Scheduling:
     def next_step_blocks_per_window(self, request_id: RequestId, draft_tokens: int = 0) -> dict[int, int]:
         """Blocks that a running sequence takes when it gets its next token, and so many draft tokens with it.
 
-        A prompt has its blocks from its admission on, so this is of decoding; or what a prompt still lacks
-        (`reserve_tokens`), and one token more.
+        A prompt has its blocks from its admission on, so this is of decoding. Of a prompt that has not
+        (`reserve_tokens`) it is what a chunk of `draft_tokens` tokens takes, behind what is computed.
         """
         more = 1 + checked_natural(draft_tokens, "draft_tokens")
         sequence = self._blocks.sequence(request_id)
+        if self._blocks.slots_of(sequence) < sequence.num_tokens:
+            chunk = min(sequence.num_tokens, sequence.computed + more - 1)
+            more = chunk - sequence.num_tokens
         return {
             window.window: max(0, window.blocks_for(sequence.num_tokens + more) - len(table))
             for window, table in zip(self._blocks.windows, sequence.tables, strict=False)

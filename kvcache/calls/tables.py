@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvcache.pools import Pools
 
 Column = npt.NDArray[Any]
+NO_SLOT = -1
+"""In a mapping that is longer than the step has tokens."""
 
 
 class Tables:
@@ -60,7 +62,7 @@ class Tables:
         As `block_tables`, but padded with `filler`, a slot; and where a sliding window has left a block behind, a slot
         that the sequence still holds stands in its place: what kernels load ahead of their mask is there. `out`, an
         int32 array or tensor on the host with as many rows and columns at least (a pinned buffer that is used again),
-        is written to; the result is its beginning, and columns behind it are filled as well.
+        is written to; the result is its beginning, and what is left of it is filled as well.
         """
         padding = checked_natural(filler, "filler")
         group = self._query.group_of(window)
@@ -68,7 +70,7 @@ class Tables:
         tables = [_safe(sequence, group) for sequence in sequences]
         shape = len(tables), max(map(len, tables), default=0)
         target = _target(out, np.int32, shape)
-        target[: shape[0]] = padding
+        target[:] = padding
         for row, table in zip(target, tables, strict=False):
             row[: len(table)] = table
         return self._result(out, target, shape)
@@ -109,7 +111,7 @@ class Tables:
         """Where the K/V of this step's tokens goes, int64 [tokens], sequence by sequence: slot × tokens_per_block +
         offset, as vLLM's and FlashAttention's ``slot_mapping``, an index into a layer's tokens (`pools.kv`).
 
-        `out`: as in `padded_tables`, for int64 and one dimension.
+        `out`: as in `padded_tables`, for int64 and one dimension; what is left of it is -1, which kernels skip.
         """
         group = self._query.group_of(window)
         sequences = self._readable(request_ids, group)
@@ -122,6 +124,7 @@ class Tables:
         mapping = np.concatenate(rows) if rows else np.empty(0, np.int64)
         target = _target(out, np.int64, mapping.shape)
         target[: len(mapping)] = mapping
+        target[len(mapping) :] = NO_SLOT
         return self._result(out, target, mapping.shape)
 
     @exclusive
@@ -140,6 +143,7 @@ class Tables:
         ends = np.array(self._ends(self._readable(request_ids, group), group, stops), np.int32)
         target = _target(out, np.int32, ends.shape)
         target[: len(ends)] = ends
+        target[len(ends) :] = 0
         return self._result(out, target, ends.shape)
 
     # -- what is asked about
@@ -234,6 +238,6 @@ def _target(out: Any, dtype: type[np.generic], shape: tuple[int, ...]) -> Column
     )
     if not enough:
         raise UsageError(
-            f"out must be a {np.dtype(dtype)} array or tensor on the host of at least {list(shape)}, writable"
+            f"out must be an {np.dtype(dtype)} array or tensor on the host of at least {list(shape)}, writable"
         )
     return target  # type: ignore[return-value]

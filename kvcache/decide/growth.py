@@ -202,7 +202,7 @@ class Growth(WholeCache):
             if slots < sequence.num_tokens:
                 raise UsageError(
                     f"request {shown(sequence.request_id)} has slots for {slots} of its {sequence.num_tokens} tokens: "
-                    "reserve the others, and compute them, before it gets more"
+                    "reserve slots for the others first"
                 )
 
     def slots_of(self, sequence: Sequence) -> int:

@@ -184,10 +184,19 @@ class _Commands(_Prompts):
     def _allocate(self, event: ev.BlocksAllocated) -> None:
         if event.why == ev.AllocateReason.DECODE:
             self._growing = frozenset(array("q", event.handles))
+        elif event.why == ev.AllocateReason.RESERVE:
+            self._refuse_chunks(event)
         elif self._admitting:
             # Each admission takes at least one slot, but only when the whole batch has claimed what it reuses.
             self._add(Admit(tuple(self._admitting)))
             self._admitting = []
+
+    def _refuse_chunks(self, event: ev.BlocksAllocated) -> None:
+        """Slots for tokens to come are not played, but what a prompt of which it has only a part does is unknown."""
+        size = self.state.tokens_per_block
+        sequences = [self.state.sequences[handle] for handle in array("q", event.handles)]
+        if any(len(each.tables[0]) * size < each.num_tokens for each in sequences):
+            self._refuse("prompts took their slots chunk by chunk (reserve_tokens), which is not played")
 
     def _append(self, event: ev.TokensAppended) -> None:
         handles, tokens = tuple(array("q", event.handles)), memoryview(event.tokens).cast("i")

@@ -70,11 +70,12 @@ EXAMPLES: dict[KVCacheError, dict[str, object]] = {
         "windows": (256, 4096),
         "settings": "max_tokens",
     },
-    PromptTooLong(100, 64, 32, "primary_bytes"): {
+    PromptTooLong(100, 64, 32, "primary_bytes", True): {
         "length": 100,
         "limit": 64,
         "window": 32,
         "settings": "primary_bytes",
+        "at_once": True,
     },
     OutOfNumbers(): {},
     OutOfSymbols(3, 2): {"needed": 3, "available": 2},

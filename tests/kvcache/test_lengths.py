@@ -102,6 +102,14 @@ def test_a_prompt_that_is_too_long_says_in_which_window(
         assert text(refused.value) == said
 
 
+def test_a_prompt_that_is_too_long_at_once_says_how_it_can_be_served() -> None:
+    """The window holds 192 of its tokens, and 256 when it lets go of what it has left."""
+    cache = manager()
+    with pytest.raises(PromptTooLong, match=r"held at once .* chunk by chunk \(reserve_tokens\)"):
+        cache.add_sequence("a", [1] * 200)
+    cache.add_sequence("a", [1] * 200, reserve_tokens=16)
+
+
 def test_a_sequence_that_is_too_long_says_in_which_window() -> None:
     """It may be another one than a prompt's."""
     cache = manager(primary_blocks=(6, 9))

@@ -92,7 +92,7 @@ def test_padded_tables_may_be_read_anywhere() -> None:
 
 
 def test_a_buffer_is_used_again() -> None:
-    """What was in it before is overwritten, columns behind the longest table too; the result is a part of it."""
+    """What was in it before is overwritten, also behind what is asked for; the result is a part of it."""
     manager = two_requests()
     for out in (np.full((3, 5), 99, np.int32), torch.full((3, 5), 99, dtype=torch.int32)):
         tables = manager.padded_tables(["a", "b"], filler=1, out=out)
@@ -100,14 +100,15 @@ def test_a_buffer_is_used_again() -> None:
         assert out.tolist() == [
             [*manager.block_table("a").tolist(), 1, 1, 1, 1],
             [*manager.block_table("b").tolist(), 1, 1],
-            [99] * 5,
+            [1] * 5,
         ]
-    slots = torch.zeros(8, dtype=torch.int64)
+    slots = torch.full((9,), 77, dtype=torch.int64)
     mapping = manager.slot_mapping(["a", "b"], out=slots)
-    assert mapping.tolist() == slots[:7].tolist() == manager.slot_mapping(["a", "b"]).tolist()
-    lengths = np.zeros(2, np.int32)
+    assert mapping.tolist() == manager.slot_mapping(["a", "b"]).tolist()
+    assert slots.tolist() == [*mapping.tolist(), -1, -1]
+    lengths = np.full(3, 77, np.int32)
     manager.sequence_lengths(["a", "b"], out=lengths)
-    assert lengths.tolist() == [4, 10]
+    assert lengths.tolist() == [4, 10, 0]
 
 
 @pytest.mark.parametrize(
