@@ -21,6 +21,7 @@ from kvcache.cli.progress import progress
 from kvcache.cli.times import iso
 from kvcache.errors import InternalError, UsageError
 from kvcache.keep.prune import Pruned, prune
+from kvcache.keep.scan import Damage
 from kvcache.keep.verify import Verified, verify
 
 _ACTIONS = ("info", "verify", "prune")
@@ -134,8 +135,8 @@ def _verify(args: argparse.Namespace, out: Output) -> None:
         out.json(_verified_json(found))
     else:
         _show_verified(args.log, found, out)
-    if found.problems:
-        raise InternalError(f"{count(len(found.problems), 'problem')}: {'; '.join(found.problems[:3])}")
+    if problems := [*map(str, found.damage), *found.problems]:
+        raise InternalError(f"{count(len(problems), 'problem')}: {'; '.join(problems[:3])}")
 
 
 def _verified_json(found: Verified) -> dict[str, Any]:
@@ -145,9 +146,14 @@ def _verified_json(found: Verified) -> dict[str, Any]:
         "checkpoints_verified": found.checkpoints,
         "snapshots_verified": found.snapshots,
         "unused_snapshots": [path.name for path in found.unused],
+        "damage": [_damage_json(each) for each in found.damage],
         "problems": found.problems,
         "end": end_json(found.end),
     }
+
+
+def _damage_json(each: Damage) -> dict[str, Any]:
+    return {"path": str(each.path), "offset": each.offset, "seq": each.seq, "reason": each.reason}
 
 
 def _show_verified(log: Path, found: Verified, out: Output) -> None:
@@ -155,6 +161,7 @@ def _show_verified(log: Path, found: Verified, out: Output) -> None:
     rows = [("events", f"{found.events:,}"), ("checkpoints", f"{found.checkpoints:,} agree")]
     rows.append(("snapshots", f"{found.snapshots:,} agree with the log"))
     rows += [("passed over", path.name) for path in found.unused]
+    rows += [("damage", printable(str(each))) for each in found.damage]
     rows += [("problem", printable(problem)) for problem in found.problems]
     if found.end is not None:
         rows.append(("end of the log", describe_end(found.end)))

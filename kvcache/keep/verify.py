@@ -6,14 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from events.errors import LogError
-from events.log import LogEnd, LogReader
-from events.log.epochs import kind_of
-from events.log.snapshots import Snapshot, open_snapshot, snapshot_paths
+from events.errors import LogError, NotALog
+from events.feed_events import FEED_EVENTS
+from events.log import LogEnd
+from events.log.segments import is_log
 from events.told.state import FeedState
-from events.types import StateExported
+from events.types import EventBatch, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
+from kvcache.keep import raw
+from kvcache.keep.losses import Continuity
+from kvcache.keep.raw_snapshot import read_snapshot
+from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.replay import Replayed, fitting
 
 
@@ -29,6 +33,8 @@ class Verified:
     """That agree."""
     unused: list[Path] = field(default_factory=list)
     """Snapshots with which no reading begins: the segments behind them are not there, or do not continue them."""
+    damage: list[Damage] = field(default_factory=list)
+    """Places in segments where something is not what was written."""
     problems: list[str] = field(default_factory=list)
     """Snapshots that are damaged or disagree, and checkpoints that disagree, in words."""
     end: LogEnd | None = None
@@ -37,61 +43,101 @@ class Verified:
 def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verified:
     """Read a log from its beginning, as far as that is kept, to its end, and compare each snapshot on the way.
 
-    Raises `Unreplayable`, and what `LogReader` raises: what is behind damage is not looked at.
+    Nothing that writes logs has a part in the reading (`kvcache.keep.raw`); the fold is the usual one. Behind damage it
+    goes on with the next whole state. Raises NotALog, LogTooNew, `Unreplayable`, OSError.
     """
+    if not is_log(log):
+        raise NotALog(log)
     found = Verified()
-    if kind_of(log) == "feed":
-        _read_feed(log, found, progress)
-        return found
-    snapshots = _snapshots(log, found)
-    reader, replayed = LogReader(log), Replayed(CacheState())
-    for batch in reader:
-        replayed.fold(batch, verify=True)
-        if batch.seq in snapshots:
-            _compare(snapshots.pop(batch.seq), replayed, found)
-        progress(batch.seq)
-    found.unused += [snapshot.path for snapshot in snapshots.values()]
-    found.problems += [f"the checkpoint in batch {seq} disagrees" for seq in replayed.checkpoints_failed]
-    found.batches, found.events, found.end = replayed.batches, replayed.events, reader.end
-    found.checkpoints = replayed.checkpoints_verified
+    fold = _Fold(found, _snapshots(log, found))
+    scan = Scan(log)
+    begins = None
+    for item in scan:
+        if isinstance(item, Damage):
+            found.damage.append(item)
+            fold.continuity.lose()
+        elif isinstance(item, State):
+            begins = item.snapshot.seq if not found.batches else begins
+            fold.continuity.begin(item.snapshot)
+            fold.apply(item.snapshot.batch)
+        else:
+            fold.take(item)
+        progress(scan.seq)
+    found.unused += fold.snapshots.values()
+    found.problems += fold.problems()
+    found.end = LogEnd(scan.kind, fold.last_seq, scan.path, scan.offset, scan.seq, begins)
     return found
 
 
-def _read_feed(log: Path, found: Verified, progress: Callable[[int], None]) -> None:
-    reader, state = LogReader(log, kind="feed"), FeedState()
-    for batch in reader:
-        with fitting(batch.seq):
-            for event in batch.events:
-                state.apply(event)
-        found.batches, found.events = found.batches + 1, found.events + len(batch.events)
-        progress(batch.seq)
-    found.end = reader.end
+class _Fold:
+    """The state after what was read, which checkpoints and snapshots are compared with."""
+
+    def __init__(self, found: Verified, snapshots: dict[int, Path]) -> None:
+        self._found = found
+        self.snapshots = snapshots
+        """That are still to be met, by their batches."""
+        self.continuity = Continuity()
+        self.last_seq: int | None = None
+        self._cache, self._feed = Replayed(CacheState()), FeedState()
+        self._is_feed: bool | None = None
+
+    def take(self, read: Found) -> None:
+        """Fold what was read, if it continues what was folded."""
+        if read.batch is None:
+            self.continuity.take(read)
+            return
+        self._found.batches += 1
+        self._found.events += len(read.batch.events)
+        self.last_seq = read.batch.seq
+        batch = self.continuity.take(read)
+        if batch is not None:
+            self._apply(batch)
+
+    def apply(self, batch: EventBatch) -> None:
+        """Begin with a snapshot."""
+        self._found.batches += 1
+        self._found.events += len(batch.events)
+        self.last_seq = batch.seq
+        self._apply(batch)
+
+    def _apply(self, batch: EventBatch) -> None:
+        if self._is_feed is None:
+            self._is_feed = any(isinstance(event, FEED_EVENTS) for event in batch.events)
+        if self._is_feed:
+            with fitting(batch.seq):
+                for event in batch.events:
+                    self._feed.apply(event)
+            return
+        self._cache.fold(batch, verify=True)
+        if batch.seq in self.snapshots:
+            self._compare(self.snapshots.pop(batch.seq))
+
+    def _compare(self, path: Path) -> None:
+        snapshot = read_snapshot(path)
+        state = next((event for event in snapshot.batch.events if isinstance(event, StateExported)), None)
+        if state == export(self._cache.state) and snapshot.beside.fingerprint == self._cache.fingerprint:
+            self._found.snapshots += 1
+        else:
+            self._found.problems.append(
+                f"{path} has another state than the log: remove it, or make a new one"
+            )
+
+    def problems(self) -> list[str]:
+        """What was wrong with checkpoints."""
+        self._found.checkpoints = self._cache.checkpoints_verified
+        return [f"the checkpoint in batch {seq} disagrees" for seq in self._cache.checkpoints_failed]
 
 
-def _snapshots(log: Path, found: Verified) -> dict[int, Snapshot]:
+def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
     """Those that can be read and belong to the log."""
     good = {}
-    for path in snapshot_paths(log):
+    for path in raw.names(log, ".kvsnap"):
         try:
-            snapshot = open_snapshot(path)
-            if snapshot.fits():
-                good[snapshot.seq] = snapshot
+            snapshot = read_snapshot(path)
+            if snapshot.is_in_use():
+                good[snapshot.seq] = path
             else:
                 found.unused.append(path)
         except LogError as error:
             found.problems.append(str(error))
     return good
-
-
-def _compare(snapshot: Snapshot, replayed: Replayed, found: Verified) -> None:
-    try:
-        batch = snapshot.batch()
-    except LogError as error:
-        found.problems.append(str(error))
-        return
-    state = next((event for event in batch.events if isinstance(event, StateExported)), None)
-    agrees = state == export(replayed.state) and snapshot.about.fingerprint == replayed.fingerprint
-    if agrees:
-        found.snapshots += 1
-    else:
-        found.problems.append(f"{snapshot.path} has another state than the log: remove it, or make a new one")

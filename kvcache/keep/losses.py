@@ -1,0 +1,117 @@
+"""Going on behind lost batches: with one that holds the whole state, which a `Gap` in it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from events.feed_events import FeedStarted
+from events.types import EpochStarted, EventBatch, Gap, StateExported
+from kvcache.keep.raw import AFTER_LOSS, Frame
+from kvcache.keep.raw_snapshot import RawSnapshot
+from kvcache.keep.scan import Found
+
+REASON = "lost to damage of the log's files"
+
+
+def begins_epoch(batch: EventBatch) -> bool:
+    """Whether a fold can begin with this batch, whatever was before it."""
+    return bool(batch.events) and type(batch.events[0]) is EpochStarted
+
+
+def behind_loss(batch: EventBatch, first: int, last: int) -> EventBatch | None:
+    """The batch, saying that those from `first` to `last` are missing before its state; None: it holds no state."""
+    events = batch.events
+    for at, event in enumerate(events):
+        if isinstance(event, Gap):
+            wider = replace(event, first_seq=min(first, event.first_seq))
+            return replace(batch, events=(*events[:at], wider, *events[at + 1 :]))
+    gap = Gap(first_seq=first, last_seq=last, reason=REASON)
+    if begins_epoch(batch):
+        return replace(batch, events=(events[0], gap, *events[1:]))
+    for at, event in enumerate(events):
+        if isinstance(event, StateExported | FeedStarted):
+            return replace(batch, events=(*events[:at], gap, *events[at:]))
+    return None
+
+
+@dataclass
+class Loss:
+    """Batches that are missing."""
+
+    first: int
+    last: int | None = None
+    """None: nothing behind them can be gone on with, so nobody knows how many there were."""
+    readable: int = 0
+    """Of them whole, but of no use without those before."""
+
+
+class Continuity:
+    """Takes what is whole, and leaves out what does not continue it."""
+
+    def __init__(self) -> None:
+        self.seq = 0
+        """Of the next batch."""
+        self._crc = 0
+        self._epoch = -1
+        """That whose beginning was taken."""
+        self.losses: list[Loss] = []
+
+    @property
+    def _is_whole(self) -> bool:
+        return not self.losses or self.losses[-1].last is not None
+
+    def lose(self) -> None:
+        """What comes next is not there; `take` may find that nothing is missing all the same."""
+        if self._is_whole:
+            self.losses.append(Loss(self.seq))
+
+    def begin(self, snapshot: RawSnapshot) -> None:
+        """Go on with a snapshot, before which nothing that should be there is missing."""
+        self.seq, self._crc, self._epoch = (
+            snapshot.beside.next_seq,
+            snapshot.header.before,
+            snapshot.header.epoch,
+        )
+
+    def take(self, found: Found) -> EventBatch | None:
+        """The batch as it goes on here, with a `Gap` where some are missing; None: it does not, or is a mark."""
+        frame, batch = found.frame, found.batch
+        if self.continued_by(frame):
+            if not self._is_whole:
+                self.losses.pop()
+        elif batch is None or frame.seq < self.seq:
+            return None
+        elif frame.seq == self.seq and begins_epoch(batch):
+            if not self._is_whole:
+                self.losses.pop()  # Only the mark of an end was lost.
+        else:
+            self.lose()
+            batch = self._behind_loss(found, batch)
+            if batch is None:
+                self.losses[-1].readable += 1
+                return None
+            self.losses[-1].last = frame.seq - 1
+        self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
+        self._epoch = found.header.epoch
+        return batch
+
+    def restore(self, snapshot: RawSnapshot) -> EventBatch | None:
+        """Go on with a snapshot where batches are missing before it; None: it does not tell of later ones."""
+        if self._is_whole or snapshot.seq < self.seq:
+            return None
+        batch = behind_loss(snapshot.batch, self.seq, snapshot.seq)
+        self.losses[-1].last = snapshot.seq
+        self.begin(snapshot)
+        return batch
+
+    def continued_by(self, frame: Frame) -> bool:
+        """Whether this is the next frame."""
+        follows = frame.seq == self.seq or (frame.flags & AFTER_LOSS and frame.seq > self.seq)
+        return frame.before == self._crc and bool(follows)
+
+    def _behind_loss(self, found: Found, batch: EventBatch) -> EventBatch | None:
+        # What the cache is like is told only where an epoch begins.
+        known = begins_epoch(batch) or found.header.epoch == self._epoch
+        return behind_loss(batch, self.seq, batch.seq - 1) if known and batch.seq > self.seq else None

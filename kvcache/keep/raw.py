@@ -1,0 +1,142 @@
+"""A log's files once more: read as docs/log.md describes them, by code that nothing which writes logs has a part in.
+
+What the usual reader and the writer both get wrong, this does not. It knows bytes only: what follows from what is
+found is told by `kvcache.keep.scan`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+from zlib import crc32
+
+from events.errors import LogDamaged, LogTooNew
+from events.types import FORMAT_VERSION
+
+SEGMENT_MAGIC = b"KVEVLOG\0"
+SNAPSHOT_MAGIC = b"KVEVSNP\0"
+VERSION = 1
+ENDS_EPOCH, AFTER_LOSS = 1, 2
+HEADER_BYTES, FRAME_HEADER_BYTES = 64, 36
+MAX_PAYLOAD = 1 << 30
+MAX_EPOCH = (1 << 23) - 2
+"""Numbers of sequences have 23 bits for it, and one value is left out."""
+_HEADER = struct.Struct("<8s2HI16s3Q2I")
+_FRAME = struct.Struct("<4sIQ5I")
+_SYNC = b"\xc1\x4b\x56\x46"
+_CHUNK = 1 << 20
+
+
+class Header(NamedTuple):
+    """What a segment or a snapshot says of itself."""
+
+    log_id: bytes
+    epoch: int
+    number: int
+    first: int
+    """The number of the first batch; of a snapshot, of its only one."""
+    before: int
+    """Checksum of the payload before."""
+
+    @property
+    def seed(self) -> int:
+        """What the checksums of frames' headers begin with."""
+        return crc32(self.log_id + struct.pack("<Q", self.epoch))
+
+
+class Frame(NamedTuple):
+    """The header of a frame, which is whole."""
+
+    bytes: int
+    """Of the payload."""
+    seq: int
+    events: int
+    flags: int
+    before: int
+    crc: int
+    """Checksums of the payload before, and of the payload."""
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether it is the mark of an orderly end, and no batch."""
+        return bool(self.flags & ENDS_EPOCH)
+
+
+def names(directory: Path, suffix: str) -> list[Path]:
+    """The files of a kind, by number: names are 20 digits and `suffix`."""
+    pattern = re.compile(rf"\d{{20}}\{suffix}", re.ASCII)
+    return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
+
+
+class File:
+    """A segment or a snapshot, open for reading. Raises LogDamaged if it is no file, OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # SECURITY: neither a link to some other file nor a pipe that never ends.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            os.close(self._descriptor)
+            raise LogDamaged(path, 0, None, "it is not a regular file")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to `count` bytes from there; fewer only at the end of the file."""
+        data = os.pread(self._descriptor, count, offset)
+        while data and len(data) < count and (more := os.pread(self._descriptor, count, offset + len(data))):
+            data += more[: count - len(data)]
+        return data
+
+    def header(self, magic: bytes) -> Header | None:
+        """The first 64 bytes; None if they are no whole header. Raises LogTooNew."""
+        data = self.read(0, HEADER_BYTES)
+        if len(data) < HEADER_BYTES:
+            return None
+        found, version, event_format, _, *fields, crc = _HEADER.unpack(data)
+        if found != magic or crc != crc32(data[:-4]):
+            return None
+        for given, known in ((version, VERSION), (event_format, FORMAT_VERSION)):
+            if given > known:
+                raise LogTooNew(self.path, given)
+        return Header(*fields)
+
+    def frame(self, offset: int, seed: int) -> Frame | None:
+        """The header of the frame that begins there; None if that is not whole."""
+        data = self.read(offset, FRAME_HEADER_BYTES)
+        if len(data) < FRAME_HEADER_BYTES:
+            return None
+        sync, *fields, crc = _FRAME.unpack(data)
+        return Frame(*fields) if sync == _SYNC and crc == crc32(data[:-4], seed) else None
+
+    def payload(self, offset: int, frame: Frame) -> bytes | None:
+        """The payload of the frame that begins there; None if it is not whole."""
+        begin = offset + FRAME_HEADER_BYTES
+        if frame.bytes > self.size() - begin:
+            return None
+        data = self.read(begin, frame.bytes)
+        return data if crc32(data) == frame.crc else None
+
+    def frames_from(self, offset: int, seed: int) -> Iterator[tuple[int, Frame]]:
+        """All places from there on where a whole header of a frame stands."""
+        while len(chunk := self.read(offset, _CHUNK)) >= FRAME_HEADER_BYTES:
+            at = chunk.find(_SYNC)
+            while at >= 0:
+                frame = self.frame(offset + at, seed)
+                if frame is not None:
+                    yield offset + at, frame
+                at = chunk.find(_SYNC, at + 1)
+            offset += len(chunk) - len(_SYNC) + 1

@@ -1,0 +1,287 @@
+"""All that can be read of a log, and all places where it is damaged, told by `kvcache.keep.raw` and docs/log.md.
+
+A reader of the log (`events.log.reader`) stops at the first damaged place. This one says where that is, too, and goes
+on behind it, with the next whole frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from events.errors import LogDamaged, LogTooNew
+from events.packed import NAME_BYTES, are_keys, broken_column
+from events.types import FORMAT_VERSION, CacheCreated, EventBatch
+from kvcache.keep import raw
+from kvcache.keep.raw_snapshot import RawSnapshot, usable_snapshots
+
+_SHORT = "the segment header is cut short"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A place where what was written is not there any more."""
+
+    path: Path
+    offset: int
+    seq: int
+    """Of the batch that was expected there."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged at byte {self.offset}, batch {self.seq}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole frame."""
+
+    path: Path
+    offset: int
+    header: raw.Header
+    frame: raw.Frame
+    batch: EventBatch | None
+    """None: it is the mark of an orderly end."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A snapshot that stands for segments which are not kept any longer."""
+
+    snapshot: RawSnapshot
+
+
+class _Wrong(NamedTuple):
+    """A place where the next frame does not stand."""
+
+    offset: int
+    reason: str
+    what: Literal["broken", "misplaced", "nonsense"] = "broken"
+    """Not whole; another one, which is; whole, and holds no batch."""
+
+
+class Scan:
+    """Iterates, once, over a log in the order of its files' names, or in the `order` given.
+
+    Given an order, names are not looked at: files may have been renamed. Raises LogTooNew, OSError.
+    """
+
+    def __init__(self, directory: Path, order: Sequence[Path] | None = None) -> None:
+        self._directory, self._order = directory, order
+        self.kind: Literal["clean", "open", "torn"] = "open"
+        """How the log ends, once all of it was read."""
+        self.path, self.offset = directory, 0
+        """Where that is."""
+        self.seq = 0
+        """Of the next batch."""
+        self._number = self._epoch = 0
+        self._log_id: bytes | None = None
+        self._crc: int | None = 0
+        """Of the payload before; None: it is not known, because of damage."""
+        self._closed = False
+        self._key_bytes = NAME_BYTES
+
+    def __iter__(self) -> Iterator[Found | Damage | State]:
+        previous: Path | None = None
+        while (path := self._behind(previous)) is not None:
+            previous = path
+            try:
+                file = raw.File(path)
+            except FileNotFoundError:
+                continue
+            except LogDamaged as error:
+                yield Damage(path, 0, self.seq, error.reason)
+                continue
+            with file:
+                state = self._instead(file)
+                if state is not None:
+                    self._begin_behind(state)
+                    previous = self._directory / f"{state.seq:020d}.kvlog"
+                    yield State(state)
+                else:
+                    yield from self._segment(file)
+
+    def _behind(self, previous: Path | None) -> Path | None:
+        paths = raw.names(self._directory, ".kvlog") if self._order is None else self._order
+        if previous in paths and self._order is not None:
+            paths = paths[paths.index(previous) + 1 :]
+        elif previous is not None:
+            paths = [path for path in paths if path.name > previous.name]
+        return paths[0] if paths else None
+
+    def _instead(self, file: raw.File) -> RawSnapshot | None:
+        """What stands for segments that were removed; nothing stands for those that are missing between others."""
+        header = file.header(raw.SEGMENT_MAGIC)
+        if header is None or header.number <= self._number or not self._is_named(file, header):
+            return None
+        if self._order is None and raw.names(self._directory, ".kvlog")[:1] != [file.path]:
+            return None
+        if self._order is not None and self._order[0] != file.path:
+            return None
+        later = (each for each in usable_snapshots(self._directory) if each.header.number > self._number)
+        return next(later, None)
+
+    def _begin_behind(self, snapshot: RawSnapshot) -> None:
+        header, beside = snapshot.header, snapshot.beside
+        self._log_id, self._epoch, self._number = header.log_id, header.epoch, header.number
+        self.seq, self._crc, self._closed = beside.next_seq, header.before, beside.closed
+        self.kind = "clean" if beside.closed else "open"
+        self._broken_columns(snapshot.batch)
+
+    def _is_named(self, file: raw.File, header: raw.Header) -> bool:
+        return self._order is not None or file.path.name == f"{header.first:020d}.kvlog"
+
+    def _segment(self, file: raw.File) -> Iterator[Found | Damage]:
+        header = file.header(raw.SEGMENT_MAGIC)
+        is_last = self._behind(file.path) is None
+        if header is None:
+            if is_last and file.size() < raw.HEADER_BYTES:
+                self.kind, self.path, self.offset = "torn", file.path, 0
+                return
+            short = file.size() < raw.HEADER_BYTES
+            yield Damage(file.path, 0, self.seq, _SHORT if short else "the segment header is not intact")
+            header = self._guess(file)
+        else:
+            reason = self._why_not(file, header)
+            if reason is not None:
+                yield Damage(file.path, 0, self.seq, reason)
+                if self._is_elsewhere(file, header):
+                    return
+                self._crc = None
+        if header is None:
+            self._number, self._crc = self._number + 1, None
+            return
+        self._log_id, self._epoch, self._number = header.log_id, header.epoch, header.number + 1
+        self._closed = False
+        yield from self._frames(file, header, is_last)
+
+    def _why_not(self, file: raw.File, header: raw.Header) -> str | None:
+        """Why this cannot be the next segment."""
+        if header.epoch > raw.MAX_EPOCH:
+            return "no log has so many epochs"
+        if not self._is_named(file, header):
+            return "the file name is not that of this segment"
+        if header.number != self._number:
+            return f"segment {self._number} is missing"
+        if self._log_id not in (None, header.log_id):
+            return "the segment belongs to another log"
+        if header.epoch < self._epoch or (self._closed and header.epoch == self._epoch):
+            return "the segment's epoch is over"
+        if self._crc not in (None, header.before) or header.first < self.seq:
+            return "frames are missing before this segment"
+        return None
+
+    def _is_elsewhere(self, file: raw.File, header: raw.Header) -> bool:
+        """Whether what is in a segment belongs into another place, or has been read."""
+        if header.epoch > raw.MAX_EPOCH or not self._is_named(file, header):
+            return True
+        foreign = self._log_id not in (None, header.log_id)
+        return foreign or header.number < self._number or header.epoch < self._epoch
+
+    def _guess(self, file: raw.File) -> raw.Header | None:
+        """What a segment whose header is damaged most likely is: the next one of this epoch, or of the next."""
+        for epoch in (self._epoch, self._epoch + 1):
+            if self._log_id is not None:
+                header = raw.Header(self._log_id, epoch, self._number, self.seq, self._crc or 0)
+                if file.frame(raw.HEADER_BYTES, header.seed) is not None:
+                    return header
+        return None
+
+    def _frames(self, file: raw.File, header: raw.Header, is_last: bool) -> Iterator[Found | Damage]:
+        offset: int | None = raw.HEADER_BYTES
+        while offset is not None:
+            found = self._frame(file, header, offset)
+            self.path, self.offset = file.path, offset
+            if isinstance(found, _Wrong):
+                if self._is_end(file, header, found, is_last):
+                    return
+                found = self._frame(file, header, offset)  # A writer may have gone on since.
+            if isinstance(found, Found):
+                frame = found.frame
+                self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
+                self._closed = frame.ends_epoch
+                yield found
+                offset += raw.FRAME_HEADER_BYTES + frame.bytes
+            else:
+                yield Damage(file.path, offset, self.seq, found.reason)
+                offset = self._go_on(file, header, found)
+
+    def _frame(self, file: raw.File, header: raw.Header, offset: int) -> Found | _Wrong:
+        """The frame there, if it is the next one."""
+        frame = file.frame(offset, header.seed)
+        if frame is None:
+            short = file.size() - offset < raw.FRAME_HEADER_BYTES
+            return _Wrong(offset, "a frame header is cut short" if short else "a frame header is not intact")
+        refusal = self._refusal(frame)
+        if refusal is not None:
+            return _Wrong(offset, refusal, "misplaced")
+        payload = file.payload(offset, frame) if frame.bytes <= raw.MAX_PAYLOAD else None
+        if payload is None:
+            return _Wrong(offset, "a frame's payload is cut short or not intact")
+        batch = None if frame.ends_epoch else self._decode(file.path, frame, payload)
+        if isinstance(batch, str):
+            return _Wrong(offset, batch, "nonsense")
+        return Found(file.path, offset, header, frame, batch)
+
+    def _refusal(self, frame: raw.Frame) -> str | None:
+        """Why a frame whose header is whole cannot be the next one."""
+        if self._closed:
+            return "a frame follows the end of its epoch"
+        if self._crc not in (None, frame.before):
+            return "the frame does not continue the one before"
+        if frame.seq != self.seq and not (frame.flags & raw.AFTER_LOSS and frame.seq > self.seq):
+            return f"the frame is of batch {frame.seq}"
+        return None if frame.bytes <= raw.MAX_PAYLOAD else "the frame is larger than any that is written"
+
+    def _is_end(self, file: raw.File, header: raw.Header, wrong: _Wrong, is_last: bool) -> bool:
+        """Whether nothing was lost where no frame can be read."""
+        if wrong.offset >= file.size():
+            self.kind = "clean" if self._closed else "open"
+            return True
+        later = (frame.seq > self.seq for _, frame in file.frames_from(wrong.offset + 1, header.seed))
+        if not is_last or wrong.what != "broken" or any(later):
+            return False
+        self.kind = "torn"
+        return True
+
+    def _go_on(self, file: raw.File, header: raw.Header, wrong: _Wrong) -> int | None:
+        """Where the next whole frame stands behind a damaged place; None: in another segment."""
+        begin = wrong.offset + (wrong.what != "misplaced")
+        self._crc, self._closed = None, False
+        for offset, frame in file.frames_from(begin, header.seed):
+            if (
+                frame.seq >= self.seq
+                and frame.bytes <= raw.MAX_PAYLOAD
+                and file.payload(offset, frame) is not None
+            ):
+                self.seq = frame.seq
+                return offset
+        return None
+
+    def _decode(self, path: Path, frame: raw.Frame, payload: bytes) -> EventBatch | str:
+        """The batch, or why it is none."""
+        try:
+            batch = msgspec.msgpack.decode(payload, type=EventBatch)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return "no event batch"  # SECURITY: what msgspec says may quote it.
+        if (batch.seq, len(batch.events)) != (frame.seq, frame.events):
+            return "header and payload disagree"
+        for event in batch.events:
+            if type(event) is CacheCreated and event.format_version > FORMAT_VERSION:
+                raise LogTooNew(path, event.format_version)
+        return self._broken_columns(batch) or batch
+
+    def _broken_columns(self, batch: EventBatch) -> str | None:
+        """What no reader of the events could make sense of; None if there is nothing."""
+        for event in batch.events:
+            if type(event) is CacheCreated:
+                if not are_keys(event.key_bytes):
+                    return f"keys cannot have {event.key_bytes} bytes"
+                self._key_bytes = event.key_bytes
+            elif (reason := broken_column(event, self._key_bytes)) is not None:
+                return reason
+        return None

@@ -1,0 +1,79 @@
+"""Damage of all kinds, done to a log's files at places that a seed chooses."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.events.logs import segments
+
+Change = Callable[[random.Random, Path], None]
+
+
+def _file(rng: random.Random, log: Path) -> tuple[Path, bytearray]:
+    path = rng.choice(segments(log))
+    return path, bytearray(path.read_bytes() or b"\0")
+
+
+def flip(rng: random.Random, log: Path) -> None:
+    """One bit."""
+    path, data = _file(rng, log)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(rng: random.Random, log: Path) -> None:
+    """The end of a file."""
+    path, data = _file(rng, log)
+    path.write_bytes(data[: rng.choice((0, rng.randrange(64), rng.randrange(len(data))))])
+
+
+def zero(rng: random.Random, log: Path) -> None:
+    """A part of a file, as a sector that was never written."""
+    path, data = _file(rng, log)
+    begin = rng.randrange(len(data))
+    end = min(begin + rng.choice((1, 40, 512)), len(data))
+    path.write_bytes(bytes(data[:begin]) + bytes(end - begin) + bytes(data[end:]))
+
+
+def drop(rng: random.Random, log: Path) -> None:
+    """Bytes in the middle, so that what follows moves."""
+    path, data = _file(rng, log)
+    begin = rng.randrange(len(data))
+    path.write_bytes(data[:begin] + data[begin + rng.choice((1, 36, 300)) :])
+
+
+def repeat(rng: random.Random, log: Path) -> None:
+    """Bytes that are there twice; whole frames, too."""
+    path, data = _file(rng, log)
+    offsets = [64]
+    while offsets[-1] < len(data):
+        offsets.append(offsets[-1] + 36 + int.from_bytes(data[offsets[-1] + 4 : offsets[-1] + 8], "little"))
+    begin, end = sorted(rng.choices(offsets if rng.random() < 0.5 else range(len(data)), k=2))
+    path.write_bytes(data[:end] + data[begin:end] + data[end:])
+
+
+def remove(rng: random.Random, log: Path) -> None:
+    """A whole file."""
+    rng.choice(segments(log)).unlink()
+
+
+def swap(rng: random.Random, log: Path) -> None:
+    """Two files."""
+    one, other = rng.choices(segments(log), k=2)
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+
+
+def copy(rng: random.Random, log: Path) -> None:
+    """A file, with another one's name or with the next number."""
+    one, other = rng.choices(segments(log), k=2)
+    target = other if rng.random() < 0.5 else other.with_name(f"{int(other.stem) + 1:020d}.kvlog")
+    if target != one:
+        shutil.copy(one, target)
+
+
+CHANGES: tuple[Change, ...] = (flip, cut, zero, drop, repeat, remove, swap, copy)

@@ -1,0 +1,115 @@
+"""`verify` reads with code of its own, and finds wrong what the usual reader finds wrong, at the same place."""
+
+from __future__ import annotations
+
+import ast
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from events.errors import LogDamaged
+from events.log import LogEnd, LogReader
+from events.log.retention import Limits
+from events.log.segments import first_seq, segment_paths
+from events.log.snapshots import snapshot_paths
+from events.types import EventBatch
+from kvcache.keep.prune import prune
+from kvcache.keep.scan import Scan, State
+from kvcache.keep.snapshot import make_snapshot
+from kvcache.keep.verify import verify
+from tests.damaging import CHANGES, Change
+from tests.kvcache.test_snapshots import random_log
+from tests.places import ROOT
+
+READERS = ("raw.py", "raw_snapshot.py", "scan.py", "losses.py")
+SEEDS = range(40)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A log of many segments and some snapshots. Not to be changed."""
+    log = random_log(request.param, tmp_path_factory.mktemp("whole") / "log")
+    for path in segment_paths(log)[2::3]:
+        make_snapshot(log, first_seq(path))
+    return log
+
+
+@pytest.fixture(scope="module")
+def kept(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same without its beginning."""
+    log = Path(shutil.copytree(whole, tmp_path_factory.mktemp("kept") / "log"))
+    prune(log, Limits(segments=4))
+    return log
+
+
+def by_reader(log: Path) -> tuple[list[EventBatch], LogEnd | tuple[Path, int]]:
+    """What the usual reader reads, and where it ends or stops."""
+    reader, batches = LogReader(log), list[EventBatch]()
+    try:
+        batches.extend(reader)
+    except LogDamaged as error:
+        return batches, (error.path, error.offset)
+    return batches, reader.end
+
+
+def test_shares_no_code_with_the_writer() -> None:
+    """Of `events.log` nothing is imported by what parses, nor the codec that encodes."""
+    for name in READERS:
+        tree = ast.parse((ROOT / "kvcache" / "keep" / name).read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            modules = [f"{node.module}.{node.names[0].name}"] if isinstance(node, ast.ImportFrom) else []
+            modules += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            for module in modules:
+                assert not module.startswith(("events.log", "events.codec")), f"{name} imports {module}"
+                ours = module.split(".")[0] == "kvcache"
+                assert not ours or f"{module.split('.')[2]}.py" in READERS, f"{name} imports {module}"
+
+
+def test_whole_logs(whole: Path, kept: Path) -> None:
+    """Nothing is wrong, every batch is read, and the end is the same."""
+    for log in (whole, kept):
+        found = verify(log)
+        batches, end = by_reader(log)
+        assert (found.damage, found.problems, found.unused) == ([], [], [])
+        assert (found.batches, found.end) == (len(batches), end)
+        assert found.snapshots == len(snapshot_paths(log))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_agrees_with_the_reader(whole: Path, kept: Path, tmp_path: Path, change: Change) -> None:
+    """Whatever is done to the files: both read the same up to the same place, or to the same end."""
+    damaged = 0
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        log = Path(shutil.copytree(rng.choice((whole, kept)), tmp_path / f"{seed}"))
+        for _ in range(rng.choice((1, 1, 2))):
+            change(rng, log)
+        batches, stopped = by_reader(log)
+        found = verify(log)
+        damaged += bool(found.damage)
+        if found.damage:
+            assert (found.damage[0].path, found.damage[0].offset) == stopped, seed
+        else:
+            assert found.end == stopped, seed
+        read = list[EventBatch]()
+        for item in Scan(log):
+            batch = item.snapshot.batch if isinstance(item, State) else getattr(item, "batch", None)
+            read += [batch] if batch is not None else []
+        assert read[: len(batches)] == batches
+    assert damaged > len(SEEDS) // 4
+
+
+def test_other_logs_segment(whole: Path, tmp_path: Path) -> None:
+    """A segment of another log is found, and what is behind it is read."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    other = random_log(2, tmp_path / "other")
+    place = segment_paths(log)[1]
+    own = segment_paths(other)[1]
+    shutil.copy(own, log)
+    if own.name != place.name:
+        place.unlink()
+    damage = verify(log).damage
+    assert (damage[0].path, damage[0].offset) == by_reader(log)[1]
+    assert verify(log).batches > len(by_reader(log)[0])
