@@ -70,6 +70,10 @@ class SegmentHeader(NamedTuple):
         packed = _SEGMENT.pack(magic, *self)
         return packed + _CRC.pack(crc32(packed))
 
+    def chain(self) -> Chain:
+        """What it continues, if nothing of what was before it is known."""
+        return Chain(self.log_id, self.epoch, self.number, self.base_seq, self.previous_crc)
+
 
 def parse_segment_header(data: bytes | memoryview, magic: bytes = MAGIC) -> SegmentHeader | None:
     """Read 64 bytes; None if they are no intact header."""

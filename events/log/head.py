@@ -81,5 +81,5 @@ class LogHead:
         if header.log_id != self._chain.log_id or self._seq != header.base_seq - 1:
             self._seq, self._ts = header.base_seq - 1, None
         self._segment = segment
-        self._chain = Chain(header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc)
+        self._chain = header.chain()
         self._chain.enter(header)

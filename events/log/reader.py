@@ -23,7 +23,16 @@ from events.codec import decode_batch
 from events.errors import EventDecodeError, LogDamaged, LogOfOtherKind, LogTooNew, NotALog
 from events.log.frames import CLOSED, SEGMENT_HEADER_BYTES, Chain
 from events.log.leases import Lease
-from events.log.segments import Broken, Frame, Segment, first_seq, is_log, segment_name, segment_paths
+from events.log.segments import (
+    SHORT_HEADER,
+    Broken,
+    Frame,
+    Segment,
+    first_seq,
+    is_log,
+    segment_name,
+    segment_paths,
+)
 from events.log.snapshots import Snapshot, readable, snapshots
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
@@ -192,9 +201,7 @@ class LogReader:
                 # Cut short, it is being put aside by recovery: what is wanted has not been written yet.
                 if header is not None:
                     self._epoch = header.epoch
-                    chain = Chain(
-                        header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc
-                    )
+                    chain = header.chain()
                     if not at and header.base_seq > (self._start or 0):
                         wanted = Chain(seq=self._start or 0)
                         return chain, None, self._instead_of_missing(segment, wanted)
@@ -268,7 +275,8 @@ class LogReader:
                         yield self._batch(segment, found)
                 continue
             has_successor = self._behind(segment.path) is not None
-            if has_successor or self._was_whole(segment, found, chain):
+            is_damaged = found is not None and segment.is_damaged(found, chain, is_last=not has_successor)
+            if has_successor or is_damaged:
                 # A live writer may have gone on between our two looks, so the first one proves nothing yet.
                 if not looked_again:
                     looked_again = True
@@ -286,16 +294,13 @@ class LogReader:
         header = segment.header()
         if header is None:
             if self._behind(segment.path) is not None:
-                raise LogDamaged(segment.path, 0, chain.seq, "the segment header is cut short")
+                raise LogDamaged(segment.path, 0, chain.seq, SHORT_HEADER)
             return False
         refusal = chain.refuses_segment(header)
         if refusal is not None:
             raise LogDamaged(segment.path, 0, chain.seq, refusal)
         chain.enter(header)
         return True
-
-    def _was_whole(self, segment: Segment, found: Broken | None, chain: Chain) -> bool:
-        return found is not None and (found.certain or segment.intact_frame_behind(found.offset, chain.seq))
 
     def _end_at(self, segment: Segment, found: Broken | None, chain: Chain) -> LogEnd:
         kind: Literal["clean", "open", "torn"] = "clean" if chain.closed else "open"

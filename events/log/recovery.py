@@ -1,21 +1,52 @@
 """Opening a log for writing: whose it is, and where it goes on.
 
+What may be found where a log is to go on, and what is done about it (readers: `events.log.reader`):
+
+======================================================  =====================  =========================================
+found at the end of the last segment                    readers say            a writer
+======================================================  =====================  =========================================
+the mark of an orderly end                              clean                  goes on; nothing before it is read
+the end of a whole frame                                open                   goes on, in an epoch that calls the last
+                                                                               one unclean
+a part of a frame, nothing of a later one behind it     torn                   puts it into quarantine, cuts it off
+no frame, behind a whole header                         open                   puts the file into quarantine
+an empty file, or a part of a header                    torn                   puts the file into quarantine
+no whole frame, and the header of a later one behind    damaged                refuses
+a whole frame which does not continue the one before    damaged                refuses
+a header that is there and not whole                    damaged                refuses
+a name that is not the header's (swapped, duplicated)   damaged                refuses
+a newer version                                         too new                refuses
+------------------------------------------------------  ---------------------  -----------------------------------------
+between the last segment that has frames, and others
+------------------------------------------------------  ---------------------  -----------------------------------------
+the segment before it is another log's, or missing      damaged                refuses
+behind it one without frames, which it does not reach   damaged                refuses
+anything wrong further back                             damaged                goes on: it does not look there
+the beginning is gone, a snapshot stands for it         begin with that        goes on
+``*.kvlog.tmp``: a segment whose header was being made  do not look at it      removes it
+times that went back                                    read on                goes on
+======================================================  =====================  =========================================
+
 Only the last segment is read, and of one that ends with the mark of an orderly end only that: it is the only one that
-an interrupted write can have touched, and opening must not take longer the longer a log is. Bytes of an interrupted
-write are put into `quarantine/` before they are cut off; anything that looks like damage is refused, and then nothing
-is changed at all.
+an interrupted write can have touched, and opening must not take longer the longer a log is.
+
+Refusing changes nothing at all: everything is decided before anything is done. What is done is durable step by step,
+first what adds and then what takes away, and each step leaves something of which this table says the rest.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
 from events.log import segments
 from events.log.closing import closed_chain
 from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
-from events.log.frames import SEGMENT_HEADER_BYTES, Chain
+from events.log.frames import SEGMENT_HEADER_BYTES, Chain, SegmentHeader
 
 
 def claim(directory: Path, resume: bool) -> Lock:
@@ -52,26 +83,79 @@ def _lock(directory: Path) -> Lock:
         raise LogLocked(directory, held.holder) from None
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A part of a frame at the end of a segment, which goes into quarantine."""
+
+    path: Path
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A segment without a whole frame, which goes into quarantine."""
+
+    path: Path
+    epoch: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Where a log goes on, and what is to be done before that."""
+
+    chain: Chain
+    """Its epoch is that of the last segment (no `log_id`: there is none)."""
+    aside: tuple[Aside, ...] = ()
+    cut: Cut | None = None
+    unfinished: tuple[Path, ...] = ()
+    """Segments that did not get their names: nothing but a part of a header was ever in them."""
+
+    @property
+    def loses(self) -> bool:
+        """Whether something is cut off that a reader may have seen the beginning of."""
+        return self.cut is not None or bool(self.aside)
+
+
 def recover(directory: Path) -> tuple[Chain, bool]:
     """Where the log of a locked directory goes on, and whether something was cut off there.
 
-    The chain's epoch is that of the last segment (no `log_id`: there is none). Raises LogDamaged, LogTooNew.
+    Raises LogDamaged, LogTooNew, OSError.
     """
-    frameless: list[tuple[Path, int]] = []
-    for path in reversed(segments.segment_paths(directory)):
+    recovery = plan(directory)
+    carry_out(directory, recovery)
+    return recovery.chain, recovery.loses
+
+
+def plan(directory: Path) -> Recovery:
+    """What is to be done before the log can be written. Changes nothing; raises LogDamaged, LogTooNew, OSError."""
+    unfinished = tuple(sorted(directory.glob(f"*{segments.UNFINISHED_SUFFIX}")))
+    aside: list[Aside] = []
+    paths = segments.segment_paths(directory)
+    while paths:
+        path = paths.pop()
         with segments.Segment(path) as segment:
             # What we are about to build on must not be something that only the page cache remembers.
             sync_file(segment.descriptor)
             closed = closed_chain(segment)
-            chain, torn = (closed, False) if closed else _scan(segment, is_last=not frameless)
+            chain, torn = (closed, False) if closed else _scan(segment, is_last=not aside)
             if closed or segment.offset > SEGMENT_HEADER_BYTES:
-                _put_aside(directory, frameless)
-                if torn:
-                    _cut_tail(segment)
-                return chain, torn or bool(frameless)
-        frameless.append((path, chain.epoch))
-    _put_aside(directory, frameless)
-    return Chain(), bool(frameless)
+                _refuse_strangers(segment, paths)
+                cut = Cut(path, segment.offset, segment.size() - segment.offset) if torn else None
+                return Recovery(chain, tuple(aside), cut, unfinished)
+            aside.append(Aside(path, chain.epoch, segment.size()))
+    return Recovery(Chain(), tuple(aside), None, unfinished)
+
+
+def carry_out(directory: Path, recovery: Recovery) -> None:
+    """Do it, in a locked directory. Raises OSError."""
+    for unfinished in recovery.unfinished:
+        unfinished.unlink(missing_ok=True)
+    for aside in recovery.aside:
+        _put_aside(directory, aside)
+    if recovery.cut is not None:
+        _cut_tail(recovery.cut)
 
 
 def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
@@ -79,30 +163,55 @@ def _scan(segment: segments.Segment, is_last: bool) -> tuple[Chain, bool]:
     header = segment.header()
     if header is None:
         if not is_last:
-            raise LogDamaged(segment.path, 0, None, "the segment header is cut short")
+            raise LogDamaged(segment.path, 0, None, segments.SHORT_HEADER)
         return Chain(), True
-    chain = Chain(header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc)
+    chain = header.chain()
     chain.enter(header)
     while isinstance(found := segment.read(chain), segments.Frame):
         pass
-    if isinstance(found, segments.Broken) and (
-        not is_last or found.certain or segment.intact_frame_behind(found.offset, chain.seq)
-    ):
+    if found is not None and segment.is_damaged(found, chain, is_last=is_last):
         raise LogDamaged(segment.path, found.offset, chain.seq, found.reason)
     return chain, found is not None
 
 
-def _cut_tail(segment: segments.Segment) -> None:
+def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
+    """Refuse a segment that cannot be the next one behind that before it, as one copied from another log."""
+    header = segment.header()
+    assert header is not None
+    for previous in _headers(before[-1:]):
+        chain = previous.chain()
+        chain.enter(previous)
+        chain.crc = (
+            header.previous_crc
+        )  # Of the one before only the header is read, so its last frame is not known.
+        refusal = chain.refuses_segment(header)
+        if refusal is not None:
+            raise LogDamaged(segment.path, 0, header.base_seq, refusal)
+
+
+def _headers(paths: list[Path]) -> Iterator[SegmentHeader]:
+    for path in paths:
+        with (
+            suppress(FileNotFoundError),
+            segments.Segment(path) as segment,
+        ):  # It may just not be kept any longer.
+            header = segment.header()
+            if header is None:
+                raise LogDamaged(path, 0, None, segments.SHORT_HEADER)
+            yield header
+
+
+def _cut_tail(cut: Cut) -> None:
     """Copy what follows the last whole frame to the quarantine, then cut it off; each step durable."""
-    directory = _quarantine(segment.path.parent)
-    copy = directory / f"{segment.path.name}.{segment.offset}"
+    directory = _quarantine(cut.path.parent)
+    copy = directory / f"{cut.path.name}.{cut.offset}"
     unfinished = copy.with_name(copy.name + segments.UNFINISHED_SUFFIX)
-    source = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    source = os.open(cut.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         target = os.open(unfinished, flags, 0o600)
         with os.fdopen(target, "wb") as file:
-            offset = segment.offset
+            offset = cut.offset
             while data := os.pread(source, 1 << 20, offset):
                 file.write(data)
                 offset += len(data)
@@ -110,22 +219,23 @@ def _cut_tail(segment: segments.Segment) -> None:
             sync_file(target)
         unfinished.rename(copy)
         sync_directory(directory)
-        os.ftruncate(source, segment.offset)
+        os.ftruncate(source, cut.offset)
         sync_file(source)
     finally:
         os.close(source)
 
 
-def _put_aside(directory: Path, frameless: list[tuple[Path, int]]) -> None:
+def _put_aside(directory: Path, aside: Aside) -> None:
     """Make room for the next segment: what begins without a whole frame has its name and nothing to keep."""
-    for unfinished in directory.glob(f"*{segments.UNFINISHED_SUFFIX}"):
-        unfinished.unlink()  # A segment gets its name when its header is on disk; this one held nothing more.
-    for path, epoch in frameless:
-        path.rename(_quarantine(directory) / f"{path.name}.epoch{epoch}")
-        sync_directory(directory)
+    quarantine = _quarantine(directory)
+    aside.path.rename(quarantine / f"{aside.path.name}.epoch{aside.epoch}")
+    # There before it is gone here, where a file system does not do both at once.
+    sync_directory(quarantine)
+    sync_directory(directory)
 
 
 def _quarantine(directory: Path) -> Path:
     quarantine = directory / segments.QUARANTINE_NAME
     quarantine.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(directory)
     return quarantine

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from events.log.durable import sync_directory
-from events.log.frames import Chain
 from events.log.head import stamp_of
 from events.log.leases import leased
 from events.log.segments import Frame, Segment, first_seq, segment_paths
@@ -163,7 +162,7 @@ def _parts(directory: Path) -> Iterator[Part]:
             header = segment.header()
             if header is None:
                 continue
-            chain = Chain(header.log_id, header.epoch, header.number, header.base_seq, header.previous_crc)
+            chain = header.chain()
             chain.enter(header)
             found = segment.read(chain)
             if isinstance(found, Frame) and found.header.events:

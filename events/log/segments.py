@@ -2,7 +2,7 @@
 
 A reader takes as much into memory as one window or one frame, and believes no length before its checksum.
 What it cannot read it calls broken, with the reason; whether that means an interrupted write or damage
-depends on what lies behind (`Segment.intact_frame_behind`) and is decided by the caller.
+depends on what lies behind (`Segment.is_damaged`); what is done about it is in the table of `events.log.recovery`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SNAPSHOT_SUFFIX = ".kvsnap"
 LEASES_NAME = "leases"
 KEEPER_NAME = "KEEPER"
 """Locked by who makes snapshots and removes what is not to be kept."""
+SHORT_HEADER = "the segment header is cut short"
 _WINDOW_BYTES = 1 << 20
 _SYNC = re.compile(re.escape(SYNC))
 _NAME = re.compile(r"[0-9]{20}\.kvlog")
@@ -182,6 +183,10 @@ class Segment:
         if len(payload) != header.payload_bytes or crc32(payload) != header.payload_crc:
             return None
         return payload
+
+    def is_damaged(self, found: Broken, chain: Chain, *, is_last: bool) -> bool:
+        """Whether what is broken was whole once; if not, it is where writing was interrupted."""
+        return not is_last or found.certain or self.intact_frame_behind(found.offset, chain.seq)
 
     def intact_frame_behind(self, offset: int, seq: int) -> bool:
         """Whether the header of a batch later than `seq` can be found after `offset`."""
