@@ -1,4 +1,4 @@
-"""``kvcache log``: a log's files; whether all of them are whole; and keeping no more of them than is wanted."""
+"""``kvcache log``: a log's files; whether they are whole, and what to do if not; keeping no more than is wanted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from events.log.retention import Kept, Limits
 from events.log.segments import Segment, is_log, segment_paths
 from events.units import parse_bytes
 from kvcache.audit.phrases import describe_end
+from kvcache.cli import log_mending
 from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, count, size
@@ -21,18 +22,22 @@ from kvcache.cli.progress import progress
 from kvcache.cli.times import iso
 from kvcache.errors import InternalError, UsageError
 from kvcache.keep.prune import Pruned, prune
-from kvcache.keep.scan import Damage
 from kvcache.keep.verify import Verified, verify
 
-_ACTIONS = ("info", "verify", "prune")
+_ACTIONS = ("info", "verify", "repair", "salvage", "compact", "prune")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.description = "Look at a log's files, read all of them, or remove what is not to be kept."
+    parser.description = (
+        "Look at a log's files, read all of them, mend them, or remove what is not to be kept."
+    )
     parser.epilog = (
         "info      segments and snapshots, what they take, and who still needs them; reads their beginnings only\n"
         "verify    reads everything: frames, events, checkpoints, and whether each snapshot is the state there\n"
+        "repair    cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused\n"
+        "salvage   copies what can be read of a damaged log into a new one, and tells what is lost\n"
+        "compact   leaves a snapshot and what follows: prune --retain-segments 1\n"
         "prune     makes the snapshots that are due, and removes what the limits do not allow; a writer may be at\n"
         "          work. --retain-segments 1 leaves a snapshot and what follows. Engines have it done by the settings\n"
         "          log.retain_bytes, log.retain_seconds and log.retain_segments"
@@ -52,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of prune: keep what ended so long before the newest segment began, by the log's own clock",
     )
     parser.add_argument("--retain-segments", type=positive, metavar="N", help="of prune: keep so many files")
+    parser.add_argument("--dry-run", action="store_true", help="of repair: only tell what it would do")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="of salvage: the new log")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
 
 
@@ -69,14 +76,21 @@ def run(args: argparse.Namespace, out: Output) -> int:
     limits = Limits(args.retain_bytes, args.retain_seconds, args.retain_segments)
     if limits and args.action != "prune":
         raise UsageError("--retain-bytes, --retain-seconds and --retain-segments are of `kvcache log prune`")
-    if args.action == "info":
-        _info(args, out)
-    elif args.action == "verify":
-        _verify(args, out)
-    else:
-        with progress("folding", None, shown=not out.quiet) as update:
-            done = prune(args.log, limits, update)
-        _say_pruned(args, done, out)
+    if args.dry_run and args.action != "repair":
+        raise UsageError("--dry-run is of `kvcache log repair`")
+    if (args.to is not None) != (args.action == "salvage"):
+        raise UsageError("--to DIR is of `kvcache log salvage`, which needs it")
+    match args.action:
+        case "info":
+            _info(args, out)
+        case "verify":
+            _verify(args, out)
+        case "repair" | "salvage":
+            log_mending.run(args, out)
+        case _:
+            with progress("folding", None, shown=not out.quiet) as update:
+                done = prune(args.log, Limits(segments=1) if args.action == "compact" else limits, update)
+            _say_pruned(args, done, out)
     return 0
 
 
@@ -146,14 +160,10 @@ def _verified_json(found: Verified) -> dict[str, Any]:
         "checkpoints_verified": found.checkpoints,
         "snapshots_verified": found.snapshots,
         "unused_snapshots": [path.name for path in found.unused],
-        "damage": [_damage_json(each) for each in found.damage],
+        "damage": log_mending.damage_json(found.damage),
         "problems": found.problems,
         "end": end_json(found.end),
     }
-
-
-def _damage_json(each: Damage) -> dict[str, Any]:
-    return {"path": str(each.path), "offset": each.offset, "seq": each.seq, "reason": each.reason}
 
 
 def _show_verified(log: Path, found: Verified, out: Output) -> None:

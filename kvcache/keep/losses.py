@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -43,8 +43,8 @@ class Loss:
     first: int
     last: int | None = None
     """None: nothing behind them can be gone on with, so nobody knows how many there were."""
-    readable: int = 0
-    """Of them whole, but of no use without those before."""
+    left_out: list[int] = field(default_factory=list)
+    """Those of them that are whole, but of no use without the others."""
 
 
 class Continuity:
@@ -90,20 +90,27 @@ class Continuity:
             self.lose()
             batch = self._behind_loss(found, batch)
             if batch is None:
-                self.losses[-1].readable += 1
+                self.losses[-1].left_out.append(frame.seq)
                 return None
             self.losses[-1].last = frame.seq - 1
         self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
         self._epoch = found.header.epoch
         return batch
 
-    def restore(self, snapshot: RawSnapshot) -> EventBatch | None:
-        """Go on with a snapshot where batches are missing before it; None: it does not tell of later ones."""
+    def restore(self, snapshot: RawSnapshot, *, more: bool) -> EventBatch | None:
+        """Go on with a snapshot where batches are missing before it; None: it does not tell of later ones.
+
+        `more`: what was behind it is lost, too.
+        """
         if self._is_whole or snapshot.seq < self.seq:
             return None
         batch = behind_loss(snapshot.batch, self.seq, snapshot.seq)
-        self.losses[-1].last = snapshot.seq
+        loss = self.losses[-1]
+        later = [seq for seq in loss.left_out if seq > snapshot.seq]
+        loss.last, loss.left_out = snapshot.seq, [seq for seq in loss.left_out if seq <= snapshot.seq]
         self.begin(snapshot)
+        if more:
+            self.losses.append(Loss(self.seq, left_out=later))
         return batch
 
     def continued_by(self, frame: Frame) -> bool:

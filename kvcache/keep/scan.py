@@ -7,6 +7,7 @@ on behind it, with the next whole frame.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -157,6 +158,8 @@ class Scan:
             return
         self._log_id, self._epoch, self._number = header.log_id, header.epoch, header.number + 1
         self._closed = False
+        if self._crc is None:
+            self._crc, self.seq = header.before, max(self.seq, header.first)
         yield from self._frames(file, header, is_last)
 
     def _why_not(self, file: raw.File, header: raw.Header) -> str | None:
@@ -184,12 +187,20 @@ class Scan:
 
     def _guess(self, file: raw.File) -> raw.Header | None:
         """What a segment whose header is damaged most likely is: the next one of this epoch, or of the next."""
-        for epoch in (self._epoch, self._epoch + 1):
-            if self._log_id is not None:
-                header = raw.Header(self._log_id, epoch, self._number, self.seq, self._crc or 0)
-                if file.frame(raw.HEADER_BYTES, header.seed) is not None:
-                    return header
+        log_id = self._log_id or next(self._log_ids(), None)
+        for epoch in (self._epoch, self._epoch + 1) if log_id is not None else ():
+            assert log_id is not None
+            header = raw.Header(log_id, epoch, self._number, self.seq, self._crc or 0)
+            if file.frame(raw.HEADER_BYTES, header.seed) is not None:
+                return header
         return None
+
+    def _log_ids(self) -> Iterator[bytes]:
+        for path in raw.names(self._directory, ".kvlog"):
+            with suppress(LogDamaged, FileNotFoundError), raw.File(path) as file:
+                header = file.header(raw.SEGMENT_MAGIC)
+                if header is not None:
+                    yield header.log_id
 
     def _frames(self, file: raw.File, header: raw.Header, is_last: bool) -> Iterator[Found | Damage]:
         offset: int | None = raw.HEADER_BYTES

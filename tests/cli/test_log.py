@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from events.log import LogReader
+from events.log import LogReader, LogWriter
 from events.log.leases import Lease
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
@@ -108,17 +108,125 @@ def test_prune(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
         assert "removed   0 segments, 0 snapshots, 0 B" in done.out
 
 
-def test_compact(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [("prune", "--retain-segments", 1), ("compact",)])
+def test_compact(kvcache: Kvcache, whole: Path, tmp_path: Path, args: tuple[Any, ...]) -> None:
     """Keeping one segment leaves a snapshot and what follows."""
     log = Path(shutil.copytree(whole, tmp_path / "log"))
-    kvcache("log", "prune", log, "--retain-segments", 1)
+    told = answer(kvcache("log", args[0], log, *args[1:], "--json", "-q"))
+    assert told["removed"]["segments"] == len(segment_paths(whole)) - 1
     assert (len(segment_paths(log)), len(snapshot_paths(log))) == (1, 1)
     assert replay(log).fingerprint == replay(whole).fingerprint
+
+
+@pytest.fixture
+def torn(whole: Path, tmp_path: Path) -> Path:
+    """The log with half a batch at its end."""
+    log = Path(shutil.copytree(whole, tmp_path / "torn"))
+    last = segment_paths(log)[-1]
+    last.write_bytes(last.read_bytes()[:-50])
+    return log
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path) -> Path:
+    """The log with a changed byte in its middle, and no mark at its end."""
+    log = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    paths = segment_paths(log)
+    for path, changed in (
+        (paths[4], lambda data: data[:700] + b"\0\1" + data[702:]),
+        (paths[-1], lambda d: d[:-36]),
+    ):
+        path.write_bytes(changed(path.read_bytes()))
+    return log
+
+
+READERS: list[tuple[Any, ...]] = [
+    ("log", "verify", "LOG"),
+    ("replay", "LOG", "--verify"),
+    ("audit", "LOG"),
+    ("events", "LOG"),
+]
+
+
+@pytest.mark.parametrize("args", READERS)
+def test_a_torn_tail_is_said_and_damage_is_a_failure(
+    kvcache: Kvcache, torn: Path, damaged: Path, args: tuple[Any, ...]
+) -> None:
+    """What reads stops at a torn tail, says so and exits with 0; at damage with 1. No byte is changed."""
+    for log, code, says in (
+        (torn, 0, "is torn: the writer stopped inside a batch"),
+        (damaged, 1, "is damaged at byte 6"),
+    ):
+        before = bytes_in(log)
+        done = kvcache(*(log if each == "LOG" else each for each in args))
+        assert (done.code, says in done.out + done.err) == (code, True)
+        assert bytes_in(log) == before
+
+
+def test_repair(kvcache: Kvcache, torn: Path) -> None:
+    """It says what it would do, does it, and then there is nothing left to do; the bytes are in the quarantine."""
+    before, last = bytes_in(torn), segment_paths(torn)[-1]
+    would = answer(kvcache("log", "repair", torn, "--dry-run", "--json"))
+    assert bytes_in(torn) == before
+    assert (
+        "would be moved to quarantine/: a part of a batch" in kvcache("log", "repair", torn, "--dry-run").out
+    )
+    told = answer(kvcache("log", "repair", torn, "--json"))
+    assert told == would | {"dry_run": False}
+    [aside] = (torn / "quarantine").iterdir()
+    assert last.read_bytes() + aside.read_bytes() == before[last.name]
+    assert (told["cut"]["offset"], told["cut"]["bytes"]) == (last.stat().st_size, aside.stat().st_size)
+    assert "nothing to repair" in kvcache("log", "repair", torn).out
+    assert answer(kvcache("log", "verify", torn, "--json", "-q"))["end"]["kind"] == "open"
+
+
+def test_repair_refuses_damage_and_a_log_that_is_written(
+    kvcache: Kvcache, whole: Path, tmp_path: Path
+) -> None:
+    """No byte is changed; damage exits with 1, a writer at work with 2."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    last = segment_paths(log)[-1]
+    data = last.read_bytes()[:-36]
+    last.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    before = {path.name: path.read_bytes() for path in segment_paths(log)}
+    for args in ((), ("--dry-run",)):
+        done = kvcache("log", "repair", log, *args)
+        assert (done.code, "is damaged at byte" in done.err) == (1, True)
+    last.write_bytes(data)
+    with LogWriter(log, resume=True):
+        done = kvcache("log", "repair", log)
+        assert (done.code, "is being written by" in done.err) == (2, True)
+    assert {path.name: len(path.read_bytes()) for path in segment_paths(log)} == {
+        name: len(data) for name, data in before.items()
+    }
+    assert not (log / "quarantine").exists()
+
+
+def test_salvage(kvcache: Kvcache, damaged: Path, kept: Path, tmp_path: Path) -> None:
+    """What can be read is in a new log that verifies; what is lost is said; the old one stays as it is."""
+    make_snapshot(kept)
+    for path in snapshot_paths(kept):
+        shutil.copy(path, damaged)
+    before = bytes_in(damaged)
+    told = answer(kvcache("log", "salvage", damaged, "--to", tmp_path / "new", "--json", "-q"))
+    assert bytes_in(damaged) == before
+    [lost], [place] = told["lost"], told["damage"]
+    assert (Path(place["path"]), place["seq"]) == (segment_paths(damaged)[4], lost["first_seq"])
+    assert lost["last_seq"] == first_seq(snapshot_paths(kept)[0])
+    done = kvcache("log", "salvage", damaged, "--to", tmp_path / "another")
+    assert f"lost    batches {lost['first_seq']:,} to {lost['last_seq']:,}" in done.out
+    assert answer(kvcache("log", "verify", tmp_path / "new", "--json", "-q"))["batches"] == told["batches"]
+    assert kvcache("audit", tmp_path / "new").code == 0
+    assert kvcache("log", "salvage", damaged, "--to", tmp_path / "new").code == 2
 
 
 @pytest.mark.parametrize(
     "args",
     [
+        ("salvage", "LOG"),
+        ("repair", "LOG", "--to", "NOWHERE"),
+        ("verify", "LOG", "--dry-run"),
+        ("compact", "LOG", "--retain-segments", "2"),
         ("prune", "LOG", "--retain-bytes", "8"),
         ("prune", "LOG", "--retain-segments", "0"),
         ("verify", "LOG", "--retain-segments", "2"),
@@ -216,11 +324,25 @@ class TestOtherCommands:
 
 
 def test_every_key_is_documented(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
-    """The table of docs/json.md has each key that the three say, and no other ones."""
+    """The table of docs/json.md has each key that the commands say, and no other ones."""
     log = Path(shutil.copytree(whole, tmp_path / "log"))
     found = set[str]()
-    for args in (("prune", "--retain-segments", 8), ("info",), ("verify",)):
+    to, last = tmp_path / "new", segment_paths(log)[-1]
+    half = last.with_name(f"{10**9:020d}.kvlog")
+    last.write_bytes(last.read_bytes()[:-50])
+    for args in (
+        ("prune", "--retain-segments", 8),
+        ("info",),
+        ("repair",),
+        ("verify",),
+        ("salvage", "--to", to),
+    ):
+        if args[0] == "verify":
+            middle = segment_paths(log)[3]
+            middle.write_bytes(middle.read_bytes()[:-50])
         found |= set(keys_of(json.loads(kvcache("log", args[0], log, *args[1:], "--json", "-q").out)))
+    half.touch()
+    found |= set(keys_of(json.loads(kvcache("log", "repair", log, "--dry-run", "--json", "-q").out)))
     page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
     section = page.partition("\n## log\n")[2].partition("\n## ")[0]
     firsts = re.findall(r"(?m)^\| (`.*?) \|", section)
