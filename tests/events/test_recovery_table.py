@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from events.errors import LogDamaged, LogTooNew
-from events.log import LogReader, LogWriter, recovery
+from events.log import LogReader, LogWriter, durable, recovery
 from events.log.recovery import carry_out, plan
 from tests.events.logs import LOG_ID, batch, batches, frame_offsets, read_log, segments, write_log
 from tests.events.packer import segment_header
@@ -222,7 +222,7 @@ class Dying:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         rename, unlink, mkdir = Path.rename, Path.unlink, Path.mkdir
-        truncate, sync = os.ftruncate, recovery.sync_directory
+        truncate, sync = os.ftruncate, durable.sync_directory
 
         def dying(do: Callable[..., Any], undo: Callable[..., object] | None = None) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
@@ -244,7 +244,7 @@ class Dying:
             patch.object(Path, "unlink", dying(unlink)),
             patch.object(Path, "mkdir", dying(mkdir)),
             patch.object(os, "ftruncate", dying(truncate)),
-            patch.object(recovery, "sync_file", dying(recovery.sync_file)),
+            patch.object(recovery, "sync_file", dying(durable.sync_file)),
             patch.object(recovery, "sync_directory", forget),
         ):
             yield
@@ -257,6 +257,7 @@ def test_recovery_survives_dying_in_itself(log: Path, tmp_path: Path, row: Row) 
     undisturbed = Path(shutil.copytree(log, tmp_path / "undisturbed"))
     carry_out(undisturbed, plan(undisturbed))
     expected = snapshot(undisturbed)
+    tries = [Dying(0, random.Random(0))]
     for first in range(1, 40):
         for second in range(1, 40, 4):
             copy = Path(shutil.copytree(log, tmp_path / "copy"))

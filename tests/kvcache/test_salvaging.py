@@ -112,10 +112,11 @@ def test_no_more_is_lost_than_up_to_the_next_snapshot(whole: Path, tmp_path: Pat
     paths = segment_paths(log)
     at = sum(first_seq(path) <= first_seq(stands) for path in paths) - 1
     data = bytearray(paths[at].read_bytes())
-    data[frame_offsets(data)[1] + 40] ^= 1
+    data[frame_offsets(bytes(data))[1] + 40] ^= 1
     paths[at].write_bytes(data)
     done = salvage(log, tmp_path / "new")
     [loss] = done.losses
+    assert loss.last is not None
     assert (loss.first, loss.last) == (first_seq(paths[at]) + 1, first_seq(stands))
     assert loss.left_out == [*range(loss.first + 1, loss.last + 1)]
     batches = list(LogReader(tmp_path / "new"))
@@ -141,9 +142,9 @@ def test_what_can_be_put_right_loses_nothing(whole: Path, tmp_path: Path, change
         shutil.copy(segment_paths(random_log(2, tmp_path / "other"))[0], log / f"{10**9:020d}.kvlog")
     else:
         place = paths[0 if change == "first header" else 2]
-        data = bytearray(place.read_bytes())
-        data[30] ^= 8
-        place.write_bytes(data)
+        header = bytearray(place.read_bytes())
+        header[30] ^= 8
+        place.write_bytes(header)
     with pytest.raises(LogDamaged):
         list(LogReader(log))
     assert salvage(log, tmp_path / "new").losses == []
