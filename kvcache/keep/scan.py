@@ -84,11 +84,13 @@ class Scan:
         self._crc: int | None = 0
         """Of the payload before; None: it is not known, because of damage."""
         self._closed = False
+        self._ended = False
+        """A writer may begin another segment behind the last one; it is not for us."""
         self._key_bytes = NAME_BYTES
 
     def __iter__(self) -> Iterator[Found | Damage | State]:
         previous: Path | None = None
-        while (path := self._behind(previous)) is not None:
+        while not self._ended and (path := self._behind(previous)) is not None:
             previous = path
             try:
                 file = raw.File(path)
@@ -138,10 +140,9 @@ class Scan:
 
     def _segment(self, file: raw.File) -> Iterator[Found | Damage]:
         header = file.header(raw.SEGMENT_MAGIC)
-        is_last = self._behind(file.path) is None
         if header is None:
-            if is_last and file.size() < raw.HEADER_BYTES:
-                self.kind, self.path, self.offset = "torn", file.path, 0
+            if self._behind(file.path) is None and file.size() < raw.HEADER_BYTES:
+                self.kind, self.path, self.offset, self._ended = "torn", file.path, 0, True
                 return
             short = file.size() < raw.HEADER_BYTES
             yield Damage(file.path, 0, self.seq, _SHORT if short else "the segment header is not intact")
@@ -160,7 +161,7 @@ class Scan:
         self._closed = False
         if self._crc is None:
             self._crc, self.seq = header.before, max(self.seq, header.first)
-        yield from self._frames(file, header, is_last)
+        yield from self._frames(file, header)
 
     def _why_not(self, file: raw.File, header: raw.Header) -> str | None:
         """Why this cannot be the next segment."""
@@ -202,13 +203,13 @@ class Scan:
                 if header is not None:
                     yield header.log_id
 
-    def _frames(self, file: raw.File, header: raw.Header, is_last: bool) -> Iterator[Found | Damage]:
+    def _frames(self, file: raw.File, header: raw.Header) -> Iterator[Found | Damage]:
         offset: int | None = raw.HEADER_BYTES
         while offset is not None:
             found = self._frame(file, header, offset)
             self.path, self.offset = file.path, offset
             if isinstance(found, _Wrong):
-                if self._is_end(file, header, found, is_last):
+                if self._is_end(file, header, found):
                     return
                 found = self._frame(file, header, offset)  # A writer may have gone on since.
             if isinstance(found, Found):
@@ -248,15 +249,17 @@ class Scan:
             return f"the frame is of batch {frame.seq}"
         return None if frame.bytes <= raw.MAX_PAYLOAD else "the frame is larger than any that is written"
 
-    def _is_end(self, file: raw.File, header: raw.Header, wrong: _Wrong, is_last: bool) -> bool:
+    def _is_end(self, file: raw.File, header: raw.Header, wrong: _Wrong) -> bool:
         """Whether nothing was lost where no frame can be read."""
+        is_last = self._behind(file.path) is None
+        # The size is looked at after that: a segment that has a successor does not grow.
         if wrong.offset >= file.size():
-            self.kind = "clean" if self._closed else "open"
+            self.kind, self._ended = "clean" if self._closed else "open", is_last
             return True
         later = (frame.seq > self.seq for _, frame in file.frames_from(wrong.offset + 1, header.seed))
         if not is_last or wrong.what != "broken" or any(later):
             return False
-        self.kind = "torn"
+        self.kind, self._ended = "torn", True
         return True
 
     def _go_on(self, file: raw.File, header: raw.Header, wrong: _Wrong) -> int | None:

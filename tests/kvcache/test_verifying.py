@@ -5,21 +5,23 @@ from __future__ import annotations
 import ast
 import random
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from events.errors import LogDamaged
-from events.log import LogEnd, LogReader
+from events.log import LogEnd, LogReader, LogWriter
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
 from kvcache.keep.prune import prune
-from kvcache.keep.scan import Scan, State
+from kvcache.keep.scan import Found, Scan, State
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
 from tests.damaging import CHANGES, Change
+from tests.events.logs import batch
 from tests.kvcache.test_snapshots import random_log
 from tests.places import ROOT
 
@@ -95,8 +97,8 @@ def test_agrees_with_the_reader(whole: Path, kept: Path, tmp_path: Path, change:
             assert found.end == stopped, seed
         read = list[EventBatch]()
         for item in Scan(log):
-            batch = item.snapshot.batch if isinstance(item, State) else getattr(item, "batch", None)
-            read += [batch] if batch is not None else []
+            found_batch = item.snapshot.batch if isinstance(item, State) else getattr(item, "batch", None)
+            read += [found_batch] if found_batch is not None else []
         assert read[: len(batches)] == batches
     assert damaged > len(SEEDS) // 4
 
@@ -113,3 +115,26 @@ def test_other_logs_segment(whole: Path, tmp_path: Path) -> None:
     damage = verify(log).damage
     assert (damage[0].path, damage[0].offset) == by_reader(log)[1]
     assert verify(log).batches > len(by_reader(log)[0])
+
+
+def test_beside_a_writer(tmp_path: Path) -> None:
+    """While a log grows, segment by segment, nothing in it is called damaged."""
+    with LogWriter(tmp_path, fsync="never", segment_bytes=2000) as writer:
+        done = threading.Event()
+
+        def write() -> None:
+            for seq in range(3000):
+                writer.append(batch(seq))
+            writer.flush()
+            done.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        read = list[int]()
+        while not done.is_set():
+            scan = Scan(tmp_path)
+            assert [item for item in scan if not isinstance(item, Found)] == []
+            read.append(scan.seq)
+        thread.join()
+    assert read == sorted(read)
+    assert sum(1 for _ in Scan(tmp_path)) == 3001
