@@ -7,6 +7,7 @@ import random
 import shutil
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -16,12 +17,13 @@ from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
+from kvcache.keep import raw
 from kvcache.keep.prune import prune
 from kvcache.keep.scan import Found, Scan, State
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
 from tests.damaging import CHANGES, Change
-from tests.events.logs import batch
+from tests.events.logs import batch, frame_offsets, write_log
 from tests.kvcache.test_snapshots import random_log
 from tests.places import ROOT
 
@@ -138,3 +140,25 @@ def test_beside_a_writer(tmp_path: Path) -> None:
         thread.join()
     assert read == sorted(read)
     assert sum(1 for _ in Scan(tmp_path)) == 3001
+
+
+def test_what_a_writer_adds_at_the_last_moment(tmp_path: Path) -> None:
+    """A segment that grows, and gets a successor, just when its end was found, is read on."""
+    paths = segment_paths(write_log(tmp_path, [batch(seq) for seq in range(4)], segment_bytes=600))
+    whole = {path: path.read_bytes() for path in paths[:2]}
+    size = raw.File.size
+    paths[0].write_bytes(whole[paths[0]][: frame_offsets(whole[paths[0]])[-2]])
+    for path in paths[1:]:
+        path.unlink()
+
+    def grows(file: raw.File) -> int:
+        found = size(file)
+        if scan.seq == int(paths[1].stem) - 1:
+            for path, data in whole.items():
+                path.write_bytes(data)
+        return found
+
+    scan = Scan(tmp_path)
+    with patch.object(raw.File, "size", grows):
+        found = list(scan)
+    assert [item for item in found if not isinstance(item, Found)] == []
