@@ -1,4 +1,4 @@
-"""What programs that poll are told: P-1 to P-8, P-10 to P-13."""
+"""What programs that poll are told: P-1 to P-13."""
 
 from __future__ import annotations
 
@@ -145,6 +145,18 @@ def test_p_8_an_unknown_algorithm_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"block_hash.*v2_sha256_64") as refusal:
         Rig(4, block_hash="md5")
     assert isinstance(refusal.value, ValueError)
+
+
+def test_p_9_each_rank_tells_its_own() -> None:
+    """There rank 0 gathers what all tell. Here each is polled, keeps its newest, and says in each dict who it is."""
+    rigs = [Rig(4, event_buffer_max_size=1, attention_dp_rank=rank) for rank in (0, 1)]
+    for rank, rig in enumerate(rigs):
+        rig.run("a", prompt(0, 5 + 4 * rank))
+    polled = [rig.polled() for rig in rigs]
+    assert [[event["attention_dp_rank"] for event in events] for events in polled] == [[0], [1]]
+    assert [[event["data"]["type"] for event in events] for events in polled] == [["stored"], ["stored"]]
+    assert [len(event["data"]["blocks"]) for events in polled for event in events] == [1, 1]
+    assert ids(polled[0]) != [0]  # what is older is gone
 
 
 def test_p_10_an_update_says_what_was_and_what_is() -> None:
