@@ -37,7 +37,6 @@ first what adds and then what takes away, and each step leaves something of whic
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,27 +177,23 @@ def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
     """Refuse a segment that cannot be the next one behind that before it, as one copied from another log."""
     header = segment.header()
     assert header is not None
-    for previous in _headers(before[-1:]):
-        chain = previous.chain()
-        chain.enter(previous)
-        chain.crc = (
-            header.previous_crc
-        )  # Of the one before only the header is read, so its last frame is not known.
-        refusal = chain.refuses_segment(header)
-        if refusal is not None:
-            raise LogDamaged(segment.path, 0, header.base_seq, refusal)
+    previous = _header_of(before[-1]) if before else None
+    if previous is None:
+        return
+    chain = previous.chain()
+    chain.enter(previous)
+    # Of the one before only the header is read, so its last frame is not known.
+    chain.crc = header.previous_crc
+    refusal = chain.refuses_segment(header)
+    if refusal is not None:
+        raise LogDamaged(segment.path, 0, header.base_seq, refusal)
 
 
-def _headers(paths: list[Path]) -> Iterator[SegmentHeader]:
-    for path in paths:
-        with (
-            suppress(FileNotFoundError),
-            segments.Segment(path) as segment,
-        ):  # It may just not be kept any longer.
-            header = segment.header()
-            if header is None:
-                raise LogDamaged(path, 0, None, segments.SHORT_HEADER)
-            yield header
+def _header_of(path: Path) -> SegmentHeader | None:
+    """None: it may just not be kept any longer, or is damaged, which is for who reads it to say."""
+    with suppress(FileNotFoundError, LogDamaged), segments.Segment(path) as segment:
+        return segment.header()
+    return None
 
 
 def _cut_tail(cut: Cut) -> None:
