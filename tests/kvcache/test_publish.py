@@ -62,6 +62,7 @@ class Collector:
         self.batches: list[EventBatch] = []
         self.opened = 0
         self.fail: Callable[[], None] = lambda: None
+        self.reached = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
 
@@ -69,6 +70,7 @@ class Collector:
         self.opened += 1
 
     def write(self, batch: EventBatch) -> None:
+        self.reached.set()
         self.gate.wait()
         self.fail()
         self.batches.append(batch)
@@ -311,6 +313,7 @@ class TestHoles:
         sinks["a"] = Collector()
         sinks["a"].gate.clear()
         with Running(log, "x:a"):
+            assert sinks["a"].reached.wait(20)
             write(log, 2)
             second = beginnings(log)[1].seq
             for path in sorted(log.glob("*.kvlog"))[:-1]:
