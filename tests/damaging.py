@@ -1,4 +1,4 @@
-"""Damage of all kinds, done to a log's files at places that a seed chooses."""
+"""Logs to damage, and damage of all kinds, done to their files at places that a seed chooses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,29 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from events.log.retention import Limits
+from events.log.segments import first_seq, segment_paths
+from kvcache.keep.prune import prune
+from kvcache.keep.snapshot import make_snapshot
 from tests.events.logs import segments
+from tests.kvcache.test_snapshots import random_log
 
 Change = Callable[[random.Random, Path], None]
+
+
+def log_with_snapshots(seed: int, log: Path) -> Path:
+    """A log of many segments and some snapshots."""
+    random_log(seed, log)
+    for path in segment_paths(log)[2::3]:
+        make_snapshot(log, first_seq(path))
+    return log
+
+
+def without_beginning(whole: Path, log: Path, *, segments: int) -> Path:
+    """A copy of which so many segments are left, behind a snapshot."""
+    shutil.copytree(whole, log)
+    prune(log, Limits(segments=segments))
+    return log
 
 
 def _file(rng: random.Random, log: Path) -> tuple[Path, bytearray]:

@@ -10,17 +10,14 @@ import pytest
 
 from events.errors import LogDamaged, LogExists
 from events.log import LogReader, LogWriter
-from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch, Gap
 from kvcache.fold.state import CacheState
-from kvcache.keep.prune import prune
 from kvcache.keep.salvage import salvage
-from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
 from kvcache.replay import Replayed, replay
-from tests.damaging import CHANGES, Change
+from tests.damaging import CHANGES, Change, log_with_snapshots, without_beginning
 from tests.events.logs import frame_offsets
 from tests.events.test_log_recovery import snapshot as bytes_in
 from tests.kvcache.test_pruning import states_of
@@ -30,18 +27,13 @@ from tests.kvcache.test_snapshots import random_log
 @pytest.fixture(scope="module", params=[1, 3])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of many segments and some snapshots. Not to be changed."""
-    log = random_log(request.param, tmp_path_factory.mktemp("whole") / "log")
-    for path in segment_paths(log)[2::3]:
-        make_snapshot(log, first_seq(path))
-    return log
+    return log_with_snapshots(request.param, tmp_path_factory.mktemp("whole") / "log")
 
 
 @pytest.fixture(scope="module")
 def kept(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without its beginning."""
-    log = Path(shutil.copytree(whole, tmp_path_factory.mktemp("kept") / "log"))
-    prune(log, Limits(segments=5))
-    return log
+    return without_beginning(whole, tmp_path_factory.mktemp("kept") / "log", segments=5)
 
 
 def has_gap(batch: EventBatch) -> bool:

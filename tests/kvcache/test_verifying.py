@@ -13,16 +13,13 @@ import pytest
 
 from events.errors import LogDamaged
 from events.log import LogEnd, LogReader, LogWriter
-from events.log.retention import Limits
-from events.log.segments import first_seq, segment_paths
+from events.log.segments import segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
 from kvcache.keep import raw
-from kvcache.keep.prune import prune
 from kvcache.keep.scan import Found, Scan, State
-from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
-from tests.damaging import CHANGES, Change
+from tests.damaging import CHANGES, Change, log_with_snapshots, without_beginning
 from tests.events.logs import batch, frame_offsets, write_log
 from tests.kvcache.test_snapshots import random_log
 from tests.places import ROOT
@@ -34,18 +31,13 @@ SEEDS = range(40)
 @pytest.fixture(scope="module", params=[1, 3])
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of many segments and some snapshots. Not to be changed."""
-    log = random_log(request.param, tmp_path_factory.mktemp("whole") / "log")
-    for path in segment_paths(log)[2::3]:
-        make_snapshot(log, first_seq(path))
-    return log
+    return log_with_snapshots(request.param, tmp_path_factory.mktemp("whole") / "log")
 
 
 @pytest.fixture(scope="module")
 def kept(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same without its beginning."""
-    log = Path(shutil.copytree(whole, tmp_path_factory.mktemp("kept") / "log"))
-    prune(log, Limits(segments=4))
-    return log
+    return without_beginning(whole, tmp_path_factory.mktemp("kept") / "log", segments=4)
 
 
 def by_reader(log: Path) -> tuple[list[EventBatch], LogEnd | tuple[Path, int]]:
