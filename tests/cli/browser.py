@@ -152,14 +152,26 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def click(self, x: float, y: float) -> None:
-        """Move the mouse there and click, in CSS pixels of the window."""
+    def click(self, place: str, done: str) -> bool:
+        """Click on the middle of what an expression gives as a rectangle, until another one is true.
+
+        Charts notice clicks only where they have noticed the mouse before, which takes them a while on a slow machine.
+        """
+        return any(self._clicked(place, done) for _ in range(10))
+
+    def _clicked(self, place: str, done: str) -> bool:
+        x, y = self.eval(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({place})")
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
         self.eval("new Promise((done) => setTimeout(done, 200))")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-        self.eval("new Promise((done) => setTimeout(done, 500))")
+        return bool(
+            self.eval(
+                f"new Promise((done) => {{ let times = 0; const look = () => {{ if ({done}) done(true);"
+                " else if (times++ > 20) done(false); else setTimeout(look, 50); }; look(); })"
+            )
+        )
 
     def press(self, key: str, code: int, text: str = "") -> None:
         """Press a key where the focus is."""
