@@ -135,7 +135,9 @@ def _count_events(batch: bytes) -> tuple[int, int]:
 def _add_stored(parts: list[bytes | bytearray], stored: Stored, groups: tuple[GroupCreated, ...]) -> None:
     blocks = len(stored.names) // NAME_BYTES
     parent, namespace = stored.parent, stored.namespace
-    if blocks == 1 and parent and not stored.extras:  # what decoding stores, several times per engine step
+    if (
+        blocks == 1 and parent and stored.tokens and not stored.extras
+    ):  # what decoding stores, several times per engine step
         start, mid, end = _around_one(namespace, stored.level, stored.tokens_per_block, stored.group, groups)
         parts += (start, stored.names, _PARENT, parent, mid, _token_ids(stored.tokens), end)
         return

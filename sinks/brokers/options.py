@@ -28,6 +28,7 @@ class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
 
     format: WireFormat = "vllm"
     style: Style = "map"
+    tokens: bool = True
     worker: str | None = None
     engine: str | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0

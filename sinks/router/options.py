@@ -19,6 +19,7 @@ class ZMQOptions(msgspec.Struct, frozen=True):
 
     format: WireFormat = "vllm"
     style: Style = "map"
+    tokens: bool = True
     bind: bool = False
     connect: bool = False
     replay: str | None = None

@@ -72,6 +72,8 @@ class ZMQSettings:
     """After this a replay's reader that takes nothing is given up."""
     encode: Encode = vllm.encode_batch
     """The form of payloads."""
+    tokens: bool = True
+    """Whether that holds token ids."""
     salts: Callable[[bytes], str | None] | None = None
     """Finds a cache salt by its digest, to tell it itself; None: all are told as digests."""
     curve: Curve | None = None
@@ -140,7 +142,8 @@ class ZMQTransport:
             reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
         if self._settings.curve is None and not self._settings.is_near:
-            holds = "token ids, cache salts" if self._settings.salts else "token ids"
+            told = (("token ids", self._settings.tokens), ("cache salts", self._settings.salts))
+            holds = ", ".join(what for what, is_told in told if is_told) or "names of blocks"
             _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds=holds, encrypted=False)
 
     def send(self, batch: FeedBatch) -> None:

@@ -8,6 +8,7 @@ subscriber that falls behind by more than `hwm` messages misses some; with ``rep
 Options:
 
 - ``format``: what payloads look like, ``vllm`` or ``sglang``; with ``style=array`` as vLLM wrote them until 0.23.
+- ``tokens``: ``0`` leaves the token ids out, for readers that know blocks by their hashes alone.
 - ``bind``, ``connect``: whether HOST and PORT are this feed's, to which readers connect, or those of a router that is
   bound there and hears many feeds. By default ``*``, other wildcards and loopback are bound, and anything else is
   connected to.
@@ -39,8 +40,8 @@ Options:
   an earlier feed hear this one; with ``pad`` 0.
 - ``linger``: how long closing waits for subscribers to take what was sent.
 
-Port 0 takes any free one. The payloads hold token ids, that is the users' prompts: without a host the sockets are
-bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name.
+Port 0 takes any free one. The payloads hold token ids, that is the users' prompts, unless they are left out: without a
+host the sockets are bound to loopback, and what leaves the machine must be encrypted, or be allowed in clear by name.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
         encode=form_of(url, options).encode,
+        tokens=options.tokens,
         salts=context.salts.ask() if options.salts == "plain" else None,
         curve=curve_of(url, options, place, replay),
         keepalive_seconds=_quantity(url, options, "keepalive"),
