@@ -65,7 +65,7 @@ class JSONLines:
             tail = file.read(step) + tail
         try:
             return _read_number(tail.rpartition(b"\n")[0].rpartition(b"\n")[2]).seq
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
 
@@ -97,7 +97,7 @@ class Frames:
         file.seek(start)
         try:
             return _read_frame(file.read(end - start)).seq
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
 

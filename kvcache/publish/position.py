@@ -96,7 +96,7 @@ class PositionFile:
             raise SinkError(f"{self.path} is no regular file: remove it, or give another --state")
         try:
             content = msgspec.json.decode(self.path.read_bytes(), type=_Content)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             reason = "restore it, or remove it: the sink gets the whole log again then"
             raise SinkError(
                 f"{self.path} is damaged, so nobody knows what the sink has had: {reason}"
