@@ -175,3 +175,25 @@ def test_benchmark_refuses_a_peer_that_misses_blocks(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.endswith("has heard of 4 blocks instead of 512\n")
+
+
+def test_benchmark_of_the_log_gives_everything_in_one_run(tmp_path: Path) -> None:
+    """A short trace: what was appended, and as much written by itself; steps; replays, also from a snapshot."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "log.py"), str(TRACE), "--requests", str(REQUESTS)]
+    done = subprocess.run(
+        [*command, "--repeat", "1", "--step-requests", "3", "--dir", str(tmp_path), "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert list(told) == ["append", "steps", "replay"]
+    assert all(figure > 0 for part in told.values() for figure in part.values())
+    append = told["append"]
+    assert append["part_of_raw"] * append["raw_megabytes_per_second"] == pytest.approx(
+        append["megabytes_per_second"]
+    )
+    assert list(tmp_path.iterdir()) == []
