@@ -1,0 +1,144 @@
+"""Months of a log, as fast as they go: what is kept stays small, and readers get all or are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache import KVCacheConfig, KVCacheManager
+from kvcache.config import LogConfig
+from kvcache.replay import replay
+from tests.places import ROOT
+from tests.sinks.helpers import WAIT
+from tests.test_feed_soak import STATM, resident_bytes
+
+
+def config(retain: int) -> KVCacheConfig:
+    log = LogConfig(retain_bytes=retain, overflow="block", fsync="never")
+    return KVCacheConfig(
+        max_sequence_length=512,
+        tokens_per_block=4,
+        primary_blocks=512,
+        secondary_blocks=512,
+        num_layers=1,
+        log=log,
+    )
+
+
+def step(manager: KVCacheManager, rng: random.Random, number: int, running: deque[int]) -> None:
+    """A request begins, all running ones get a token, and the oldest ends."""
+    prompt = [rng.randrange(1, 4) for _ in range(rng.randrange(8, 40))]
+    manager.add_sequence(number, prompt)
+    manager.store_context_blocks(number, len(prompt))
+    running.append(number)
+    manager.add_tokens(list(running), [rng.randrange(1, 4) for _ in running])
+    if len(running) > 3:
+        manager.remove_sequence(running.popleft())
+    manager.flush()
+
+
+def reader(kind: str, log: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.soak_reader", kind, str(log)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def audited(log: Path) -> int:
+    """How many prompt tokens the audit of what is kept explains."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvcache", "-q", "audit", str(log), "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    tokens: int = json.loads(done.stdout)["prompt_tokens"]
+    return tokens
+
+
+def bytes_in(log: Path) -> int:
+    total = 0
+    for path in log.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    return total
+
+
+def soak(tmp_path: Path, events: int, retain: int, samples: int) -> dict[str, Any]:
+    """An engine that makes so many events, a follower, a late reader, an audit now and then; what was seen.
+
+    At each sample the engine is slow until no more is kept than is to be: the process that removes may be behind an
+    engine which takes all of a machine.
+    """
+    log, rng, running = tmp_path / "log", random.Random(7), deque[int]()
+    memory, tokens, largest = [0], 0, 0
+    with KVCacheManager(config(retain), log=log) as manager:
+        readers = [reader(kind, log) for kind in ("follow", "late")]
+        number = 0
+        while (made := manager.stats().events) < events:
+            for _ in range(200):
+                step(manager, rng, number, running)
+                number += 1
+            largest = max(largest, bytes_in(log))
+            if made * samples // events >= len(memory):
+                memory.append(resident_bytes())
+                tokens += audited(log)
+                deadline = time.monotonic() + WAIT
+                while bytes_in(log) > 2.2 * retain:  # followers may hold as much again
+                    assert time.monotonic() < deadline, "more is kept than is to be"
+                    step(manager, rng, number, running)
+                    number += 1
+                    time.sleep(0.002)
+        fingerprint, batches = manager.fingerprint(), manager.stats().batches
+    (tmp_path / "done").touch()
+    told = [json.loads(each.communicate(timeout=120)[0]) for each in readers]
+    assert [each.returncode for each in readers] == [0, 0]
+    assert replay(log).fingerprint == fingerprint
+    return {
+        "largest": largest,
+        "memory": memory,
+        "tokens": tokens,
+        "batches": batches,
+        "follow": told[0],
+        "late": told[1],
+    }
+
+
+def judge(seen: dict[str, Any]) -> None:
+    """Every batch was read, or told to be missing."""
+    assert seen["follow"]["untold"] == seen["late"]["untold"] == []
+    assert seen["follow"]["batches"] + seen["follow"]["missing"] >= seen["batches"], seen
+    assert seen["late"]["batches"] > 0
+    assert seen["tokens"] > 0
+
+
+def test_a_log_is_kept_small_beside_its_readers(tmp_path: Path) -> None:
+    """30,000 events, of which 1 MiB is kept."""
+    judge(soak(tmp_path, 30_000, 1 << 20, 2))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not STATM.exists(), reason="how much memory a process has is read from /proc")
+def test_ten_million_events(tmp_path: Path) -> None:
+    """Of which 200 MB are kept; the engine's memory stops to grow."""
+    seen = soak(tmp_path, 10_000_000, 200_000_000, 10)
+    print(json.dumps(seen))
+    judge(seen)
+    assert seen["largest"] < 600_000_000
+    memory = seen["memory"]
+    assert max(memory[4:]) - memory[3] < 32 << 20, memory
