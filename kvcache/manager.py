@@ -107,7 +107,7 @@ class KVCacheManager:
         try:
             self._journal = Journal(created, outputs, config.event_buffer_max_size, first)
             self._assemble(outputs, created, wall_ns, monotonic_ns, eviction_order)
-            self._journal.due()
+            self._journal.make_good()
             self._journal.flush(started)
             if pools is not None:
                 # Last, so that they are not taken by a manager that could not be made.

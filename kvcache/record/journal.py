@@ -93,16 +93,19 @@ class Journal:
         for subscriber in self._subscribers[type(event)]:
             subscriber(event)
 
+    def make_good(self) -> None:
+        """Tell what was lost, and the whole state with the next flush; before each, where `outputs.may_lose`."""
+        gap = self.outputs.take_gap()
+        if gap is not None:
+            self.bus.publish(gap)
+        lost = self.outputs.lost_seq
+        # The batch with the state may itself be the last that was lost.
+        if gap is not None or (lost >= 0 and lost >= self._exported_seq):
+            self._state_due = True
+
+    @property
     def due(self) -> bool:
-        """Whether there is something to flush; to be asked before each flush."""
-        if self.outputs.may_lose:
-            gap = self.outputs.take_gap()
-            if gap is not None:
-                self.bus.publish(gap)
-            lost = self.outputs.lost_seq
-            # The batch with the state may itself be the last that was lost.
-            if gap is not None or (lost >= 0 and lost >= self._exported_seq):
-                self._state_due = True
+        """Whether there is something to flush."""
         return self._state_due or bool(self.bus.pending)
 
     def flush(self, now: int) -> EventBatch | None:

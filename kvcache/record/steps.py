@@ -113,11 +113,13 @@ class Steps:
                 self._flush()
 
     def _flush(self) -> EventBatch | None:
-        with self._guard:
-            due = self._journal.due()
-        if not due:
+        journal = self._journal
+        if journal.outputs.may_lose:
+            with self._guard:
+                journal.make_good()
+        if not journal.due:
             return None
         # Outside the guard: with a clock that fails, everything waits for the next flush.
         now = time_from(self._wall_ns)
         with self._guard:
-            return self._journal.flush(now)
+            return journal.flush(now)
