@@ -73,8 +73,13 @@ class Guard:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.note(error)
+
+    def note(self, error: BaseException) -> None:
+        """What `with` does for an error; called by itself in what runs at every step, where `with` would cost more."""
         # A refusal for lack of room is decided before the first event.
-        if error is not None and not isinstance(error, CapacityError):
+        if not isinstance(error, CapacityError):
             self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
 
 

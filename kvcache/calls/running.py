@@ -106,8 +106,11 @@ class Running:
                 self._readiness.refuse_uncomputable(batch.sequences)
             if not batch.even:
                 self._blocks.refuse_without_slots(batch.sequences)
-            with self._guard:
+            try:
                 return self._blocks.step(batch, packed)
+            except BaseException as error:
+                self._guard.note(error)
+                raise
         draft = checked_flag(draft, "draft")
         sizes = pack_counts([1] * len(ids) if counts is None else counts, len(ids), num_tokens)
         running = self._blocks.running(ids)

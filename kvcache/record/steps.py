@@ -121,5 +121,8 @@ class Steps:
             return None
         # Outside the guard: with a clock that fails, everything waits for the next flush.
         now = time_from(self._wall_ns)
-        with self._guard:
+        try:
             return journal.flush(now)
+        except BaseException as error:
+            self._guard.note(error)
+            raise
