@@ -40,6 +40,12 @@ def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
     kv.tokens(kv.key)[blocks, places] = key.to(kv.key.dtype)
 
 
+def gather(kv: PagedKV, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of these tokens, int64 [...], as copies: each [..., heads, dim]."""
+    blocks, places = slots // kv.tokens_per_block, slots % kv.tokens_per_block
+    return kv.tokens(kv.key)[blocks, places], kv.tokens(kv.value)[blocks, places]
+
+
 def attend(
     query: torch.Tensor,
     kv: PagedKV,

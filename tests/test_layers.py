@@ -28,6 +28,7 @@ ALLOWED = {
 ALLOWED_BESIDES = {
     "kvcache/device": {"cuda_ops"},
     "kvcache/pools.py": {"cuda_ops"},
+    "kvcache/integrations": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
     "kvcache/record/monitor.py": {"sinks"},
     "kvcache/record/outputs.py": {"sinks"},
@@ -36,7 +37,11 @@ ALLOWED_BESIDES = {
 }
 """What single files, or all files of a directory, may import besides."""
 
-ALLOWED_AS_TYPES = {"kvcache/manager.py": {"cuda_ops"}, "kvcache/workload/copies.py": {"cuda_ops"}}
+ALLOWED_AS_TYPES = {
+    "kvcache/manager.py": {"cuda_ops"},
+    "kvcache/integrations": {"sinks"},
+    "kvcache/workload/copies.py": {"cuda_ops"},
+}
 """What single files may import only in order to name types."""
 
 DECIDE_AND_APPLY = sorted(
@@ -194,9 +199,24 @@ def test_reading_needs_no_torch(run_python: RunPython) -> None:
 def test_importing_a_package_loads_no_torch(run_python: RunPython, package: str) -> None:
     """Importing a package is cheap: torch is loaded only by what moves bytes."""
     done = run_python(
-        f"import sys, {package}; print([name for name in ('torch', 'yaml') if name in sys.modules])"
+        f"import sys, {package}; print([name for name in ('torch', 'transformers', 'yaml') if name in sys.modules])"
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_integrations_are_imported_by_name_alone(run_python: RunPython) -> None:
+    """The room of them needs nothing; each without its library says which extra to install."""
+    done = run_python(
+        "import sys; sys.modules['transformers'] = None\n"
+        "import kvcache, kvcache.integrations\n"
+        "assert 'torch' not in sys.modules\n"
+        "try:\n"
+        "    import kvcache.integrations.transformers\n"
+        "except kvcache.errors.UsageError as error:\n"
+        "    print(error)\n"
+    )
+    told = "this cache is for Transformers, which is missing: pip install 'kvcache[transformers]'\n"
+    assert (done.stdout, done.stderr) == (told, "")
 
 
 def test_help_loads_hardly_anything(run_python: RunPython) -> None:

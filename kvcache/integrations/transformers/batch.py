@@ -1,0 +1,242 @@
+"""The sequences of one call of ``generate``: admitted together, computed pass by pass, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from cuda_ops.attention import PagedKV
+from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Unsupported, UsageError, WrongThread
+from kvcache.inputs.requests import Request
+from kvcache.integrations.transformers.copies import Copies
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.step import Span, Step
+from kvcache.manager import KVCacheManager
+from kvcache.pools import Pools
+
+TENSORS = frozenset(("input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep"))
+"""Arguments of a forward pass of which K and V depend as the cache expects, or not at all."""
+
+
+class Batch:
+    """Rows of a batch, each a sequence of the manager, all computed up to the same column."""
+
+    def __init__(self, manager: KVCacheManager, pools: Pools, copies: Copies, name: str, rows: Rows) -> None:
+        self.manager, self.rows, self._copies, self._name = manager, rows, copies, name
+        self.names = [f"{name}/{row}" for row in range(len(rows.columns))]
+        self._given = len(self.names)
+        """Names so far."""
+        self._kv = {
+            layer: (group.window, PagedKV(*pools.kv(layer), manager.config.kv_layout))
+            for group in pools.layout.groups
+            for layer in group.layers
+        }
+        self.past = 0
+        """Columns that are there."""
+        self._computed: list[int] = []
+        """Tokens of each row whose K and V are there."""
+        self._promised = 0
+        """Tokens to come that have slots."""
+        self.step: Step | None = None
+        """The forward pass that has begun, and has not been completed."""
+        self.closed = self.abandoned = False
+
+    # -- the beginning and the end
+
+    def admit(self, promised: int, options: Mapping[str, Any]) -> None:
+        """Admit all rows or none, with slots for so many more tokens each. Raises as `add_sequences` does."""
+        prompts = self.rows.prompts()
+        requests = [Request(*each, **options) for each in zip(self.names, prompts, strict=True)]
+        admitted = self.manager.add_sequences(requests)
+        try:
+            self._promised = promised
+            self._reserve()
+        except CapacityError:
+            self.close()
+            raise
+        self._computed = [each.reused_tokens for each in admitted]
+        # A row that reuses more than others computes some tokens once more, and what it computes is not written.
+        self.past = min(pad + reused for pad, reused in zip(self.rows.pads, self._computed, strict=True))
+
+    def _reserve(self) -> None:
+        if self._promised > 0:
+            self.manager.reserve(self.names, [self._promised] * len(self.names))
+
+    def close(self) -> None:
+        """End the sequences: what was computed stays reusable. Twice is harmless."""
+        if self.closed:
+            return
+        with suppress(ManagerClosed):  # it has let go of them
+            self._remove(self.names, "finished" if self.step is None else "aborted")
+            self.closed = True
+            self.manager.flush()
+        self.closed = True
+
+    def _remove(self, names: list[str], why: str) -> None:
+        for name in names:
+            self.manager.remove_sequence(name, why=why)
+        self._copies.forget(names)
+
+    def abandon(self) -> None:
+        """Nobody holds the request any more: close it now if that is possible, or else let the cache do it."""
+        self.abandoned = True
+        with suppress(ManagerBusy, WrongThread):
+            self.close()
+
+    # -- a forward pass
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """A forward pass is about to begin: have slots for it, and copies started. Raises before anything is computed.
+
+        `arguments` are the model's. A pass that failed can be tried again: nothing of it was taken as computed. Raises
+        `OutOfBlocks`, `PromptTooLong`, and `UsageError` for a pass that is not of
+        these rows.
+        """
+        self._refuse_ended()
+        _refuse_gradients()
+        _refuse_other_inputs(arguments)
+        fed = arguments.get("input_ids")
+        if not isinstance(fed, torch.Tensor) or fed.ndim != 2:
+            raise Unsupported(
+                "a forward pass without input_ids", "give the token ids, by which K and V are found"
+            )
+        if len(fed) != len(self.names):
+            raise UsageError(
+                f"the batch has {len(fed)} rows, and the request {len(self.names)}: for num_beams or "
+                "num_return_sequences say so, as in cache.request(..., copies=num_beams)"
+            )
+        stop = self.past + fed.shape[1]
+        columns: list[list[int]] = fed.tolist()
+        self._refuse_other_tokens(columns)
+        self._refuse_other_places(arguments, stop)
+        self._copies.start()  # what admission or branches asked for: tokens come behind it
+        self._append([row[max(self.rows.width - self.past, 0) :] for row in columns])
+        self._copies.start()
+        self._copies.refuse_lost(self.names)
+        ends = [max(stop - pad, done) for pad, done in zip(self.rows.pads, self._computed, strict=True)]
+        self.step = Step(
+            self.manager, self.names, self.rows, Span(self.past, stop, list(self._computed), ends)
+        )
+
+    def _append(self, columns: list[list[int]]) -> None:
+        """Tokens that are not of the prompt: sampled ones, or those of a next turn."""
+        count = len(columns[0])
+        if not count:
+            return
+        # All but the last one count as computed, so that several are a draft until they are.
+        self.manager.add_tokens(
+            self.names, [token for row in columns for token in row], [count] * len(columns), draft=count > 1
+        )
+        self.rows.append(columns)
+        self._promised -= count
+        self._reserve()
+
+    def exchange(
+        self, layer: int, first_column: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's K and V of the pass go to the cache, and those of all columns from one on come back."""
+        if self.step is None:
+            raise UsageError(
+                "a layer was run outside of a forward pass of the model that the cache was made for: call that model"
+            )
+        window, kv = self._kv[layer]
+        places = self.step.places(window, first_column, kv.key.device)
+        return self.step.exchange(layer, kv, places, key, value)
+
+    def complete(self) -> None:
+        """The forward pass is done: what it computed becomes reusable."""
+        step = self.step
+        assert step is not None
+        step.refuse_incomplete(len(self._kv))
+        self._copies.refuse_lost(self.names)  # before any of it is taken as computed
+        for name, before, end in zip(self.names, self._computed, step.span.ends, strict=True):
+            if end > before:
+                self.manager.store_context_blocks(name, end)
+        self._computed, self.past, self.step = list(step.span.ends), step.span.stop, None
+        self.manager.flush()
+
+    def select(self, chosen: list[int]) -> None:
+        """Go on with these rows in the place of all, some of them several times, as beam search does.
+
+        Raises `OutOfBlocks`, which ends the request.
+        """
+        self._refuse_ended()
+        if chosen == list(range(len(self.names))):
+            return
+        parents = [self.names[row] for row in chosen]
+        self._remove(
+            [name for name in self.names if name not in parents], "aborted"
+        )  # first, for their blocks
+        self.names = []
+        try:
+            for parent in parents:
+                self.names.append(self._branch(parent) if parent in self.names else parent)
+            self._reserve()
+        except CapacityError:
+            self.names += [name for name in dict.fromkeys(parents) if name not in self.names]
+            self.close()
+            raise
+        self._computed = [self._computed[row] for row in chosen]
+        self.rows.select(chosen)
+
+    def _branch(self, parent: str) -> str:
+        name = f"{self._name}/{self._given}"
+        self.manager.fork(parent, name)
+        self._given += 1
+        return name
+
+    # -- what is refused
+
+    def _refuse_ended(self) -> None:
+        if self.closed:
+            raise UsageError("this request has ended: make a new one with cache.request()")
+
+    def _refuse_other_tokens(self, columns: list[list[int]]) -> None:
+        for row, pad, fed in zip(self.rows.columns, self.rows.pads, columns, strict=True):
+            first = max(pad - self.past, 0)
+            known = row[self.past + first : self.past + len(fed)]
+            if fed[first : first + len(known)] != known:
+                raise UsageError(
+                    "the model was given other tokens than the request: call cache.request() with the very input_ids "
+                    "and attention_mask that generate gets"
+                )
+
+    def _refuse_other_places(self, arguments: Mapping[str, Any], stop: int) -> None:
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        padded = any(self.rows.pads)
+        whole = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == stop
+        if (mask is None and padded) or (mask is not None and not (whole and self.rows.agree(mask))):
+            raise UsageError(
+                "the model was given another attention_mask than the request: it must be 2D, of all columns, and hide "
+                "padding on the left alone"
+            )
+        expected = self.rows.positions(self.past, stop)
+        real = expected >= 0
+        if positions is None:
+            wrong = padded
+        else:
+            fits = positions.ndim == 2 and positions.shape[1] == expected.shape[1]
+            wrong = not fits or bool((positions.cpu().expand_as(expected)[real] != expected[real]).any())
+        if wrong:
+            raise UsageError("position_ids must count the tokens of each row from 0 on, without padding")
+
+
+def _refuse_gradients() -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a cache keeps no gradients: run the model in torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def _refuse_other_inputs(arguments: Mapping[str, Any]) -> None:
+    others = [
+        name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in TENSORS
+    ]
+    if others:
+        raise Unsupported(
+            f"a forward pass with {', '.join(others)}",
+            "K and V must depend on token ids alone, by which they are found",
+        )

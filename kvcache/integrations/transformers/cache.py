@@ -1,0 +1,114 @@
+"""The cache of one model, which lives as long as the model is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from itertools import count
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.errors import UsageError
+from kvcache.inputs.arguments import checked_natural
+from kvcache.integrations.transformers.batch import Batch
+from kvcache.integrations.transformers.copies import Copies
+from kvcache.integrations.transformers.request import PagedRequest
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.integrations.transformers.shape import ModelShape
+from kvcache.layout import Layout
+from kvcache.manager import KVCacheManager
+from kvcache.pools import Pools, sized
+
+if TYPE_CHECKING:
+    from kvcache.record.outputs import LogTarget
+    from sinks import Sink, SinkRunner
+
+
+class PagedCache:
+    """K and V of one model's prompts and answers, in the blocks of a `KVCacheManager`, for all calls of ``generate``.
+
+    `for_model` makes it. `manager` tells what is in it (`stats`, `match`), and must not be told anything: the
+    requests are the cache's. All of it belongs to the thread that made it.
+    """
+
+    def __init__(self, model: PreTrainedModel, manager: KVCacheManager, pools: Pools) -> None:
+        self._model, self.manager, self._pools = model, manager, pools
+        self._windows = ModelShape.of(model).windows
+        self._copies = Copies(manager)
+        self._numbers = count()
+        self._open: list[Batch] = []
+
+    @classmethod
+    def for_model(
+        cls,
+        model: PreTrainedModel,
+        *,
+        log: LogTarget = None,
+        sinks: Items[str | Sink | SinkRunner] = (),
+        **settings: Any,
+    ) -> Self:
+        """A cache on the model's device, with layers, heads, windows and type as the model has them.
+
+        `settings` are those of `KVCacheConfig` that say how much is kept and how: `primary_bytes`,
+        `host_cache_size`, `tokens_per_block`, ... `max_sequence_length` is by default what the model has
+        positions for. `log` and `sinks` are those of `KVCacheManager`. Raises `ConfigError`, `NotEnoughMemory`, and
+        `Unsupported` for models that keep something else than K and V of all tokens, or of a window.
+        """
+        shape = ModelShape.of(model)
+        config = sized(shape.settings(settings), shape.device)
+        layout = Layout.of(config)
+        shape.refuse_cut(layout)
+        pools = Pools(layout, shape.device, config.secondary_path)
+        return cls(model, KVCacheManager(config, pools=pools, log=log, sinks=sinks), pools)
+
+    def request(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        copies: int = 1,
+        **options: Any,
+    ) -> PagedRequest:
+        """What ``generate`` takes as ``past_key_values`` for these prompts, which reuses what is cached of them.
+
+        `input_ids` and `attention_mask` are those that ``generate`` gets, padded on the left. `copies` is how many rows
+        it makes of each prompt: its ``num_beams`` or ``num_return_sequences``. With `max_new_tokens` there are slots
+        for all of the answers, or `OutOfBlocks` is raised here; without, slots are taken token by token, and a forward
+        pass for which there are none raises it before it begins. `options` are those of `kvcache.Request`
+        (`cache_salt`, `lora_name`, `retention`, ...), for all rows. Raises `PromptTooLong`, and
+        `UsageError` for what cannot be a batch of prompts.
+        """
+        self._sweep()
+        rows = Rows(input_ids, attention_mask)
+        number = checked_natural(copies, "copies")
+        if not number:
+            raise UsageError("copies must be at least 1")
+        rows.select([row for row in range(len(rows.columns)) for _ in range(number)])
+        # The last token of an answer is sampled, and computed by nobody.
+        promised = 0 if max_new_tokens is None else checked_natural(max_new_tokens, "max_new_tokens") - 1
+        batch = Batch(self.manager, self._pools, self._copies, str(next(self._numbers)), rows)
+        batch.admit(promised, options)
+        self._open.append(batch)
+        return PagedRequest(self._model, batch, self._windows)
+
+    def _sweep(self) -> None:
+        """Close what nobody holds any more and could not be closed at once, as in another thread."""
+        for batch in self._open:
+            if batch.abandoned:
+                batch.close()
+        self._open = [batch for batch in self._open if not batch.closed]
+
+    def close(self) -> None:
+        """End all requests, and close the manager with its log and sinks. Twice is harmless."""
+        for batch in self._open:
+            batch.close()
+        self._open = []
+        self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

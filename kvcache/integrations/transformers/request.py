@@ -1,0 +1,144 @@
+"""What a call of ``generate`` is given as ``past_key_values``."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvcache.errors import Unsupported
+from kvcache.integrations.transformers.batch import Batch
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One layer of a request. Keeps nothing itself."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, batch: Batch, number: int, window: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._batch, self._number, self._window = batch, number, window
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, *_: Any) -> None:
+        """There is nothing to be made."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep K and V of the columns of a forward pass; returns those of all that the layer's mask covers."""
+        return self._batch.exchange(self._number, self._first_column(), key_states, value_states)
+
+    def _first_column(self) -> int:
+        """The first one that a query may see; the mask begins with it."""
+        return 0 if self._window is None else max(self._batch.past - self._window + 1, 0)
+
+    def get_mask_sizes(self, query: Any) -> tuple[int, int]:
+        """How many columns `update` will return, and the first of them. `query`: the number of new ones, or these."""
+        new = query.shape[0] if isinstance(query, torch.Tensor) else int(query)
+        first = self._first_column()
+        return self._batch.past + new - first, first
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Columns that are there: reused ones before the first forward pass."""
+        return self._batch.past
+
+    def get_max_length(self) -> int:
+        """No length that masks would have to know: what does not fit is refused before a forward pass."""
+        return -1 if self._window is None else self._window
+
+    get_max_cache_shape = get_max_length  # its name in Transformers 4
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(what, "make a new request, or use the cache that Transformers makes")
+
+    def crop(self, tokens: int) -> None:
+        """Raises `Unsupported`: nothing is taken back."""
+        if tokens:
+            self._refuse("taking tokens back (assisted generation, prompt lookup)")
+
+    def activate_past_recording(self) -> None:
+        """Raises `Unsupported`: it announces that tokens will be taken back."""
+        self._refuse("taking tokens back (assisted generation, prompt lookup)")
+
+    def reset(self) -> None:
+        """Raises `Unsupported`: a request is used once."""
+        self._refuse("resetting a request")
+
+
+class PagedRequest(Cache):
+    """The rows of one batch in a `PagedCache`, for one call of ``generate``, or forward passes of one's own.
+
+    Closed when nobody holds it any more, by `close`, or as a context manager; what was computed until then stays
+    reusable. A forward pass that fails keeps nothing of its own.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, windows: tuple[int | None, ...]) -> None:
+        super().__init__(layers=[PagedLayer(batch, *each) for each in enumerate(windows)])
+        self._batch = batch
+        # They know the batch alone: a request that is dropped shall be gone at once.
+        self._hooks = (
+            model.register_forward_pre_hook(_begin(batch), with_kwargs=True),
+            model.register_forward_hook(_complete(batch), with_kwargs=True),
+        )
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """The sequences of the rows, as the manager and the events name them."""
+        return tuple(self._batch.names)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Go on with these rows in the place of all, as beam search does. Raises `OutOfBlocks`."""
+        self._batch.select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The same."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Go on with each row several times. Raises `OutOfBlocks`."""
+        rows = range(len(self._batch.names))
+        self._batch.select([row for row in rows for _ in range(repeats)])
+
+    def close(self) -> None:
+        """End the sequences. Twice is harmless."""
+        self._batch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Also of one that was not made to the end.
+        if hasattr(self, "_hooks"):
+            for hook in self._hooks:
+                hook.remove()
+            self._batch.abandon()
+
+
+def _of(batch: Batch, kwargs: dict[str, Any]) -> bool:
+    past = kwargs.get("past_key_values")
+    return isinstance(past, PagedRequest) and past._batch is batch
+
+
+def _begin(batch: Batch) -> Any:
+    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _of(batch, kwargs):
+            batch.begin({"input_ids": args[0], **kwargs} if args else kwargs)
+
+    return before_forward
+
+
+def _complete(batch: Batch) -> Any:
+    def after_forward(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
+        if _of(batch, kwargs):
+            batch.complete()
+
+    return after_forward

@@ -1,0 +1,111 @@
+"""What one forward pass writes to the pools, and what it reads there.
+
+Transformers wants K and V of a layer as [rows, heads, columns, dim], with the columns of the pass at the end. A row's
+column is a token of its sequence, or padding, of which nothing is kept and zeros are read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cuda_ops.attention import PagedKV, gather, write
+from kvcache.errors import Unsupported, UsageError
+from kvcache.integrations.transformers.rows import Rows
+from kvcache.manager import KVCacheManager
+
+
+class Places(NamedTuple):
+    """In the layers of one window."""
+
+    writes: torch.Tensor
+    """Slots of what is written, int64 [tokens]."""
+    reads: torch.Tensor
+    """Slots of all columns that the layers are given, int64 [rows, columns]."""
+    blank: torch.Tensor | None
+    """Which of these are padding, bool [rows, columns]; None: none are."""
+
+
+class Span(NamedTuple):
+    """The columns that a pass computes, and the tokens of each row that it writes."""
+
+    start: int
+    stop: int
+    begins: list[int]
+    """The first token of each row that is not there yet."""
+    ends: list[int]
+
+
+class Step:
+    """One forward pass."""
+
+    def __init__(self, manager: KVCacheManager, names: list[str], rows: Rows, span: Span) -> None:
+        self._manager, self._names, self._rows, self.span = manager, names, rows, span
+        positions = rows.positions(span.start, span.stop)
+        written = positions >= torch.tensor(span.begins)[:, None]
+        self._written = None if bool(written.all()) else written
+        """Which columns are written; None: all."""
+        self._places: dict[tuple[int, int], Places] = {}
+        self._layers = set[int]()
+
+    def places(self, window: int, first_column: int, device: torch.device) -> Places:
+        """Where the layers of a window write, and read the columns from `first_column` on."""
+        found = self._places.get((window, first_column))
+        if found is None:
+            found = self._places[window, first_column] = self._place(window, first_column, device)
+        return found
+
+    def _place(self, window: int, first_column: int, device: torch.device) -> Places:
+        manager, names, span = self._manager, self._names, self.span
+        writes = manager.slot_mapping(names, window, starts=span.begins, stops=span.ends)
+        tables = torch.as_tensor(manager.padded_tables(names, window)).to(torch.int64)
+        positions = self._rows.positions(first_column, span.stop)
+        size = manager.config.tokens_per_block
+        tokens = positions.clamp(min=0)
+        reads = tables.gather(1, tokens // size) * size + tokens % size
+        blank = positions < 0
+        return Places(
+            torch.as_tensor(writes).to(device, non_blocking=True),
+            reads.to(device, non_blocking=True),
+            blank.to(device, non_blocking=True) if bool(blank.any()) else None,
+        )
+
+    def exchange(
+        self, layer: int, kv: PagedKV, places: Places, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write K and V of the pass, each [rows, heads, columns, dim]; returns those of all columns that are read."""
+        self._refuse_other_shape(layer, kv, key, value)
+        new = [self._flat(each.detach()) for each in (key, value)]
+        write(kv, places.writes, new[0], new[1])
+        self._layers.add(layer)
+        found = []
+        for each in gather(kv, places.reads):
+            if places.blank is not None:
+                each.masked_fill_(places.blank[:, :, None, None], 0)
+            found.append(each.to(key.dtype).transpose(1, 2))
+        return found[0], found[1]
+
+    def _flat(self, states: torch.Tensor) -> torch.Tensor:
+        """What is written, [tokens, heads, dim]."""
+        columns = states.transpose(1, 2)
+        return columns.flatten(0, 1) if self._written is None else columns[self._written.to(columns.device)]
+
+    def _refuse_other_shape(self, layer: int, kv: PagedKV, key: torch.Tensor, value: torch.Tensor) -> None:
+        if layer in self._layers:
+            raise UsageError(f"layer {layer} gave K and V twice in one forward pass")
+        heads, dim = kv.tokens(kv.key).shape[2:]
+        expected = (len(self._names), heads, self.span.stop - self.span.start, dim)
+        if tuple(key.shape) != expected or value.shape != key.shape:
+            raise Unsupported(
+                f"a layer whose K and V are {list(key.shape)} and {list(value.shape)}, not {list(expected)}",
+                "use the cache that Transformers makes for this model",
+            )
+
+    def refuse_incomplete(self, num_layers: int) -> None:
+        """Raise `UsageError` if a layer has given nothing."""
+        if len(self._layers) != num_layers:
+            raise UsageError(
+                f"only {len(self._layers)} of {num_layers} layers gave K and V: nothing of this forward pass is kept; "
+                "run all layers"
+            )
