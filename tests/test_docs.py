@@ -63,6 +63,7 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
+TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
 CURVE = (ROOT / "docs" / "curve.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -338,6 +339,13 @@ def test_curve_example_runs(run_python: RunPython) -> None:
     """The example of the page is a program that runs, and its numbers are right."""
     done = run_python(snippet(CURVE, "python", "measure("))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_tour_of_transformers_runs(run_python: RunPython) -> None:
+    """It prints what stands below it."""
+    done = run_python(snippet(TRANSFORMERS, "python", "for_model"), env={"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert f"```\n{done.stdout}```\n" in TRANSFORMERS
 
 
 def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from cuda_ops import attention
 from cuda_ops.simulated import FailingCopier, LateCopier
@@ -39,6 +41,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_release() -> None:
+    """These tests are of the release that they are meant to be of, if somebody says which."""
+    assert transformers.__version__ == os.environ.get("EXPECTED_TRANSFORMERS", transformers.__version__)
 
 
 def nothing_held(kept: PagedCache) -> bool:
