@@ -134,17 +134,23 @@ class Batch:
         self._promised -= count
         self._reserve()
 
+    def begun(self) -> Step:
+        """The forward pass that goes on. Raises `UsageError` if there is none."""
+        if self.step is None:
+            raise UsageError(
+                "a forward pass began that the cache did not hear of: call the very model that the cache was made for, "
+                "not a part of it and not its forward() (as generate(prefill_chunk_size=...) does in Transformers 4)"
+            )
+        return self.step
+
     def exchange(
         self, layer: int, first_column: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's K and V of the pass go to the cache, and those of all columns from one on come back."""
-        if self.step is None:
-            raise UsageError(
-                "a layer was run outside of a forward pass of the model that the cache was made for: call that model"
-            )
+        step = self.begun()
         window, kv = self._kv[layer]
-        places = self.step.places(window, first_column, kv.key.device)
-        return self.step.exchange(layer, kv, places, key, value)
+        places = step.places(window, first_column, kv.key.device)
+        return step.exchange(layer, kv, places, key, value)
 
     def complete(self) -> None:
         """The forward pass is done: what it computed becomes reusable."""

@@ -41,6 +41,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
         """How many columns `update` will return, and the first of them. `query`: the number of new ones, or these."""
         new = query.shape[0] if isinstance(query, torch.Tensor) else int(query)
+        self._batch.begun()  # masks come before layers: what is wrong is said before anything is computed
         first = self._first_column()
         return self._batch.past + new - first, first
 
