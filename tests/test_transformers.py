@@ -437,7 +437,7 @@ class TestWhatIsRefused:
             ({"input_ids": prompt(2, 20)}, "other tokens than the request"),
             ({"num_beams": 2}, "copies=num_beams"),
             ({"num_return_sequences": 2, "do_sample": True}, "copies=num_beams"),
-            ({"prompt_lookup_num_tokens": 3}, "taking tokens back|other attention_mask"),
+            ({"prompt_lookup_num_tokens": 3}, "taking tokens back"),
             ({"attention_mask": torch.tensor([[0] * 2 + [1] * 18])}, "another attention_mask"),
             ({"position_ids": torch.arange(5, 25)[None]}, "position_ids must count"),
         ],
