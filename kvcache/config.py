@@ -267,6 +267,9 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """For debugging, with pools: blocks are overwritten with NaN (int8: 127) when a sequence gets them, so that
     reading K/V that was never written shows. Costs a write of each new block; copies are then started in more
     batches, and `start_transfers` is needed after each call that allocates."""
+    debug_check_tables: Flag = False
+    """For debugging: `check_tables` finds tables that are older than what changed them, and copies that nothing waits
+    for. Costs a copy of each table that is asked for."""
     log: LogConfig = LogConfig()
     """How the event log is written."""
 

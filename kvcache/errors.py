@@ -11,6 +11,8 @@
     │   ├── WrongThread
     │   ├── ManagerBusy
     │   ├── TransfersPending
+    │   ├── TransfersNotAwaited
+    │   ├── StaleTables
     │   ├── ComputationLost
     │   ├── ManagerClosed
     │   ├── SnapshotError     a file is no saved prefix index that can be read; `path` says which
@@ -155,12 +157,31 @@ class TransfersPending(UsageError):
     )
 
 
+class TransfersNotAwaited(UsageError):
+    """With `debug_check_tables`: copies were started, and nothing waits for them before tables are used."""
+
+    text = (
+        "copies were started and nothing waits for them: before the forward pass call ticket.wait_on(stream) of what "
+        "start_transfers() has returned (on a CPU ticket.wait())"
+    )
+
+
+@dataclass(eq=False, repr=False)
+class StaleTables(UsageError):
+    """With `debug_check_tables`: tables that were made before a call changed what they say of this request."""
+
+    request_id: RequestId
+
+    def __str__(self) -> str:
+        return (
+            f"these tables are older than the last call that changed them, for request {shown(self.request_id)}: ask "
+            "for tables right before the forward pass, after all other calls"
+        )
+
+
 @dataclass(eq=False, repr=False)
 class ComputationLost(UsageError):
-    """A request goes on without having heard, by `poll`, that a failed copy took what it had computed.
-
-    `computed` is the number of leading tokens that it still has.
-    """
+    """A request goes on without having heard, by `poll`, that a failed copy took all but `computed` leading tokens."""
 
     request_id: RequestId
     computed: int

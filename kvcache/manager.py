@@ -95,7 +95,7 @@ class KVCacheManager:
         warn_of_windows(self.layout, config)
         self._guard, self._requests_kept = Guard(), checked_natural(request_stats, "request_stats")
         self.transfers = engine_for(pools, copier, self.layout, config)
-        self._readiness = Readiness(self.transfers)
+        self._readiness = Readiness(self.transfers, watch=config.debug_check_tables)
         self._pools = pools
         sinks, started = listed(sinks, "sinks"), time_from(wall_ns)
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
@@ -200,6 +200,7 @@ class KVCacheManager:
     count_reusable = _of_query(Query.count_reusable)
     block_table = _of_query(Query.block_table)
     block_tables = _of_query(Query.block_tables)
+    check_tables = _of_query(Query.check_tables)
     padded_tables = _of_tables(Tables.padded_tables)
     paged_tables = _of_tables(Tables.paged_tables)
     slot_mapping = _of_tables(Tables.slot_mapping)
@@ -333,7 +334,7 @@ class KVCacheManager:
         if self.transfers is None or not self.transfers.pending:
             return None
         with self._guard:
-            return self.transfers.start()
+            return self._readiness.watched(self.transfers.start())
 
     @exclusive
     def poll(self) -> PollResult:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from events.tokens.rich import RichTokens
 from events.types import PRIMARY, RequestId
+from kvcache.calls.handed_out import HandedOut
 from kvcache.config import KVCacheConfig
 from kvcache.decide.admission import Plan
 from kvcache.decide.block_manager import BlockManager
@@ -51,6 +52,7 @@ class Query:
         self._groups, self._own = [group.window for group in layout.groups], layout.windows
         self._state, self._blocks = state, blocks
         self._checker, self._readiness = checker, readiness
+        self._handed_out = HandedOut(state.sequences) if config.debug_check_tables else None
 
     @exclusive
     def can_add(self, requests: Items[Request]) -> int:
@@ -167,7 +169,9 @@ class Query:
 
     def _table_of(self, sequence: Sequence, group: int) -> BlockTable:
         self._readiness.refuse_unreadable([sequence])
-        return self._presented(np.array(sequence.part_in(group).tables[group], np.int32))
+        table = self._presented(np.array(sequence.part_in(group).tables[group], np.int32))
+        self.note([table], [sequence.part_in(group)], group)
+        return table
 
     @exclusive
     def block_tables(self, request_ids: Iterable[RequestId], window: int | None = None) -> BlockTable:
@@ -185,7 +189,32 @@ class Query:
         padded = np.full((len(tables), max(map(len, tables), default=0)), -1, np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table)] = table
-        return self._presented(padded)
+        presented = self._presented(padded)
+        self.note([presented], sequences, group)
+        return presented
+
+    def note(
+        self, tables: Items[BlockTable], sequences: Items[Sequence], group: int, *, of_step: bool = False
+    ) -> None:
+        """These tables are given out, of sequences or encoders' inputs, for `check_tables`."""
+        if self._handed_out is not None:
+            self._handed_out.note(tables, sequences, group, of_step=of_step)
+
+    @exclusive
+    def check_tables(self, *tables: BlockTable | Items[BlockTable]) -> None:
+        """Raise unless a forward pass may use these tables now, as they were given out; call it right before.
+
+        With `debug_check_tables`, else nothing is looked at. `StaleTables`: a call has changed since what one of them
+        says, or for those of a step (`slot_mapping`, `paged_tables`, `sequence_lengths`) what was computed.
+        `TransfersPending`, `TransfersNotAwaited`: copies were not started, or nothing waits for their ticket.
+        `ComputationLost`: a copy failed. `UsageError` for what is no table of this manager, as a copy on a device.
+        """
+        if self._handed_out is None:
+            return
+        for each in tables:
+            for table in each if isinstance(each, tuple) else (each,):
+                self._readiness.refuse_unreadable(self._handed_out.check(table))
+        self._readiness.refuse_not_awaited()
 
     def _presented(self, table: npt.NDArray[np.int32]) -> BlockTable:
         return table if self._pools is None else self._pools.block_table(table)

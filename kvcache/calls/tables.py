@@ -73,7 +73,7 @@ class Tables:
         target[:] = padding
         for row, table in zip(target, tables, strict=False):
             row[: len(table)] = table
-        return self._result(out, target, shape)
+        return self._result(out, target, shape, sequences, group)
 
     @exclusive
     def paged_tables(
@@ -96,7 +96,9 @@ class Tables:
         indptr = np.array([0, *accumulate(counts)], np.int32)
         indices = np.concatenate(rows) if rows else np.empty(0, np.int32)
         last = np.array([(end - 1) % self._size + 1 if end else 0 for end in ends], np.int32)
-        return PagedTables(*map(self._presented, (indptr, indices, last)))
+        tables = PagedTables(*map(self._presented, (indptr, indices, last)))
+        self._query.note(tables, sequences, group, of_step=True)
+        return tables
 
     @exclusive
     def slot_mapping(
@@ -125,7 +127,7 @@ class Tables:
         target = _target(out, np.int64, mapping.shape)
         target[: len(mapping)] = mapping
         target[len(mapping) :] = NO_SLOT
-        return self._result(out, target, mapping.shape)
+        return self._result(out, target, mapping.shape, sequences, group, of_step=True)
 
     @exclusive
     def sequence_lengths(
@@ -140,11 +142,12 @@ class Tables:
         or all that it has. The same in all windows, so none need be given but `CROSS_WINDOW`, for encoders' inputs.
         """
         group = 0 if window is None else self._query.group_of(window)
-        ends = np.array(self._ends(self._readable(request_ids, group), group, stops), np.int32)
+        sequences = self._readable(request_ids, group)
+        ends = np.array(self._ends(sequences, group, stops), np.int32)
         target = _target(out, np.int32, ends.shape)
         target[: len(ends)] = ends
         target[len(ends) :] = 0
-        return self._result(out, target, ends.shape)
+        return self._result(out, target, ends.shape, sequences, group, of_step=True)
 
     # -- what is asked about
 
@@ -198,9 +201,20 @@ class Tables:
     def _presented(self, column: Column) -> BlockTable:
         return column if self._pools is None else self._pools.block_table(column)
 
-    def _result(self, out: Any, target: Column, shape: tuple[int, ...]) -> BlockTable:
+    def _result(
+        self,
+        out: Any,
+        target: Column,
+        shape: tuple[int, ...],
+        sequences: list[Sequence],
+        group: int,
+        *,
+        of_step: bool = False,
+    ) -> BlockTable:
         within = tuple(slice(length) for length in shape)
-        return self._presented(target) if out is None else out[within]
+        result: BlockTable = self._presented(target) if out is None else out[within]
+        self._query.note([result] if out is None else [result, out], sequences, group, of_step=of_step)
+        return result
 
 
 def _safe(sequence: Sequence, group: int) -> Column:

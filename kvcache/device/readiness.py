@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+from cuda_ops.copier import Ticket
 from events.types import PRIMARY, RequestId
+from kvcache.device.awaited import AwaitedTickets
 from kvcache.device.transfers import TransferEngine
-from kvcache.errors import ComputationLost, TransfersPending
+from kvcache.errors import ComputationLost, TransfersNotAwaited, TransfersPending
 from kvcache.fold.sequence import Sequence
 from kvcache.results import PollResult
 
@@ -14,13 +16,24 @@ from kvcache.results import PollResult
 class Readiness:
     """Refuses what would touch K/V that is not there, and keeps what the engine has yet to be told of failed copies."""
 
-    def __init__(self, transfers: TransferEngine | None) -> None:
+    def __init__(self, transfers: TransferEngine | None, *, watch: bool = False) -> None:
+        """`watch`: whether tickets are watched, for `refuse_not_awaited`."""
         self._transfers = transfers
+        self._tickets = AwaitedTickets() if watch else None
         self._failed: list[tuple[int, str]] = []
         self._lost: dict[RequestId, int] = {}
         """Sequences that begin again, and how many leading tokens are still computed."""
         self._stuck: set[RequestId] = set()
         """Those that cannot: they have let go of blocks that they would have to begin with."""
+
+    def watched(self, ticket: Ticket) -> Ticket:
+        """The ticket that an engine is given."""
+        return ticket if self._tickets is None else self._tickets.watched(ticket)
+
+    def refuse_not_awaited(self) -> None:
+        """Raise `TransfersNotAwaited` if nothing waits for a watched ticket whose copies are on their way."""
+        if self._tickets is not None and self._tickets.missing:
+            raise TransfersNotAwaited
 
     def lose(self, failed: Items[tuple[int, str]], sequences: Items[Sequence]) -> None:
         """Copies have failed, and all that these sequences had computed is lost with them."""
