@@ -248,6 +248,7 @@ COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
     ("paged_tables", (["a"],)),
     ("slot_mapping", (["a"],)),
     ("sequence_lengths", (["a"],)),
+    ("check_tables", ()),
     ("clear", ()),
     ("flush", ()),
     ("poll", ()),
