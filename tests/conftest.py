@@ -61,3 +61,14 @@ def no_logging_left() -> Iterator[None]:
     """What a command has set up for its messages does not reach the next test, nor what a log of its run has."""
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors: their sums are not worth dividing, and other tests run at the same time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

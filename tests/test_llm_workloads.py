@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,20 +19,13 @@ from kvcache.fold import matching, prefix_tree
 from kvcache.results import Admission
 from tests.llm_workload import SIZE, Dense, Workload, WrongAnswer, small_llm
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LLM = small_llm()
 DENSE = Dense(LLM, LLM.Model(None, torch.float64))
 STEPS = 14
 MUTANT_SEEDS = 60
 """How many workloads a mutation may survive."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums of a few numbers are not worth dividing, and other tests run at the same time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def drive(rng: random.Random, steps: int = STEPS, **options: Any) -> Workload:
