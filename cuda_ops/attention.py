@@ -1,16 +1,25 @@
 """Attention over paged K and V in plain torch: for examples and tests, and for engines that have no kernel for it.
 
 K and V of a layer are views of a pool, [blocks, tokens, heads, dim] in the layout NHD or [blocks, heads, tokens, dim]
-in HND. A slot of a token is its block's slot times the tokens of a block, and its place in the block. Nothing is
-compiled and nothing is fused: K and V of each sequence are gathered, sequence by sequence.
+in HND. A slot of a token is its block's slot times the tokens of a block, and its place in the block. `attend` compiles
+and fuses nothing: K and V are gathered, sequence by sequence. `attend_flex` reads them in place, by `flex_attention`
+with a mask of pages, which may be compiled.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+QUERY_BLOCK = 128
+"""Queries whose pages `flex_attention` loads together."""
 
 
 class PagedKV(NamedTuple):
@@ -28,6 +37,19 @@ class PagedKV(NamedTuple):
     def tokens_per_block(self) -> int:
         """Tokens of a block."""
         return self.tokens(self.key).shape[1]
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows of one token in the pool's memory from a block to the next: of this layer and of the others."""
+        tokens = self.tokens(self.key)
+        return tokens.stride(0) // tokens.stride(1)
+
+    def rows(self, view: torch.Tensor) -> torch.Tensor:
+        """One of both as if all the pool were tokens of this layer: [1, heads, rows, dim]; shares its memory."""
+        tokens = self.tokens(view)
+        blocks, size, heads, dim = tokens.shape
+        shape = (1, heads, (blocks - 1) * self.rows_per_block + size, dim)
+        return tokens.as_strided(shape, (0, tokens.stride(2), tokens.stride(1), tokens.stride(3)))
 
 
 def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -97,3 +119,86 @@ def _attend_one(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return result[0].transpose(0, 1)
+
+
+def has_flex_attention() -> bool:
+    """Whether this torch has what `attend_flex` needs: 2.5 and newer ones do."""
+    return find_spec("torch.nn.attention.flex_attention") is not None
+
+
+def attend_flex(
+    query: torch.Tensor,
+    kv: PagedKV,
+    tables: torch.Tensor,
+    lengths: list[int],
+    counts: list[int],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    flex: Callable[..., Any] | None = None,
+) -> torch.Tensor:
+    """As `attend`, by `flex_attention`: K and V are read where they lie, in blocks that the mask names.
+
+    `flex` is what computes, such as ``torch.compile(flex_attention)``, by default `flex_attention` as it is, which
+    makes the whole matrix of products. K and V must have the query's type. What is masked is multiplied by 0, so that
+    nothing in the pool may be infinite or NaN: not with `debug_fill_blank`. A block that is in several tables has the
+    same place in each, as shared prefixes have.
+    """
+    if not any(counts):
+        return torch.empty_like(query)
+    from torch.nn.attention.flex_attention import flex_attention
+
+    result = (flex or flex_attention)(
+        query.transpose(0, 1)[None],
+        kv.rows(kv.key),
+        kv.rows(kv.value),
+        block_mask=page_mask(kv, tables, lengths, counts, window),
+        scale=scale,
+        enable_gqa=query.shape[1] != kv.tokens(kv.key).shape[2],
+    )
+    seen: torch.Tensor = result[0].transpose(0, 1)
+    return seen
+
+
+def page_mask(
+    kv: PagedKV, tables: torch.Tensor, lengths: list[int], counts: list[int], window: int | None
+) -> BlockMask:
+    """Which rows of the pool (`PagedKV.rows`) each query sees: the mask of `attend_flex`, for all layers of a pool."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size, step, device = kv.tokens_per_block, kv.rows_per_block, kv.key.device
+    held = _held(kv, tables, lengths, counts, window)
+    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+    spans = zip(lengths, counts, strict=True)
+    positions = torch.cat([torch.arange(length - count, length) for length, count in spans]).to(device)
+
+    def sees(_batch: Any, _head: Any, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        index = held[owners[query], torch.clamp(row // step, max=held.shape[1] - 1)]
+        distance = positions[query] - (index * size + row % step)
+        near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        return (index >= 0) & (row % step < size) & near
+
+    padded = pad(owners, (0, -len(owners) % QUERY_BLOCK), value=int(owners[-1])).view(-1, QUERY_BLOCK)
+    loaded = torch.stack([(held[of.unique()] >= 0).any(0) for of in padded])
+    pages = loaded.int().argsort(dim=1, descending=True, stable=True) * (step // size)
+    num_rows = (held.shape[1] - 1) * step + size
+    return BlockMask.from_kv_blocks(
+        loaded.sum(1, dtype=torch.int32)[None, None],
+        pad(pages, (0, -(-num_rows // size) - held.shape[1])).int()[None, None],
+        BLOCK_SIZE=(QUERY_BLOCK, size),
+        mask_mod=sees,
+        seq_lengths=(len(owners), num_rows),
+    )
+
+
+def _held(
+    kv: PagedKV, tables: torch.Tensor, lengths: list[int], counts: list[int], window: int | None
+) -> torch.Tensor:
+    """The place of each block of the pool in each sequence, -1 where a step does not see it: [sequences, blocks]."""
+    size = kv.tokens_per_block
+    held = torch.full((len(lengths), len(kv.key)), -1)
+    for row, table, length, count in zip(held, tables.cpu(), lengths, counts, strict=True):
+        begin = 0 if window is None else max(0, length - count - window + 1) // size
+        end = -(-length // size)
+        row[table[begin:end].long()] = torch.arange(begin, end)
+    return held.to(kv.key.device)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal
+import shutil
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from cuda_ops.attention import PagedKV, attend, write
+from cuda_ops.attention import PagedKV, attend, attend_flex, has_flex_attention, write
 
 SIZE, HEADS, DIM, BLOCKS = 4, 2, 8, 32
 
@@ -95,3 +98,83 @@ def test_scale_and_types() -> None:
     products = torch.einsum("hd,thd->ht", query[0], key.bfloat16().float()).softmax(1)
     expected = torch.einsum("ht,thd->hd", products, value.bfloat16().float())
     torch.testing.assert_close(found[0], expected)
+
+
+flex_only = pytest.mark.skipif(not has_flex_attention(), reason="this torch has no flex_attention")
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """Without the warning that `flex_attention` is slow when it is not compiled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        yield
+
+
+def scattered(
+    layout: Literal["NHD", "HND"], dtype: torch.dtype, size: int = SIZE
+) -> tuple[PagedKV, dict[str, Any]]:
+    """The second layer of a pool of three, with chunks and single tokens in it; two sequences share a block."""
+    torch.manual_seed(3)
+    inner = (size, HEADS, DIM) if layout == "NHD" else (HEADS, size, DIM)
+    pool = torch.randn(BLOCKS, 3, 2, *inner, dtype=dtype)
+    kv = PagedKV(pool[:, 1, 0], pool[:, 1, 1], layout)
+    lengths, counts = [9, 1, 14, 5, 7], [3, 1, 14, 0, 1]
+    lengths = [length * size // SIZE for length in lengths]
+    slots = random.Random(7).sample(range(BLOCKS), 20)
+    tables = torch.tensor(slots).view(5, 4)
+    tables[4, 0] = tables[0, 0]
+    return kv, {"tables": tables, "lengths": lengths, "counts": counts}
+
+
+@flex_only
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("query_heads", [HEADS, 3 * HEADS])
+def test_flex_attention_reads_the_same_in_place(
+    layout: Literal["NHD", "HND"], window: int | None, query_heads: int
+) -> None:
+    """By a mask of pages over the pool's own memory, the other layers' beside it: as what is gathered."""
+    kv, step = scattered(layout, torch.float64)
+    assert kv.rows(kv.key).data_ptr() == kv.key.data_ptr()
+    query = torch.randn(sum(step["counts"]), query_heads, DIM, dtype=torch.float64)
+    for scale in (None, 1.0):
+        found = attend_flex(query, kv, **step, window=window, scale=scale)
+        expected = attend(query, kv, **step, window=window, scale=scale)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@flex_only
+@pytest.mark.usefixtures("uncompiled")
+def test_flex_attention_of_many_queries_and_of_none() -> None:
+    """More than are loaded together; and a step of nothing."""
+    kv, step = scattered("NHD", torch.float64, 64)
+    step["counts"] = step["lengths"]
+    query = torch.randn(sum(step["counts"]), HEADS, DIM, dtype=torch.float64)
+    found = attend_flex(query, kv, **step, window=70)
+    torch.testing.assert_close(found, attend(query, kv, **step, window=70), rtol=1e-12, atol=1e-12)
+    assert attend_flex(query[:0], kv, torch.empty(0, 0), [], []).shape == (0, HEADS, DIM)
+
+
+@flex_only
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs g++")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_flex_attention(layout: Literal["NHD", "HND"]) -> None:
+    """What torch compiles of it loads only the blocks that the mask names: NaN in all others does not show."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention)
+    kv, step = scattered(layout, torch.float32, 16)
+    for window in (None, 20):
+        query = torch.randn(sum(step["counts"]), 2 * HEADS, DIM)
+        expected = attend(query, kv, **step, window=window)
+        torch.testing.assert_close(attend_flex(query, kv, **step, window=window, flex=compiled), expected)
+    free = sorted(set(range(BLOCKS)) - set(step["tables"].flatten().tolist()))
+    kv.key[free], kv.value[free] = math.nan, math.nan
+    query = torch.randn(sum(step["counts"]), 2 * HEADS, DIM)
+    expected = attend(query, kv, **step)
+    torch.testing.assert_close(attend_flex(query, kv, **step, flex=compiled), expected)
