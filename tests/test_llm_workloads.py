@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLM = small_llm()
 DENSE = Dense(LLM, LLM.Model(None, torch.float64))
-STEPS = 14
+STEPS = 12
 MUTANT_SEEDS = 60
 """How many workloads a mutation may survive."""
 
@@ -34,16 +34,20 @@ def drive(rng: random.Random, steps: int = STEPS, **options: Any) -> Workload:
     return workload
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 2**32))
-def test_random_workloads(seed: int) -> None:
-    """Every logit of every step, in float64: of reused, copied, moved, branched, taken back and returned K/V."""
-    drive(random.Random(seed))
+@pytest.mark.parametrize("quarter", range(4))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_random_workloads(quarter: int, seed: int) -> None:
+    """Every logit of every step, in float64: of reused, copied, moved, branched, taken back and returned K/V.
+
+    200 workloads, in quarters so that they can be run side by side.
+    """
+    drive(random.Random(4 * seed + quarter))
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-@settings(max_examples=3000, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(3600)
+@settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 2**32))
 def test_many_random_workloads(seed: int) -> None:
     """The same, more and longer ones."""
@@ -128,7 +132,7 @@ def shift_a_table(patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def shifted(manager: Any, names: Any, window: int, **how: Any) -> Any:
         tables: Any = padded(manager, names, window, **how)
-        return tables.roll(1, dims=-1) if window == LLM.WINDOWS[0] else tables
+        return tables.copy_(tables.roll(1, dims=-1)) if window == LLM.WINDOWS[0] else tables
 
     patch.setattr(KVCacheManager, "padded_tables", shifted)
     return {}
