@@ -10,6 +10,7 @@
         ├── NotALog           a directory with something else in it, or nothing at all
         ├── LogOfOtherKind    it records something else than is asked for
         ├── LogTooNew         written by a newer version of this software
+        ├── ZstdMissing       it has, or is to have, compressed segments, and the extra for that is missing
         ├── LogDamaged        bytes that were once whole are not what was written
         ├── LogUnavailable    the system does not let us have a log there
         └── LogWriteFailed    the disk refuses to be written, or the log is closed
@@ -115,6 +116,12 @@ class LogTooNew(LogError):
 
     version: int
     text = "{path} has format version {version}, which is newer than this software: upgrade it"
+
+
+class ZstdMissing(LogError):
+    """Segments that are compressed, or are to be, need a package that is not installed."""
+
+    text = "{path} cannot be read or made without zstd: pip install 'kvcache[zstd]'"
 
 
 @dataclass(eq=False, repr=False)

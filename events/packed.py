@@ -119,7 +119,7 @@ _FIELDS: dict[type, tuple[_Columns, _Columns]] = {}
 
 
 def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
-    columns, rows = _FIELDS.get(type(struct)) or _fields(type(struct))
+    columns, rows = column_fields(type(struct))
     for name, size in columns:
         if len(getattr(struct, name)) % (size or key_bytes or _ENDLESS):
             return name
@@ -128,6 +128,14 @@ def _broken_field(struct: msgspec.Struct, key_bytes: int) -> str | None:
             if len(item) % size if size else _broken_field(item, key_bytes):
                 return name
     return None
+
+
+def column_fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:
+    """Names and bytes per entry of a struct's columns (0: each log's own), and of its fields that hold several.
+
+    These hold columns, or structs (0 bytes) that have columns.
+    """
+    return _FIELDS.get(kind) or _fields(kind)
 
 
 def _fields(kind: type[msgspec.Struct]) -> tuple[_Columns, _Columns]:

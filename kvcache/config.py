@@ -144,6 +144,9 @@ class LogConfig(_Settings, frozen=True):
     """The same by number, that which is being written included."""
     snapshots: Flag = False
     """Whether snapshots are made though all is kept: replays begin there. They take no more room than the log."""
+    compress: Flag = False
+    """Whether files that are complete are compressed, to less than half, by a process of its own, whenever one has
+    begun. What reads them needs the extra `zstd`, as the engine does then."""
     max_queued_batches: Positive = 4096
     """Batches that may wait for the disk."""
     max_queued_bytes: Bytes = 32 * 1024 * 1024

@@ -91,7 +91,7 @@ def swap(rng: random.Random, log: Path) -> None:
 def copy(rng: random.Random, log: Path) -> None:
     """A file, with another one's name or with the next number."""
     one, other = rng.choices(segments(log), k=2)
-    target = other if rng.random() < 0.5 else other.with_name(f"{int(other.stem) + 1:020d}.kvlog")
+    target = other if rng.random() < 0.5 else other.with_name(f"{int(other.stem) + 1:020d}{one.suffix}")
     if target != one:
         shutil.copy(one, target)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from events.log.frames import (
@@ -21,7 +20,7 @@ def closed_chain(segment: Segment) -> Chain | None:
     header, size = segment.header(), segment.size()
     if header is None or size < SEGMENT_HEADER_BYTES + FRAME_HEADER_BYTES:
         return None
-    data = os.pread(segment.descriptor, FRAME_HEADER_BYTES, size - FRAME_HEADER_BYTES)
+    data = segment.data(size - FRAME_HEADER_BYTES, FRAME_HEADER_BYTES)
     if len(data) < FRAME_HEADER_BYTES:
         return None
     last = parse_frame_header(data, seed_of(header.log_id, header.epoch))

@@ -34,6 +34,7 @@ from events.log.segments import (
     segment_paths,
 )
 from events.log.snapshots import Snapshot, readable, snapshots
+from events.log.stored import stored_size
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
 
@@ -64,11 +65,12 @@ class LogEnd:
 class LogReader:
     """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
 
-    Iterating raises NotALog, LogDamaged, LogTooNew or LogOfOtherKind; batches before the bad place have been yielded by
-    then. With `follow` it waits for more at the end, until `stop()` returns True, which is asked every `poll_seconds`.
-    `start` is the number of the first batch wanted: segments before it are not read, and may be missing; where its own
-    is missing, too, the first batch that is there comes first. Every iteration begins anew. `kind` is that of
-    logs which the caller understands (None: any); the beginning of an epoch of another one raises LogOfOtherKind.
+    Iterating raises NotALog, LogDamaged, LogTooNew, ZstdMissing or LogOfOtherKind; batches before the bad place have
+    been yielded by then. With `follow` it waits for more at the end, until `stop()` returns True, which is asked every
+    `poll_seconds`. `start` is the number of the first batch wanted: segments before it are not read and may be missing;
+    where its own is missing, too, the first batch that is there comes first. Every iteration begins anew. `kind` is
+    that of logs which the caller understands (None: any); the beginning of an epoch of another one raises
+    LogOfOtherKind.
 
     A log whose beginning was removed begins with the oldest snapshot: a batch with the whole state, as that with which
     an epoch begins. So does what follows a removed part that should have been read (from `start`, or because the reader
@@ -128,12 +130,13 @@ class LogReader:
         return None if self.snapshot is None else self.snapshot.about.first_ts
 
     def bytes_left(self) -> int:
-        """Bytes in the files behind what was read so far. For any thread; raises OSError."""
+        """Bytes behind what was read so far, as they were written. For any thread; raises OSError."""
         place, left = self._place, 0
         for path in segment_paths(self.directory):
-            if place is None or path >= place.path:
+            ahead = -1 if place is None else first_seq(path) - first_seq(place.path)
+            if place is None or ahead >= 0:
                 with suppress(FileNotFoundError):
-                    left += path.stat().st_size - (place.offset if place and path == place.path else 0)
+                    left += stored_size(path) - (place.offset if place and not ahead else 0)
         return max(left, 0)
 
     def __iter__(self) -> Iterator[EventBatch]:
@@ -168,7 +171,7 @@ class LogReader:
             try:
                 segment = Segment(path)
             except FileNotFoundError:
-                continue  # Recovery has just put it aside: it held no whole frame. Or it is not kept any longer.
+                continue  # Recovery has put it aside: it held no whole frame. Or it is gone, or compressed by now.
             with segment:
                 self._hold(first_seq(path))
                 state = self._instead_of_missing(segment, chain)
@@ -214,7 +217,7 @@ class LogReader:
         if header is None or header.number <= chain.number:
             return None
         paths = segment_paths(self.directory)
-        if paths and paths[0] < segment.path:
+        if paths and first_seq(paths[0]) < first_seq(segment.path):
             return None  # Whoever removes the oldest ones leaves no hole.
         for snapshot, batch in readable(snapshots(self.directory)):
             if snapshot.header.number > chain.number:
@@ -229,7 +232,7 @@ class LogReader:
         about, path, size = snapshot.about, self.directory, 0
         for path in segment_paths(self.directory)[-1:]:
             with suppress(FileNotFoundError):
-                size = path.stat().st_size
+                size = stored_size(path)
         return LogEnd("clean" if about.closed else "open", snapshot.seq, path, size, about.next_seq)
 
     def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, Path]:
@@ -246,7 +249,8 @@ class LogReader:
         return None if ends else path
 
     def _behind(self, previous: Path | None) -> Path | None:
-        later = [path for path in segment_paths(self.directory) if previous is None or path > previous]
+        read = -1 if previous is None else first_seq(previous)
+        later = [path for path in segment_paths(self.directory) if first_seq(path) > read]
         return later[0] if later else None
 
     def _wait(self) -> bool:

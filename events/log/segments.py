@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -29,6 +28,7 @@ from events.log.frames import (
     parse_segment_header,
     seed_of,
 )
+from events.log.stored import COMPRESSED_SUFFIX, NOT_INTACT, open_stored
 from events.types import FORMAT_VERSION
 
 LOCK_NAME = "LOCK"
@@ -41,9 +41,9 @@ KEEPER_NAME = "KEEPER"
 SHORT_HEADER = "the segment header is cut short"
 _WINDOW_BYTES = 1 << 20
 _SYNC = re.compile(re.escape(SYNC))
-_NAME = re.compile(r"[0-9]{20}\.kvlog")
+_NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{COMPRESSED_SUFFIX})")
 _OWN_NAME = re.compile(
-    rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}\{SNAPSHOT_SUFFIX}(\.new)?"
+    rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{COMPRESSED_SUFFIX})(\.new)?"
     rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
 )
 
@@ -54,8 +54,24 @@ def segment_name(base_seq: int) -> str:
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """The segments of a log, oldest first. Other names are not looked at."""
-    return [directory / name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
+    """The segments of a log, oldest first: of one that is there compressed and as written, as written.
+
+    Other names are not looked at.
+    """
+    names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+    of_number = {first_seq(Path(name)): name for name in sorted(names, reverse=True)}
+    return [directory / of_number[number] for number in sorted(of_number)]
+
+
+def compressed_path(path: Path) -> Path:
+    """The name of a segment when it is compressed."""
+    return path.with_suffix(COMPRESSED_SUFFIX)
+
+
+def remove_segment(path: Path) -> None:
+    """Remove it, in whichever form it is there, or in both. Raises OSError."""
+    compressed_path(path).unlink(missing_ok=True)
+    path.with_name(segment_name(first_seq(path))).unlink(missing_ok=True)
 
 
 def first_seq(path: Path) -> int:
@@ -96,7 +112,8 @@ class Broken:
 class Segment:
     """One segment file, open for reading; `offset` is where the next frame begins.
 
-    Opening raises LogDamaged if it is no file, and OSError.
+    Opening raises LogDamaged if it is no file or nothing in it is whole, and OSError; reading a compressed one where
+    that cannot be done, ZstdMissing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,27 +122,36 @@ class Segment:
         self._window = memoryview(b"")
         self._window_start = 0
         self._seed = 0
-        # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make
-        # us wait for ever.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
-            os.close(self.descriptor)
-            raise LogDamaged(path, 0, None, "it is not a regular file")
+        self._stored = open_stored(path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
+        self._stored.close()
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file."""
+        return self._stored.descriptor
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the file holds its bytes compressed; it was complete then."""
+        return self._stored.is_compressed
 
     def size(self) -> int:
-        """Bytes in the file now."""
-        return os.fstat(self.descriptor).st_size
+        """Bytes in the segment now."""
+        return self._stored.size()
+
+    def data(self, offset: int, count: int) -> bytes:
+        """So many bytes from there on; fewer only at the end."""
+        return bytes(self._stored.read(offset, count, count)[:count])
 
     def replaced(self) -> bool:
         """Whether the name now means another file, or none."""
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._stored.descriptor))
         except FileNotFoundError:
             return True
 
@@ -146,7 +172,7 @@ class Segment:
             raise LogTooNew(self.path, header.event_format)
         if header.epoch > MAX_EPOCH:
             raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
-        if segment_name(header.base_seq) != self.path.name:
+        if header.base_seq != first_seq(self.path):
             raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
         self._seed = seed_of(header.log_id, header.epoch)
         return header
@@ -173,6 +199,10 @@ class Segment:
     def _broken(self, reason: str, certain: bool = False) -> Broken:
         # The next look must be at the file: recovery may cut what is broken, a writer may complete it.
         self._window = memoryview(b"")
+        if self._stored.is_compressed:
+            return Broken(
+                self.offset, NOT_INTACT if self._stored.is_lost(self.offset) else reason, certain=True
+            )
         return Broken(self.offset, reason, certain)
 
     def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
@@ -192,7 +222,7 @@ class Segment:
         """Whether the header of a batch later than `seq` can be found after `offset`."""
         position = offset + 1
         while True:
-            chunk = os.pread(self.descriptor, _WINDOW_BYTES, position)
+            chunk = self._stored.read(position, _WINDOW_BYTES, _WINDOW_BYTES)
             for hit in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
                 header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
                 if header is not None and header.seq > seq:
@@ -206,17 +236,6 @@ class Segment:
         """Up to `count` bytes at `offset`; fewer only at the end of the file."""
         begin = offset - self._window_start
         if begin < 0 or begin + count > len(self._window):
-            self._window = memoryview(_pread(self.descriptor, max(count, _WINDOW_BYTES), offset))
+            self._window = memoryview(self._stored.read(offset, count, _WINDOW_BYTES))
             self._window_start, begin = offset, 0
         return self._window[begin : begin + count]
-
-
-def _pread(descriptor: int, count: int, offset: int) -> bytes:
-    """`os.pread` that comes back short only at the end of the file (the system stops at 2 GiB)."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count:
-        more = os.pread(descriptor, count - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data

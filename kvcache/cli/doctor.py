@@ -30,7 +30,7 @@ _OF_EXTRAS = {
     "pyarrow": ("export", "`kvcache export --to parquet`"),
     "xxhash": ("hash", "block_hash=xxh3_64 and secondary_path"),
     "plotly": ("report", "`kvcache report`"),
-}
+} | ({} if sys.version_info >= (3, 14) else {"backports.zstd": ("zstd", "log.compress and compressed logs")})
 _FEW_FILES = 1024
 _MEMINFO = Path("/proc/meminfo")
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}

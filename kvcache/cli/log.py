@@ -21,10 +21,11 @@ from kvcache.cli.parser import positive, seconds
 from kvcache.cli.progress import progress
 from kvcache.cli.times import iso
 from kvcache.errors import InternalError, UsageError
+from kvcache.keep.compress import compress
 from kvcache.keep.prune import Pruned, prune
 from kvcache.keep.verify import Verified, verify
 
-_ACTIONS = ("info", "verify", "repair", "salvage", "compact", "prune")
+_ACTIONS = ("info", "verify", "repair", "salvage", "compact", "compress", "prune")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "repair    cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused\n"
         "salvage   copies what can be read of a damaged log into a new one, and tells what is lost\n"
         "compact   leaves a snapshot and what follows: prune --retain-segments 1\n"
+        "compress  makes all segments but the last half as large; whoever has the extra zstd reads them as before.\n"
+        "          A writer may be at work. Engines have it done by the setting log.compress\n"
         "prune     makes the snapshots that are due, and removes what the limits do not allow; a writer may be at\n"
         "          work. --retain-segments 1 leaves a snapshot and what follows. Engines have it done by the settings\n"
         "          log.retain_bytes, log.retain_seconds and log.retain_segments"
@@ -87,6 +90,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
             _verify(args, out)
         case "repair" | "salvage":
             log_mending.run(args, out)
+        case "compress":
+            _compress(args, out)
         case _:
             with progress("folding", None, shown=not out.quiet) as update:
                 done = prune(args.log, Limits(segments=1) if args.action == "compact" else limits, update)
@@ -101,7 +106,10 @@ def _info(args: argparse.Namespace, out: Output) -> None:
         out.json(found)
         return
     out.heading(f"{printable(str(args.log))}: {size(found['bytes'])} in {count(len(paths), 'segment')}")
-    rows = [("segment", f"{part.first:,}", size(part.bytes), iso(part.ts)) for part in kept.parts]
+    rows = [
+        ("compressed" if part.is_compressed else "segment", f"{part.first:,}", size(part.bytes), iso(part.ts))
+        for part in kept.parts
+    ]
     rows += [
         ("snapshot", f"{each.seq:,}", size(each.size), iso(each.about.latest_ts)) for each in kept.snapshots
     ]
@@ -122,7 +130,10 @@ def _info(args: argparse.Namespace, out: Output) -> None:
 
 
 def _files(kept: Kept) -> dict[str, Any]:
-    segments = [{"first_seq": part.first, "bytes": part.bytes, "ts": part.ts} for part in kept.parts]
+    segments = [
+        {"first_seq": part.first, "bytes": part.bytes, "bytes_before": part.whole, "ts": part.ts}
+        for part in kept.parts
+    ]
     snapshots = [{"seq": each.seq, "bytes": each.size} for each in kept.snapshots]
     total = sum(part.bytes for part in kept.parts) + sum(each.size for each in kept.snapshots)
     return {"bytes": total, "segments": segments, "snapshots": snapshots}
@@ -176,6 +187,19 @@ def _show_verified(log: Path, found: Verified, out: Output) -> None:
     if found.end is not None:
         rows.append(("end of the log", describe_end(found.end)))
     out.facts(rows)
+
+
+def _compress(args: argparse.Namespace, out: Output) -> None:
+    with progress("compressing", None, shown=not out.quiet) as update:
+        done = compress(args.log, update)
+    if args.json:
+        counted = {"compressed": done.segments, "bytes_before": done.whole, "bytes": done.bytes}
+        out.json(counted | {"left": done.left})
+        return
+    what = count(done.segments, "segment")
+    out.line(f"compressed  {what}, {size(done.whole)} to {size(done.bytes)}")
+    if done.left:
+        out.line(f"left        {count(done.left, 'segment')}, damaged: `kvcache log verify` tells where")
 
 
 def _say_pruned(args: argparse.Namespace, done: Pruned, out: Output) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from events.diagnostics import get_logger
 from events.errors import LogLocked, type_and_place
 from events.log.retention import Limits
+from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.process import main; main(*sys.argv[2:])"
@@ -27,14 +28,22 @@ _NICE = 5
 _log = get_logger(__name__)
 
 
-class Keeper:
-    """Has a log kept within its limits."""
+class _Wanted(msgspec.Struct):
+    """What the process is to do."""
 
-    def __init__(self, directory: Path, limits: Limits) -> None:
+    limits: Limits | None
+    """None: neither to make snapshots nor to remove anything."""
+    compress: bool
+
+
+class Keeper:
+    """Has a log kept within its limits (None: it is kept whole, without snapshots), and compressed where wanted."""
+
+    def __init__(self, directory: Path, limits: Limits | None, *, compress: bool = False) -> None:
         self._directory = directory
         # -P: what lies in the working directory is none of its modules.
         self._command = [sys.executable, "-P", "-c", _CODE, str(_ROOT)]
-        self._command += [str(directory.absolute()), msgspec.json.encode(limits).decode()]
+        self._command += [str(directory.absolute()), msgspec.json.encode(_Wanted(limits, compress)).decode()]
         self._thread: threading.Thread | None = None
         self._again = False
         """Whether a segment has begun while the process was at work."""
@@ -78,12 +87,12 @@ class Keeper:
         _log.warning("log_not_kept", log=str(self._directory), reason=reason)
 
 
-def main(directory: str, limits: str) -> None:
+def main(directory: str, wanted: str) -> None:
     """What the process does: exit code 0, or 1 and a line on stderr."""
     with suppress(OSError):
         os.nice(_NICE)
     try:
-        prune(Path(directory), msgspec.json.decode(limits, type=Limits))
+        _keep(Path(directory), msgspec.json.decode(wanted, type=_Wanted))
     except LogLocked:
         return  # Somebody else is at it.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
@@ -91,3 +100,11 @@ def main(directory: str, limits: str) -> None:
         own = type(error).__module__.partition(".")[0] in ("events", "kvcache")
         sys.stderr.write(f"{error if own else type_and_place(error)}\n")
         sys.exit(1)
+
+
+def _keep(directory: Path, wanted: _Wanted) -> None:
+    if wanted.limits is not None:
+        prune(directory, wanted.limits)
+    # Behind that: snapshots are made faster of what is not compressed, and what goes need not be.
+    if wanted.compress:
+        compress(directory)

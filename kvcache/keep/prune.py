@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogLocked, NotALog
-from events.log.durable import LockHeld, NoRegularFile, take_lock
+from events.errors import NotALog
 from events.log.retention import Kept, Limits, Removed
-from events.log.segments import KEEPER_NAME, is_log
+from events.log.segments import is_log
 from events.log.snapshots import Snapshot
+from kvcache.keep.alone import alone
 from kvcache.keep.snapshot import make_snapshot
 
 
@@ -35,7 +34,7 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
     """
     if not is_log(directory):
         raise NotALog(directory)
-    with _alone(directory):
+    with alone(directory):
         kept, made = Kept(directory), list[Snapshot | None]()
         if len(kept.parts) > 1 and _is_due(kept):
             made.append(make_snapshot(directory, kept.parts[-1].first, progress))
@@ -50,17 +49,3 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
 
 def _is_due(kept: Kept) -> bool:
     return not kept.snapshots or kept.unmarked_bytes() >= kept.snapshots[-1].size
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    try:
-        lock = take_lock(directory / KEEPER_NAME)
-    except LockHeld as held:
-        raise LogLocked(directory, held.holder) from None
-    except NoRegularFile:
-        raise NotALog(directory) from None
-    try:
-        yield
-    finally:
-        lock.give_back()

@@ -17,9 +17,11 @@ from zlib import crc32
 
 from events.errors import LogDamaged, LogTooNew
 from events.types import FORMAT_VERSION
+from kvcache.keep.raw_groups import Groups
 
 SEGMENT_MAGIC = b"KVEVLOG\0"
 SNAPSHOT_MAGIC = b"KVEVSNP\0"
+COMPRESSED = ".kvlogz"
 VERSION = 1
 ENDS_EPOCH, AFTER_LOSS = 1, 2
 HEADER_BYTES, FRAME_HEADER_BYTES = 64, 36
@@ -67,14 +69,28 @@ class Frame(NamedTuple):
         return bool(self.flags & ENDS_EPOCH)
 
 
-def names(directory: Path, suffix: str) -> list[Path]:
-    """The files of a kind, by number: names are 20 digits and `suffix`."""
+def segments(directory: Path) -> list[Path]:
+    """The segments, by number: names are 20 digits and a suffix. One that is there twice was just compressed."""
+    compressed = {int(path.stem): path for path in _names(directory, COMPRESSED)}
+    plain = {int(path.stem): path for path in _names(directory, ".kvlog")}
+    return [path for _, path in sorted((compressed | plain).items())]
+
+
+def snapshots(directory: Path) -> list[Path]:
+    """The snapshots, by number."""
+    return _names(directory, ".kvsnap")
+
+
+def _names(directory: Path, suffix: str) -> list[Path]:
     pattern = re.compile(rf"\d{{20}}\{suffix}", re.ASCII)
     return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
 
 
 class File:
-    """A segment or a snapshot, open for reading. Raises LogDamaged if it is no file, OSError."""
+    """A segment or a snapshot, open for reading.
+
+    Raises LogDamaged if it is no file, or nothing of what is compressed is whole; LogTooNew, ZstdMissing, OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,6 +99,11 @@ class File:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise LogDamaged(path, 0, None, "it is not a regular file")
+        try:
+            self._groups = Groups(path, self._read) if COMPRESSED in path.name else None
+        except BaseException:
+            os.close(self._descriptor)
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -91,11 +112,23 @@ class File:
         os.close(self._descriptor)
 
     def size(self) -> int:
-        """Bytes in the file now."""
-        return os.fstat(self._descriptor).st_size
+        """Bytes in the file now; of a compressed segment, as it was written."""
+        return os.fstat(self._descriptor).st_size if self._groups is None else self._groups.size
 
     def read(self, offset: int, count: int) -> bytes:
-        """Up to `count` bytes from there; fewer only at the end of the file."""
+        """Up to `count` bytes from there; fewer only at the end."""
+        return self._read(offset, count) if self._groups is None else self._groups.read(offset, count)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether it is a compressed segment, which nobody writes any more."""
+        return self._groups is not None
+
+    def is_lost(self, offset: int) -> bool:
+        """Whether what stood there was compressed, and is not intact."""
+        return self._groups is not None and self._groups.is_lost(offset)
+
+    def _read(self, offset: int, count: int) -> bytes:
         data = os.pread(self._descriptor, count, offset)
         while data and len(data) < count and (more := os.pread(self._descriptor, count, offset + len(data))):
             data += more[: count - len(data)]

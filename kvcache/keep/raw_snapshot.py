@@ -52,7 +52,7 @@ class RawSnapshot:
 
     def is_in_use(self) -> bool:
         """Whether the segment behind it continues it, or the log ends with it. Raises LogError, OSError."""
-        paths = raw.names(self.path.parent, ".kvlog")
+        paths = raw.segments(self.path.parent)
         behind = [path for path in paths if int(path.stem) > self.seq]
         if not paths:
             return False
@@ -96,7 +96,7 @@ def read_snapshot(path: Path) -> RawSnapshot:
 
 def usable_snapshots(directory: Path) -> Iterator[RawSnapshot]:
     """Those with which reading can begin, oldest first. All others are passed over."""
-    for path in raw.names(directory, ".kvsnap"):
+    for path in raw.snapshots(directory):
         with suppress(LogDamaged, LogTooNew, OSError):
             snapshot = read_snapshot(path)
             if snapshot.is_in_use():

@@ -110,7 +110,7 @@ def order(log: Path) -> list[Path]:
     One whose header is damaged stands where its name says.
     """
     headers = dict[Path, raw.Header | None]()
-    for path in raw.names(log, ".kvlog"):
+    for path in raw.segments(log):
         headers[path] = None
         with suppress(LogError, OSError), raw.File(path) as file:
             headers[path] = file.header(raw.SEGMENT_MAGIC)
@@ -130,8 +130,8 @@ class _Snapshots:
     """What a salvaged log can go on with."""
 
     def __init__(self, log: Path) -> None:
-        self._paths = raw.names(log, ".kvsnap")
-        self._newest = max([int(path.stem) for path in raw.names(log, ".kvlog")], default=0)
+        self._paths = raw.snapshots(log)
+        self._newest = max([int(path.stem) for path in raw.segments(log)], default=0)
 
     def behind(
         self, continuity: Continuity, header: raw.Header | None = None
@@ -202,7 +202,7 @@ class _Copy:
             if batch is not None:
                 self.write(batch, header)
         self.finish()
-        for path in raw.names(self._directory, ".kvlog"):
+        for path in raw.segments(self._directory):
             with Segment(path) as segment:
                 sync_file(segment.descriptor)
         sync_directory(self._directory)

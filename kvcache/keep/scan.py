@@ -109,11 +109,11 @@ class Scan:
                     yield from self._segment(file)
 
     def _behind(self, previous: Path | None) -> Path | None:
-        paths = raw.names(self._directory, ".kvlog") if self._order is None else self._order
+        paths = raw.segments(self._directory) if self._order is None else self._order
         if previous in paths and self._order is not None:
             paths = paths[paths.index(previous) + 1 :]
         elif previous is not None:
-            paths = [path for path in paths if path.name > previous.name]
+            paths = [path for path in paths if int(path.stem) > int(previous.stem)]
         return paths[0] if paths else None
 
     def _instead(self, file: raw.File) -> RawSnapshot | None:
@@ -121,7 +121,7 @@ class Scan:
         header = file.header(raw.SEGMENT_MAGIC)
         if header is None or header.number <= self._number or not self._is_named(file, header):
             return None
-        if self._order is None and raw.names(self._directory, ".kvlog")[:1] != [file.path]:
+        if self._order is None and raw.segments(self._directory)[:1] != [file.path]:
             return None
         if self._order is not None and self._order[0] != file.path:
             return None
@@ -136,7 +136,7 @@ class Scan:
         self._broken_columns(snapshot.batch)
 
     def _is_named(self, file: raw.File, header: raw.Header) -> bool:
-        return self._order is not None or file.path.name == f"{header.first:020d}.kvlog"
+        return self._order is not None or int(file.path.stem) == header.first
 
     def _segment(self, file: raw.File) -> Iterator[Found | Damage]:
         header = file.header(raw.SEGMENT_MAGIC)
@@ -197,7 +197,7 @@ class Scan:
         return None
 
     def _log_ids(self) -> Iterator[bytes]:
-        for path in raw.names(self._directory, ".kvlog"):
+        for path in raw.segments(self._directory):
             with suppress(LogDamaged, FileNotFoundError), raw.File(path) as file:
                 header = file.header(raw.SEGMENT_MAGIC)
                 if header is not None:
@@ -225,6 +225,8 @@ class Scan:
     def _frame(self, file: raw.File, header: raw.Header, offset: int) -> Found | _Wrong:
         """The frame there, if it is the next one."""
         frame = file.frame(offset, header.seed)
+        if frame is None and file.is_lost(offset):
+            return _Wrong(offset, "a group of compressed frames is not intact")
         if frame is None:
             short = file.size() - offset < raw.FRAME_HEADER_BYTES
             return _Wrong(offset, "a frame header is cut short" if short else "a frame header is not intact")
@@ -257,7 +259,7 @@ class Scan:
             self.kind, self._ended = "clean" if self._closed else "open", is_last
             return True
         later = (frame.seq > self.seq for _, frame in file.frames_from(wrong.offset + 1, header.seed))
-        if not is_last or wrong.what != "broken" or any(later):
+        if not is_last or wrong.what != "broken" or file.is_compressed or any(later):
             return False
         self.kind, self._ended = "torn", True
         return True

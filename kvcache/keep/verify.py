@@ -131,7 +131,7 @@ class _Fold:
 def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
     """Those that can be read and belong to the log."""
     good = {}
-    for path in raw.names(log, ".kvsnap"):
+    for path in raw.snapshots(log):
         try:
             snapshot = read_snapshot(path)
             if snapshot.is_in_use():

@@ -15,6 +15,7 @@ from events.codec import batch_without_tokens
 from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.log.retention import Limits
+from events.log.zstd import require_zstd
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
@@ -171,11 +172,15 @@ class Outputs:
 def open_log(
     directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
 ) -> LogWriter:
-    """A log writer as configured."""
+    """A log writer as configured. Raises ZstdMissing where it is to be compressed, and what `LogWriter` raises."""
     written = config.model_dump()
     limits = Limits(*(written.pop(f"retain_{unit}") for unit in ("bytes", "seconds", "segments")))
-    if written.pop("snapshots") or limits:
-        written["segment_begun"] = Keeper(directory, limits).look
+    snapshots, compress = written.pop("snapshots"), written.pop("compress")
+    if compress:
+        require_zstd(directory)
+    if snapshots or limits or compress:
+        kept = limits if snapshots or limits else None
+        written["segment_begun"] = Keeper(directory, kept, compress=compress).look
         written["segment_seconds"] = limits.seconds and limits.seconds / _SEGMENTS_KEPT
     if limits.bytes is not None:
         written["segment_bytes"] = min(

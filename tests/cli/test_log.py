@@ -330,6 +330,7 @@ def test_every_key_is_documented(kvcache: Kvcache, whole: Path, tmp_path: Path) 
     last.write_bytes(last.read_bytes()[:-50])
     for args in (
         ("prune", "--retain-segments", 8),
+        ("compress",),
         ("info",),
         ("repair",),
         ("verify",),

@@ -76,7 +76,7 @@ def write_log(directory: Path, content: Iterable[EventBatch], **options: Any) ->
 
 def segments(directory: Path) -> list[Path]:
     """The files of a log that hold batches."""
-    return sorted(directory.glob("*.kvlog"))
+    return sorted([*directory.glob("*.kvlog"), *directory.glob("*.kvlogz")])
 
 
 def read_log(directory: Path) -> tuple[list[EventBatch], LogEnd]:

@@ -20,6 +20,7 @@ from events.errors import (
     LogUnavailable,
     LogWriteFailed,
     NotALog,
+    ZstdMissing,
 )
 
 PATH = Path("/logs/engine")
@@ -40,6 +41,7 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     ),
     (LogOfOtherKind(PATH, "feed"), {"path": PATH, "kind": "feed"}, "records what engines told"),
     (LogOfOtherKind(PATH, "cache"), {"path": PATH, "kind": "cache"}, "the log of a cache"),
+    (ZstdMissing(PATH), {"path": PATH}, "pip install 'kvcache[zstd]'"),
     (LogTooNew(PATH, 9), {"path": PATH, "version": 9}, "upgrade"),
     (
         LogDamaged(PATH, 64, 3, "torn apart"),

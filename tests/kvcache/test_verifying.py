@@ -24,7 +24,7 @@ from tests.events.logs import batch, frame_offsets, write_log
 from tests.kvcache.test_snapshots import random_log
 from tests.places import ROOT
 
-READERS = ("raw.py", "raw_snapshot.py", "scan.py", "losses.py")
+READERS = ("raw.py", "raw_groups.py", "raw_snapshot.py", "scan.py", "losses.py")
 SEEDS = range(40)
 
 
