@@ -30,6 +30,7 @@ from events.subscribe.index import Index
 from kvcache import KVCacheConfig, PrefixIndex
 from kvcache.cli.prompts import read_tokens
 from kvcache.errors import ConfigError, SnapshotError, UsageError
+from kvcache.keep.compress import compress
 from kvcache.keep.raw_snapshot import read_snapshot
 from kvcache.keep.verify import verify
 from kvcache.publish.position import Position, PositionFile
@@ -231,6 +232,12 @@ def whole_log(path: Path) -> Path:
     return directory if directory.exists() else log_with_snapshots(5, directory)
 
 
+def compressed(directory: Path) -> Path:
+    """A segment of a log whose segments are compressed."""
+    compress(directory)
+    return sorted(directory.glob("*.kvlogz"))[3]
+
+
 def index_file(path: Path) -> list[bytes]:
     index = PrefixIndex()
     for payload in recorded(path)[:20]:
@@ -279,6 +286,12 @@ READERS: dict[str, Reader] = {
     "a segment": Reader(
         lambda data, path: log(data, path, name=segment_paths(path.parent / "log")[3].name),
         lambda path: [segment_paths(whole_log(path))[3].read_bytes()],
+        (LogError,),
+        costs=20,
+    ),
+    "a compressed segment": Reader(
+        lambda data, path: log(data, path, name=compressed(path.parent / "log").name),
+        lambda path: [compressed(whole_log(path)).read_bytes()],
         (LogError,),
         costs=20,
     ),

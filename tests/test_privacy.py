@@ -141,7 +141,8 @@ def outputs(log: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> It
         ["log", "info", log],
         ["log", "verify", log],
         ["log", "salvage", log, "--to", tmp_path / "salvaged"],
-        ["log", "compact", log],
+        ["log", "compress", log],
+        ["log", "compact", tmp_path / "salvaged"],
         ["-v", "match", log, "--tokens", bad, "--cache-salt", SALT],
         ["-v", "whatif", log],
     ]
@@ -205,7 +206,14 @@ def test_without_tokens_nothing_tells_them(tmp_path: Path, capfd: pytest.Capture
     assert len(sent) > 20
     assert "SequenceAdded" in printed.out
     assert tracebacks.count("Traceback") >= 15
-    assert {Path(name).suffix for name in files} >= {".kvlog", ".kvsnap", ".jsonl", ".csv", ".html"}
+    assert {Path(name).suffix for name in files} >= {
+        ".kvlog",
+        ".kvlogz",
+        ".kvsnap",
+        ".jsonl",
+        ".csv",
+        ".html",
+    }
     for path in tmp_path.rglob("*"):
         if path.is_relative_to(tmp_path / "log") or path.is_relative_to(tmp_path / "salvaged"):
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
