@@ -52,6 +52,7 @@ from kvcache.settings.fields import (
     OfWindows,
     OneUp,
     Positive,
+    Seconds,
     Weight,
     as_numbers,
     one_or_more,
@@ -133,8 +134,14 @@ class LogConfig(_Settings, frozen=True):
         Accepts("bytes, from 4096 to 2**62, also as 64MiB"),
     ] = 64 * 1024 * 1024
     """A file is followed by the next one when it has grown to this size."""
-    fsync: Annotated[Literal["group", "never"], Accepts("group or never")] = "group"
-    """Whether written batches are forced to the disk, all waiting ones at once."""
+    fsync: Annotated[
+        Literal["always", "group", "interval", "never"], Accepts("always, group, interval or never")
+    ] = "group"
+    """When batches are forced to the disk: at once, all waiting ones together, and each flush waits for it (`always`)
+    or not (`group`); at most every `log.fsync_seconds` (`interval`); or when the log is closed (`never`)."""
+    fsync_seconds: Seconds = 1.0
+    """With `interval`, the longest time that a batch is written and not yet on the disk. It is less where the queue is
+    half full."""
     retain_bytes: MaybeBytes = None
     """How much of a log is kept, snapshots included: older segments are removed, by a process of its own, whenever one
     has begun, and reading begins with a snapshot. Followers may hold as much again. None: all is kept."""

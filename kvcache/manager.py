@@ -242,6 +242,7 @@ class KVCacheManager:
     take_request_stats = _of_monitor(Monitor.take_request_stats)
     sink_stats = _of_monitor(Monitor.sink_stats)
     log_stats = _of_monitor(Monitor.log_stats)
+    wait_durable = _of_monitor(Monitor.wait_durable)
     reopen_sinks = _of_monitor(Monitor.reopen_sinks)
     wait_subscribers = _of_monitor(Monitor.wait_subscribers)
     get_latest_events = _of_monitor(Monitor.get_latest_events)

@@ -12,6 +12,7 @@ although only unsynced batches are concerned.
 """
 
 from events.log.reader import LogEnd, LogReader
-from events.log.writer import LogStats, LogWriter
+from events.log.stats import LogStats
+from events.log.writer import LogWriter
 
 __all__ = ["LogEnd", "LogReader", "LogStats", "LogWriter"]

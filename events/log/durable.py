@@ -5,6 +5,7 @@ On macOS `fsync` hands the data to the drive and does not make the drive write i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -161,6 +162,18 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
         os.close(descriptor)
     unfinished.replace(path)
     sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a private directory, and those above it where they are missing; what was made survives a power failure.
+
+    As far as may be: where a directory may be written and not read, it cannot be synced. Raises OSError.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for made in missing:
+        with contextlib.suppress(PermissionError):
+            sync_directory(made.parent)
 
 
 def sync_file(descriptor: int) -> None:

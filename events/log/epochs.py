@@ -12,7 +12,7 @@ from pathlib import Path
 
 from events.errors import LogDamaged, LogOfOtherKind, LogTooNew
 from events.feed_events import FEED_EVENTS
-from events.log.frames import SegmentHeader
+from events.log.frames import Chain, SegmentHeader
 from events.log.reader import Kind, LogReader
 from events.log.segments import Segment, first_seq, segment_paths
 from events.log.snapshots import readable, snapshots
@@ -92,3 +92,27 @@ def _headers(directory: Path) -> Iterator[SegmentHeader]:
             header = segment.header()
             if header is not None:
                 yield header
+
+
+def next_epoch(
+    chain: Chain, *, new_id: bytes, lost: bool, tokens_recorded: bool, software: str
+) -> EpochStarted:
+    """Let `chain`, where a log ends, be that with which its next epoch begins; returns what that begins with.
+
+    A log without segments gets `new_id`. `lost`: whether something was cut off at its end.
+    """
+    previous = None
+    if chain.log_id is None:
+        chain.log_id = new_id
+    else:
+        previous = chain.epoch
+        chain.epoch += 1
+    return EpochStarted(
+        epoch=chain.epoch,
+        log_id=chain.log_id,
+        previous_epoch=previous,
+        previous_last_seq=None if previous is None else chain.seq - 1,
+        clean=not lost and (previous is None or chain.closed),
+        tokens_recorded=tokens_recorded,
+        software=software,
+    )

@@ -6,8 +6,11 @@ batches give equal files.
 
 What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
 back to the last durable frame, and what is written next begins there, in the file opened anew and cut off at that
-place: after a failed sync nobody knows what of the rest the system still has, so it is written once more. Before a
-segment ends, all of it is durable, so going back never leaves a segment.
+place. So nothing relies on a second sync: after a failed one the system may take what it did not write for written, and
+nobody knows what it still has. All of that is written once more. Before a segment ends, all of it is durable, so going
+back never leaves a segment.
+
+A log that is never synced counts what the system has taken, and is made durable as a whole before its end is marked.
 """
 
 from __future__ import annotations
@@ -70,6 +73,10 @@ class LogOutput:
         self._begun_at = 0
         """When the first batch of the segment was made."""
         self._sync = sync
+        self._unsynced: list[Path] = []
+        """Segments that have ended unsynced."""
+        self._doubt: OSError | None = None
+        """Why nobody knows whether they are on disk."""
         self._path: Path | None = None
         """The segment that is being written; None: none."""
         self._unfinished: Path | None = None
@@ -81,6 +88,10 @@ class LogOutput:
         """End of the last frame that waits."""
         self._waiting: list[tuple[frames.FrameHeader, bytes, bytes]] = []
         """The frames behind the last durable one, with the bytes of header and payload."""
+        self._written = 0
+        """So many of them are in the file, unsynced."""
+        self.durable_seq = self._last_seq = chain.seq - 1
+        """The last batch known to be on disk; of those before, all are that the log does not call lost."""
         self.bytes_written = 0
         self.batches_written = 0
 
@@ -102,19 +113,28 @@ class LogOutput:
         return Record(batch.seq, len(batch.events), payload, batch.ts)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write the batches; with `sync`, they are durable afterwards.
+        """Write the batches. They count with the next `sync`, or now, if nothing is to be synced.
 
         Raises OSError if the system refuses; those that `batches_written` counts are durable nevertheless. Then
         `roll_back` must be called before anything else.
         """
         for record in records:
             self._add(record, 0)
-        self._commit()
+        self._put()
+
+    def sync(self) -> None:
+        """Make durable what was written; as `write` if the system refuses."""
+        if self._written:
+            assert self._descriptor is not None
+            sync_file(self._descriptor)
+            self._reach(self._written)
 
     def close(self, next_seq: int) -> None:
-        """Write the mark of an orderly end, if anything was written before it."""
+        """Write the mark of an orderly end, if anything was written before it. All before it is durable then."""
         if self._path is None:
             return
+        if not self._sync:
+            self._sync_all()
         if not self._reached.closed:
             self._add(Record(next_seq, 0, b""), frames.CLOSED)
         self._finish_segment()
@@ -123,6 +143,7 @@ class LogOutput:
         """Go back to the last durable frame, after something was refused."""
         descriptor, self._descriptor = self._descriptor, None
         self._waiting.clear()
+        self._written = 0
         self._chain, self._ahead = replace(self._reached), self._offset
         if descriptor is not None:
             # If that is refused, too, it is a torn tail, which readers and recovery understand.
@@ -156,20 +177,21 @@ class LogOutput:
         self._waiting.append((header, frames.pack_frame_header(header, self._seed), payload))
         self._ahead += size
 
-    def _commit(self) -> None:
-        """Write the frames that wait and make them durable."""
-        if not self._waiting:
+    def _put(self) -> None:
+        """Write the frames that wait."""
+        if len(self._waiting) == self._written:
             return
         if self._descriptor is None:
             self._descriptor = self._open_again()
         try:
-            write_all(self._descriptor, [part for _, *parts in self._waiting for part in parts])
+            new = self._waiting[self._written :]
+            write_all(self._descriptor, [part for _, *parts in new for part in parts])
         except OSError:
             self._keep_whole_frames(self._descriptor)
             raise
-        if self._sync:
-            sync_file(self._descriptor)
-        self._reach(len(self._waiting))
+        self._written = len(self._waiting)
+        if not self._sync:
+            self._reach(self._written)
 
     def _keep_whole_frames(self, descriptor: int) -> None:
         """After a write that was cut short, as on a full disk: what came before the cut may stay."""
@@ -195,6 +217,26 @@ class LogOutput:
         self.bytes_written += size
         self.batches_written += count - self._reached.closed  # The closing mark is the last, and no batch.
         del self._waiting[:count]
+        self._written = max(self._written - count, 0)
+        batches = [header.seq for header in reached if not header.flags & frames.CLOSED]
+        self._last_seq = batches[-1] if batches else self._last_seq
+        if self._sync:
+            self.durable_seq = self._last_seq
+
+    def _sync_all(self) -> None:
+        """Make durable what nobody has synced so far, as far as it is still kept."""
+        if self._doubt is not None:
+            raise self._doubt
+        self._put()
+        try:
+            for path in [*self._unsynced, self._path]:
+                _sync_closed(path)
+        except OSError as error:
+            # A second sync could succeed and write nothing, and what it should write is not here any more.
+            self._doubt = error
+            raise
+        self._unsynced.clear()
+        self._sync, self.durable_seq = True, self._last_seq
 
     def _open_again(self) -> int:
         """The segment, cut off behind its last durable frame."""
@@ -211,7 +253,10 @@ class LogOutput:
         return descriptor
 
     def _finish_segment(self) -> None:
-        self._commit()
+        self._put()
+        self.sync()
+        if not self._sync and self._path is not None:
+            self._unsynced.append(self._path)
         descriptor, self._descriptor, self._path = self._descriptor, None, None
         if descriptor is not None:
             os.close(descriptor)
@@ -268,6 +313,18 @@ def _crc32(payload: bytes) -> int:
     for start in range(0, len(payload), _CRC_PIECE):
         crc = crc32(payload[start : start + _CRC_PIECE], crc)
     return crc
+
+
+def _sync_closed(path: Path | None) -> None:
+    """Sync a file by its name, if it is still there."""
+    if path is None:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            sync_file(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _unfinished(path: Path) -> Path:

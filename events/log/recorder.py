@@ -1,19 +1,25 @@
 """The log's thread: takes batches from the queue to the disk, and tries again where the disk refuses.
 
 The thread sleeps while there is nothing to do; woken, it lets batches gather for a moment, so that one write and one
-sync serve many. While the disk refuses, all that is not durable stays in the queue, as far as that has room, and
-writing is tried again with growing pauses. A batch that cannot be encoded is lost, and so are all behind it up to the
-one that tells of that, because a batch without those before it could not be folded.
+sync serve many. Syncs may be further apart (`sync_seconds`): what is written and not durable yet is kept until then,
+and synced sooner if somebody waits or the queue is half full.
+
+While the disk refuses, all that is not durable stays in the queue, as far as that has room, and writing is tried again
+with growing pauses. A batch that cannot be encoded is lost, and so are all behind it up to the one that tells of that,
+because a batch without those before it could not be folded.
 
 There is no lock: each attribute is written by the engine's thread or by this one only.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from events.diagnostics import get_logger
@@ -32,8 +38,9 @@ _log = get_logger(__name__)
 class Recorder:
     """Empties the queue that the engine fills."""
 
-    def __init__(self, directory: Path, output: LogOutput) -> None:
+    def __init__(self, directory: Path, output: LogOutput, sync_seconds: float = 0) -> None:
         self._directory = directory
+        self._sync_seconds = sync_seconds
         self.output = output
         self.queue: deque[tuple[EventBatch, int]] = deque()
         """Batches, each with the size of all up to it."""
@@ -62,9 +69,15 @@ class Recorder:
         self.work = threading.Event()
         self.hurry = threading.Event()
         self.retry = threading.Event()
-        self.progress = threading.Event()
+        self.progress = threading.Condition()
+        """Told when anything of the above has changed. Nothing is guarded by it."""
         self._group: deque[tuple[Record | None, int]] = deque()
         """What is being written: not durable yet, or lost (None)."""
+        self._written = 0
+        """So many of them were given to the system."""
+        self._sync_at = math.inf
+        """When they are to be durable, by the monotonic clock."""
+        self._hurried = False
         self._pause = _FIRST_PAUSE_SECONDS
 
     def run(self) -> None:
@@ -79,16 +92,27 @@ class Recorder:
             self.output.roll_back()
             told = self._told(error)
             self.failure = LogWriteFailed(told.path, told.reason, told.errno, ended=True)
-            self.progress.set()
+            self.tell()
 
     def is_announced(self, seq: int) -> bool:
         """Whether a batch that tells of the loss of this one was appended."""
         first, last = self.announced
         return first <= seq < last
 
+    def tell(self) -> None:
+        """Wake whoever waits for progress."""
+        with self.progress:
+            self.progress.notify_all()
+
+    def hasten(self) -> None:
+        """Write and sync now rather than later; for those who wait."""
+        self.hurry.set()
+        if self._sync_seconds:
+            self.work.set()
+
     def _await_work(self) -> None:
-        """Sleep until something is queued, then let more gather; or until the disk is to be tried again."""
-        if self._group:
+        """Sleep until something is queued, then let more gather; or until the disk is to be tried again, or synced."""
+        if self.trouble is not None:
             if not self.closing:
                 self.retry.wait(self._pause)
             self.retry.clear()
@@ -96,19 +120,30 @@ class Recorder:
         self.asleep = True
         # Asked only after saying so: an append after this question sees that we sleep and wakes us.
         if not self.queue and not self.closing:
-            self.work.wait()
+            self.work.wait(self._time_left())
         self.asleep = False
         self.work.clear()
-        self.hurry.wait(_GATHER_SECONDS)
+        left = self._time_left()
+        self._hurried = self.hurry.wait(_GATHER_SECONDS if left is None else min(_GATHER_SECONDS, left))
         self.hurry.clear()
 
+    def _time_left(self) -> float | None:
+        """Seconds until the next sync; None: there is nothing to sync."""
+        return None if self._sync_at == math.inf else max(self._sync_at - time.monotonic(), 0)
+
     def _drain(self) -> None:
-        """Write all that is queued, in groups, as long as the disk takes it."""
-        while self._group or self.queue:
-            if not self._group:
+        """Write all that is queued, in groups, and sync it if that is due, as long as the disk takes it."""
+        while True:
+            if self._written == len(self._group):
                 self._take_group()
+            if self._written == len(self._group) and not (self._group and self._is_sync_due()):
+                return
             if not self._attempt(self._write_group):
                 return
+
+    def _is_sync_due(self) -> bool:
+        asked = not self._sync_seconds or self._hurried or self.closing or self.trouble is not None
+        return asked or time.monotonic() >= self._sync_at
 
     def _take_group(self) -> None:
         size = 0
@@ -138,11 +173,18 @@ class Recorder:
     def _write_group(self) -> None:
         before, refused = self.output.batches_written, None
         try:
-            self.output.write([record for record, _ in self._group if record is not None])
+            new = [record for record, _ in islice(self._group, self._written, None) if record is not None]
+            self.output.write(new)
+            self._written = len(self._group)
+            if self._is_sync_due():
+                self.output.sync()
+            elif self._sync_at == math.inf:
+                self._sync_at = time.monotonic() + self._sync_seconds
         except Exception as error:  # noqa: BLE001 - whatever is durable now needs no second try
             refused = error
         self._forget(self.output.batches_written - before)
         if refused is not None:
+            self._written = 0
             self.output.roll_back()
             if self._group:
                 raise refused
@@ -153,9 +195,12 @@ class Recorder:
         while group and (durable or group[0][0] is None):
             record, total = group.popleft()
             durable -= record is not None
+            self._written = max(self._written - 1, 0)
             self.done += 1
             self.done_bytes = total
-        self.progress.set()
+        if not group:
+            self._sync_at = math.inf
+        self.tell()
 
     def _mark_end(self) -> None:
         self.output.close(self.end_seq)
@@ -170,7 +215,7 @@ class Recorder:
             return False
         if self.trouble is not None:
             self.trouble = None
-            self.progress.set()
+            self.tell()
             _log.info("log_continues", log=str(self._directory))
         return True
 
@@ -179,7 +224,7 @@ class Recorder:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS) if again else _FIRST_PAUSE_SECONDS
         self.trouble = failure
         self.failed_tries += 1
-        self.progress.set()
+        self.tell()
         if not again:
             _log.warning("log_suspended", log=str(self._directory), reason=failure.reason)
         elif self.closing:

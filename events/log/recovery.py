@@ -44,7 +44,15 @@ from pathlib import Path
 from events.errors import LogDamaged, LogExists, LogLocked, NotALog
 from events.log import segments
 from events.log.closing import closed_chain
-from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
+from events.log.durable import (
+    Lock,
+    LockHeld,
+    NoRegularFile,
+    make_directory,
+    sync_directory,
+    sync_file,
+    take_lock,
+)
 from events.log.frames import SEGMENT_HEADER_BYTES, Chain, SegmentHeader
 
 
@@ -55,7 +63,7 @@ def claim(directory: Path, resume: bool) -> Lock:
     may hold prompts.
     """
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
     except (FileExistsError, NotADirectoryError):
         raise NotALog(directory, to_write=True) from None  # It, or what it should lie in, is something else.
     is_new = not segments.segment_paths(directory)

@@ -11,7 +11,9 @@ room and the manager has taken the `Gap`, because a batch without those before i
 Where the disk refuses (it is full, or fails), the thread tries again until it takes what is queued. Meanwhile nobody
 waits for room: what does not fit into the queue is lost, with "block", too, which differs in that `check` raises.
 
-    appended = written + dropped + queued        (batches; `queued` is 0 after flush and close)
+    appended = written + dropped + in flight     (batches; nothing is in flight after flush and close)
+
+`written` are durable (`Fsync` says when), but for "never".
 """
 
 from __future__ import annotations
@@ -21,45 +23,28 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 import msgspec
 
 from events.errors import LogUnavailable, LogWriteFailed
-from events.log.epochs import refuse_other_kind
+from events.log import forks
+from events.log.epochs import next_epoch, refuse_other_kind
 from events.log.frames import Chain
 from events.log.output import LogOutput
 from events.log.reader import Kind
 from events.log.recorder import Recorder
 from events.log.recovery import claim, recover
+from events.log.stats import LogStats
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 
+Fsync = Literal["always", "group", "interval", "never"]
 _EXIT_SECONDS = 2.0
 _ROOM = 0.25
 """This part of a full queue must be free again before an `append` that waits goes on."""
-
-
-@dataclass(frozen=True)
-class LogStats:
-    """One moment of a log that is written. `append` calls so far = the three counts of batches together."""
-
-    batches: int
-    """In the files; durable, if `fsync` is "group"."""
-    dropped_batches: int
-    """Lost to the log for good; a `Gap` tells which, once the log goes on."""
-    lag_batches: int
-    """Waiting to be written."""
-    bytes: int
-    """In the files of this epoch."""
-    state: Literal["running", "suspended", "closed"]
-    """Suspended: the disk refuses, which is tried again."""
-    last_error: str | None
-    """Why the disk refused the last time, while it does."""
 
 
 class LogWriter:
@@ -75,7 +60,9 @@ class LogWriter:
     - `segment_bytes`: where a new file begins. A larger batch has a file of its own.
     - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
     - `segment_begun`: called by the log's thread behind the beginning of each file; it must neither wait nor raise.
-    - `fsync`: "group" makes each group of batches durable; "never" leaves that to the system.
+    - `fsync`: what makes batches durable. "group": one sync for all that wait, at once; `append` does not wait for it.
+      "always": the same, and `append` waits. "interval": a sync every `fsync_seconds`, never later than that after a
+      batch was written, and sooner where somebody waits or the queue is half full. "never": the system, some time.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
     - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
     """
@@ -90,19 +77,22 @@ class LogWriter:
         max_queued_batches: int = 4096,
         max_queued_bytes: int = 32 << 20,
         segment_bytes: int = 64 << 20,
-        fsync: Literal["group", "never"] = "group",
+        fsync: Fsync = "group",
+        fsync_seconds: float = 1.0,
         software: str = "kvcache",
         log_id: bytes | None = None,
         kind: Kind = "cache",
         segment_seconds: float | None = None,
         segment_begun: Callable[[], None] = lambda: None,
     ) -> None:
-        if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1:
-            raise ValueError("the limits of a log must be at least 1")
+        if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1 or fsync_seconds <= 0:
+            raise ValueError("the limits of a log must be at least 1, and fsync_seconds above 0")
         if log_id is not None and len(log_id) != 16:
             raise ValueError("a log_id has 16 bytes")
         self.directory = Path(directory)
         self._blocks = overflow == "block"
+        self._waits = fsync == "always"
+        self._syncs = fsync != "never"
         self._max_batches = max_queued_batches
         self._max_bytes = max_queued_bytes
         try:
@@ -121,29 +111,17 @@ class LogWriter:
             chain,
             record_tokens=record_tokens,
             segment_bytes=segment_bytes,
-            sync=fsync == "group",
+            sync=self._syncs,
             segment_seconds=segment_seconds,
             segment_begun=segment_begun,
         )
-        self._recorder = Recorder(self.directory, output)
+        self._recorder = Recorder(self.directory, output, fsync_seconds if fsync == "interval" else 0)
         self._start()
 
     def _open(self, tokens: bool, software: str, log_id: bytes | None) -> Chain:
         chain, cut = recover(self.directory)
-        if chain.log_id is None:
-            chain.log_id = log_id or os.urandom(16)
-            previous = None
-        else:
-            previous = chain.epoch
-            chain.epoch += 1
-        self.epoch_started = EpochStarted(
-            epoch=chain.epoch,
-            log_id=chain.log_id,
-            previous_epoch=previous,
-            previous_last_seq=None if previous is None else chain.seq - 1,
-            clean=not cut and (previous is None or chain.closed),
-            tokens_recorded=tokens,
-            software=software,
+        self.epoch_started = next_epoch(
+            chain, new_id=log_id or os.urandom(16), lost=cut, tokens_recorded=tokens, software=software
         )
         self.next_seq = chain.seq
         return chain
@@ -174,7 +152,7 @@ class LogWriter:
         self._queue = self._recorder.queue
         self._thread = threading.Thread(target=self._recorder.run, name="kvcache-log", daemon=True)
         self._thread.start()
-        _open_writers.add(self)
+        forks.own(self)
         atexit.register(self._drain_at_exit)
 
     def __enter__(self) -> Self:
@@ -208,9 +186,17 @@ class LogWriter:
         lag = self._appended + self._refused - written - dropped
         state: Literal["running", "suspended", "closed"] = "suspended" if trouble else "running"
         error = trouble.reason if trouble is not None and not self._closed else None
-        return LogStats(
-            written, dropped, max(lag, 0), self.bytes_written, "closed" if self._closed else state, error
-        )
+        state = "closed" if self._closed else state
+        durable = self.durable_seq
+        return LogStats(written, dropped, max(lag, 0), self.bytes_written, state, error, durable)
+
+    @property
+    def durable_seq(self) -> int:
+        """The last batch known to be on disk, those of earlier epochs included (-1: none); for any thread.
+
+        Those before it are on disk, too, or told there to be lost. With "never" it stays until the log is closed.
+        """
+        return self._recorder.output.durable_seq
 
     @property
     def has_lost(self) -> bool:
@@ -224,7 +210,8 @@ class LogWriter:
         """Hand over the next batch; False if it was dropped. The log keeps a reference until it is written.
 
         `size` is that of `events.size.batch_bytes`, for who knows it already.
-        A disk that refuses is no reason to raise: `check` tells of it. Raises LogWriteFailed if the log is closed.
+        A disk that refuses is no reason to raise, nor to wait on with "always": `check` tells of it. Raises
+        LogWriteFailed if the log is closed.
         """
         recorder = self._recorder
         if recorder.failure is not None:
@@ -245,6 +232,9 @@ class LogWriter:
         if recorder.asleep:
             recorder.asleep = False  # The thread may not run for a while; one call is enough to wake it.
             recorder.work.set()
+        if self._waits:
+            target = self._appended
+            self._wait(lambda: recorder.done >= target or recorder.trouble is not None, None)
         return True
 
     def _admit(self, seq: int, total: int) -> bool:
@@ -312,7 +302,7 @@ class LogWriter:
             raise failure.with_traceback(None)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything appended is written, and durable if `fsync` is "group".
+        """Wait until everything appended is written, and durable unless `fsync` is "never".
 
         `timeout` in seconds; False if it passed. Raises LogWriteFailed if the disk refuses, which is tried at once.
         """
@@ -331,21 +321,33 @@ class LogWriter:
         recorder.retry.set()
         return self._wait(done, timeout)
 
-    def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
+    def wait_durable(self, seq: int, timeout: float | None = None) -> bool:
+        """Wait until batch `seq` is on disk, or the Gap that tells of its loss; for any thread. It hastens nothing.
+
+        `timeout` in seconds; False if it passed, or if nothing will tell, with `fsync` "never". Raises LogWriteFailed
+        if the log ends without it. While the disk refuses, it waits on.
+        """
+        if self.durable_seq >= seq:
+            return True
+        if self._recorder.failure is not None:
+            raise self._recorder.failure.with_traceback(None)
+        return self._syncs and self._wait(lambda: self.durable_seq >= seq, timeout, hastens=False)
+
+    def _wait(self, done: Callable[[], bool], timeout: float | None, *, hastens: bool = True) -> bool:
         """Wait for the thread to make `done` true; False if the time passed."""
         recorder = self._recorder
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            recorder.progress.clear()
-            if recorder.failure is not None:
-                raise recorder.failure.with_traceback(None)
-            if done():
-                return True
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return False
-            recorder.hurry.set()
-            recorder.progress.wait(left)
+        with recorder.progress:
+            while not done():
+                if recorder.failure is not None:
+                    raise recorder.failure.with_traceback(None)
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                if hastens:
+                    recorder.hasten()
+                recorder.progress.wait(left)
+        return True
 
     def close(self) -> None:
         """Write what is queued and the mark of an orderly end; stop the thread; release the lock.
@@ -364,17 +366,18 @@ class LogWriter:
         self._thread.join()
         self._lock.give_back()
         atexit.unregister(self._drain_at_exit)
-        _open_writers.discard(self)
+        forks.release(self)
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
         recorder.failure = LogWriteFailed(self.directory, "the log is closed")
+        recorder.tell()
 
     def _drain_at_exit(self) -> None:
         """Save what is queued when the program ends without `close`. No end is marked: nobody closed it."""
         with contextlib.suppress(LogWriteFailed):
             self.flush(_EXIT_SECONDS)
 
-    def _disown(self) -> None:
+    def disown(self) -> None:
         """In a forked child: the log is the parent's, and its lock must not outlive the parent in us."""
         self._closed = True
         self._recorder.failure = LogWriteFailed(
@@ -382,14 +385,3 @@ class LogWriter:
         )
         self._lock.disown()
         self._recorder.output.disown()
-
-
-_open_writers: weakref.WeakSet[LogWriter] = weakref.WeakSet()
-
-
-def _disown_all() -> None:
-    for writer in list(_open_writers):
-        writer._disown()
-
-
-os.register_at_fork(after_in_child=_disown_all)

@@ -31,6 +31,8 @@ class ReadLog:
     """Read."""
     lag_batches: None = None
     """Only the writer knows."""
+    durable_seq: None = None
+    """Only the writer knows."""
     state: None = None
     """Only the writer knows."""
 

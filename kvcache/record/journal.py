@@ -104,6 +104,11 @@ class Journal:
             self._state_due = True
 
     @property
+    def next_seq(self) -> int:
+        """Number of the next batch; for any thread."""
+        return self._next_seq
+
+    @property
     def due(self) -> bool:
         """Whether there is something to flush."""
         return self._state_due or bool(self.bus.pending)

@@ -63,6 +63,17 @@ class Monitor:
         log = self._journal.outputs.log
         return None if log is None else log.stats()
 
+    def wait_durable(self, timeout: float = float("inf")) -> bool:
+        """Wait until all that was flushed so far is on disk; for any thread. Without a log there is nothing to wait.
+
+        A batch that the log has lost is waited for as well: until the `Gap` that tells of it is there. False after
+        `timeout` seconds, or if the log is never synced (`log.fsync` "never"). Raises `events.LogWriteFailed` if the
+        log has ended without it.
+        """
+        seconds = _up_to(_LONGEST_WAIT_MS / 1000, timeout, "timeout must be a number")
+        log, last = self._journal.outputs.log, self._journal.next_seq - 1
+        return log is None or log.wait_durable(last, seconds)
+
     def reopen_sinks(self) -> None:
         """Let sinks that have files open them again, as after their rotation; may be called in a signal handler."""
         self._journal.outputs.reopen()

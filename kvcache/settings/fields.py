@@ -77,6 +77,7 @@ MaybeBytes = Annotated[
     Accepts("bytes, from 1 to 2**62, also as 64GiB, or none"),
 ]
 MaybeCount = Annotated[OneUp | None, Accepts(f"an integer from 1 to {MAX_BLOCKS}, or none")]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9")]
 MaybeSeconds = Annotated[
     float | None, Field(gt=0, le=1e9, allow_inf_nan=False), Accepts("seconds above 0, up to 1e9, or none")
 ]

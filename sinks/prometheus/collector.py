@@ -144,6 +144,9 @@ class Collector:
         yield self._counter(
             "log_dropped_batches", "Batches that the log has lost.", [({}, log.dropped_batches)]
         )
+        if log.durable_seq is not None:
+            text = "The last batch known to be on disk; -1: none."
+            yield self._gauge("log_durable_batch", text, [({}, float(log.durable_seq))])
         if log.lag_batches is not None:
             yield self._gauge("log_lag_batches", "Batches that wait to be written.", [({}, log.lag_batches)])
         if log.state is not None:

@@ -135,7 +135,7 @@ class TestProblems:
                 {"free_gpu_memory_fraction": 1},
                 "free_gpu_memory_fraction: given 1; accepted: a number above 0 and below 1, or none",
             ),
-            ({"log": {"fsync": "no"}}, "log.fsync: given 'no'; accepted: group or never"),
+            ({"log": {"fsync": "no"}}, "log.fsync: given 'no'; accepted: always, group, interval or never"),
             (
                 {"log": "file"},
                 f"log: given 'file'; accepted: a mapping of {', '.join(LogConfig.model_fields)}",
@@ -204,7 +204,7 @@ class TestProblems:
 
     def test_log_alone(self) -> None:
         """The part for the log raises the same kind of error when it is made alone."""
-        with pytest.raises(ConfigError, match="fsync: given 'x'; accepted: group or never"):
+        with pytest.raises(ConfigError, match="fsync: given 'x'; accepted: always, group, interval or never"):
             LogConfig(fsync="x")  # type: ignore[arg-type]
 
 

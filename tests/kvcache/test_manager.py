@@ -268,6 +268,7 @@ ANY_THREAD = {
     "sink_stats",
     "stats",
     "take_request_stats",
+    "wait_durable",
     "wait_subscribers",
 }
 FIXED = {"max_encoder_tokens", "max_tokens", "max_prompt_tokens"}

@@ -34,7 +34,7 @@ from tests.sinks.test_prometheus import (
 __all__ = ["sinks"]
 pytest.importorskip("prometheus_client")
 
-OF_THE_WRITER = {"kvcache_log_lag_batches", "kvcache_log_up"}
+OF_THE_WRITER = {"kvcache_log_lag_batches", "kvcache_log_durable_batch", "kvcache_log_up"}
 """What stands in no log, besides `step_seconds`."""
 OWN = re.compile("kvcache_(step_seconds|sink_|last_batch_age)")
 """What differs: step times, the sinks of either process, and the time of the look."""
