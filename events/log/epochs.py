@@ -95,7 +95,7 @@ def _headers(directory: Path) -> Iterator[SegmentHeader]:
 
 
 def next_epoch(
-    chain: Chain, *, new_id: bytes, lost: bool, tokens_recorded: bool, software: str
+    chain: Chain, new_id: bytes, lost: bool, *, tokens_recorded: bool, software: str
 ) -> EpochStarted:
     """Let `chain`, where a log ends, be that with which its next epoch begins; returns what that begins with.
 

@@ -95,16 +95,11 @@ class LogWriter:
         self._syncs = fsync != "never"
         self._max_batches = max_queued_batches
         self._max_bytes = max_queued_bytes
-        try:
-            self._lock = claim(self.directory, resume)
-            try:
-                refuse_other_kind(self.directory, kind)
-                chain = self._open(record_tokens, software, log_id)
-            except BaseException:
-                self._lock.give_back()
-                raise
-        except OSError as error:
-            raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
+        chain, lost = self._open(resume, kind)
+        self.epoch_started = next_epoch(
+            chain, log_id or os.urandom(16), lost, tokens_recorded=record_tokens, software=software
+        )
+        self.next_seq = chain.seq
         output = LogOutput(
             self.directory,
             self._lock,
@@ -118,13 +113,18 @@ class LogWriter:
         self._recorder = Recorder(self.directory, output, fsync_seconds if fsync == "interval" else 0)
         self._start()
 
-    def _open(self, tokens: bool, software: str, log_id: bytes | None) -> Chain:
-        chain, cut = recover(self.directory)
-        self.epoch_started = next_epoch(
-            chain, new_id=log_id or os.urandom(16), lost=cut, tokens_recorded=tokens, software=software
-        )
-        self.next_seq = chain.seq
-        return chain
+    def _open(self, resume: bool, kind: Kind) -> tuple[Chain, bool]:
+        """Lock the directory; returns where its log ends, and whether something was cut off there."""
+        try:
+            self._lock = claim(self.directory, resume)
+            try:
+                refuse_other_kind(self.directory, kind)
+                return recover(self.directory)
+            except BaseException:
+                self._lock.give_back()
+                raise
+        except OSError as error:
+            raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
 
     def begin_epoch(self, at_least: int) -> EpochStarted:
         """What the epoch begins with; before the first batch, it is made `at_least` this one.
