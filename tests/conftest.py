@@ -12,6 +12,7 @@ import pytest
 import structlog
 from hypothesis import settings
 
+from tests.accounting import accounted
 from tests.places import ROOT
 
 # Machines that run tests are slow at times, which is no fault of the code: pytest-timeout stops what hangs.
@@ -72,3 +73,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def every_batch_is_accounted_for() -> Iterator[None]:
+    """Of each log that is written in this process: appended = durable + in flight + dropped."""
+    with accounted():
+        yield

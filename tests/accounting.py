@@ -1,0 +1,111 @@
+"""Every batch is accounted for: appended = durable + in flight + dropped, of each log that a test writes.
+
+The writer's own counters are compared with what was given to it, which is counted here, and with what is in its files
+in the end, which the verifier counts, who shares no code with the writer. Subclasses of it are left alone: tests make
+them to meddle with what is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from events.errors import LogWriteFailed
+from events.log import LogWriter
+from events.types import EventBatch
+from kvcache.keep.scan import Found, Scan
+
+_LONGEST = 4 << 20
+"""Of longer logs the files are not counted: that would take longer than the tests."""
+
+
+@dataclass
+class Account:
+    """What a log was given."""
+
+    log: LogWriter
+    counts: bool
+    appended: int = 0
+    refused: int = 0
+
+    def is_balanced(self) -> None:
+        """The counters of this moment; for the thread that appends."""
+        stats = self.log.stats()
+        told = stats.batches + stats.dropped_batches + stats.lag_batches
+        assert told == self.appended, f"{stats} after {self.appended} appended batches"
+        assert stats.dropped_batches >= self.refused
+        assert stats.durable_seq < self.log.next_seq + self.appended
+
+    def is_at_rest(self) -> None:
+        """Nothing is in flight, neither by the counters nor in the queue."""
+        self.is_balanced()
+        recorder = self.log._recorder
+        assert not self.log.stats().lag_batches
+        assert not recorder.queue
+        assert not recorder._group
+
+    def is_in_files(self) -> None:
+        """What is counted as written is there, no more and no less; what is called durable is the last of it."""
+        paths = list(self.log.directory.glob("*.kvlog"))
+        if sum(path.stat().st_size for path in paths) > _LONGEST:
+            return
+        found = list(Scan(self.log.directory)) if paths else []
+        if not all(isinstance(each, Found) for each in found):
+            return  # The test has done something to the files.
+        seqs = [
+            each.frame.seq
+            for each in found
+            if isinstance(each, Found)
+            and each.batch is not None
+            and each.header.epoch == self.log.epoch_started.epoch
+        ]
+        assert len(seqs) == self.log.stats().batches
+        assert self.log.durable_seq == (seqs[-1] if seqs else self.log.next_seq - 1)
+
+
+@contextmanager
+def accounted() -> Iterator[None]:
+    """While it is entered, each log that is written is."""
+    accounts: dict[int, Account] = {}
+    append, flush, close = LogWriter.append, LogWriter.flush, LogWriter.close
+
+    def account(log: LogWriter) -> Account:
+        return accounts.setdefault(id(log), Account(log, type(log) is LogWriter))
+
+    def counting_append(log: LogWriter, batch: EventBatch, size: int | None = None) -> bool:
+        counted = account(log)
+        try:
+            taken = append(log, batch, size)
+        except LogWriteFailed:
+            counted.appended += log._expected_seq > getattr(batch, "seq", log._expected_seq)
+            raise
+        counted.appended += 1
+        counted.refused += not taken
+        return taken
+
+    def checking_flush(log: LogWriter, timeout: float | None = None) -> bool:
+        flushed = flush(log, timeout)
+        if flushed and account(log).counts:
+            account(log).is_at_rest()
+        return flushed
+
+    def checking_close(log: LogWriter) -> None:
+        was_closed = log._closed
+        try:
+            close(log)
+        except LogWriteFailed:
+            if account(log).counts:
+                account(log).is_balanced()
+            raise
+        if not was_closed and account(log).counts:
+            account(log).is_at_rest()
+            account(log).is_in_files()
+
+    with (
+        patch.object(LogWriter, "append", counting_append),
+        patch.object(LogWriter, "flush", checking_flush),
+        patch.object(LogWriter, "close", checking_close),
+    ):
+        yield
