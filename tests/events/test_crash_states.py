@@ -1,0 +1,335 @@
+"""Power cuts: whatever of unsynced sectors and names is on disk then, what was told to be durable is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from events import EventBatch, LogDamaged, LogWriteFailed
+from events.log import LogReader, LogWriter, recorder
+from events.log.recovery import recover
+from tests.crash_model import Disk, File, Recording, State, put
+from tests.events.logs import LOG_ID, batch, segments
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
+
+
+@pytest.fixture(autouse=True)
+def no_syncs() -> Iterator[None]:
+    """Nothing here need survive a real power cut: that would take most of the time."""
+    with patch.object(os, "fsync"), patch.object(os, "fdatasync"):
+        yield
+
+
+def with_quarantine(state: State, name: str) -> Iterator[bytes]:
+    """What a file was before recovery, as it has left it, and put together with what it has put into the quarantine."""
+    left = state.get(name) or b""
+    yield left
+    for path, piece in state.items():
+        if piece is not None and path.startswith(f"{name.replace('log/', 'log/quarantine/')}."):
+            offset = path.rpartition(".")[2]
+            yield (
+                piece
+                if offset.startswith("epoch")
+                else left[: int(offset)] + piece
+                if offset != "tmp"
+                else b""
+            )
+
+
+class Judge:
+    """Recovers a log from what a power cut has left of it, and reads it."""
+
+    def __init__(
+        self,
+        content: list[EventBatch],
+        place: Path,
+        *,
+        may_refuse: bool = False,
+        keeps: State | None = None,
+    ) -> None:
+        self._content, self._place, self._may_refuse, self._keeps = content, place, may_refuse, keeps or {}
+        self._known: set[tuple[int, int]] = set()
+        self.states = 0
+        """Different ones."""
+        self.refused = 0
+        """Of them those that a writer does not go on from, because a whole frame stands behind a broken one."""
+        self.cut = 0
+        """Of them those of which the end was cut off."""
+
+    def judge(self, state: State, told: int) -> None:
+        key = hash(frozenset(state.items())), told
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.states += 1
+        for name, before in self._keeps.items():
+            if before and name.endswith(".kvlog"):
+                assert before in with_quarantine(state, name), "bytes are gone"
+        put(state, self._place)
+        try:
+            self._judge(self._place / "log", told)
+        finally:
+            shutil.rmtree(self._place)
+
+    def _judge(self, log: Path, told: int) -> None:
+        if not log.exists():
+            assert told == -1
+            return
+        before = self._read(log, told)
+        try:
+            chain, lost = recover(log)
+        except LogDamaged:
+            assert self._may_refuse
+            assert before is None
+            self.refused += 1
+            return
+        self.cut += lost
+        after = self._read(log, told)
+        assert after is not None
+        assert before in (after, None)
+        assert chain.seq == after
+        assert recover(log) == (chain, False)
+        if self.states % 10 == 0:
+            with LogWriter(log, resume=True, log_id=LOG_ID) as writer:
+                assert writer.next_seq == after
+                writer.append(batch(after))
+            assert list(LogReader(log)) == [*self._content[:after], batch(after)]
+
+    def _read(self, log: Path, told: int) -> int | None:
+        """How many batches are read; None: behind them something is damaged."""
+        read, reader = list[EventBatch](), LogReader(log)
+        is_whole = True
+        try:
+            read.extend(reader if segments(log) else ())
+        except LogDamaged:
+            is_whole = False
+        assert read == self._content[: len(read)]
+        assert len(read) > told
+        return len(read) if is_whole else None
+
+
+def judged(recording: Recording, judge: Judge, most: int, seed: int = 0) -> None:
+    """All crash states of each step, or `most` of them."""
+    rng = random.Random(seed)
+    for disk, told in recording.disks():
+        for state in disk.states(most, rng):
+            judge.judge(state, told)
+
+
+Run = Callable[[LogWriter, list[EventBatch]], None]
+
+
+def one_by_one(log: LogWriter, content: list[EventBatch]) -> None:
+    for item in content:
+        log.append(item)
+        with suppress(LogWriteFailed):
+            log.flush()
+
+
+def in_groups(log: LogWriter, content: list[EventBatch]) -> None:
+    for at in range(0, len(content), 3):
+        for item in content[at : at + 3]:
+            log.append(item)
+        log.flush()
+
+
+def recorded(root: Path, content: list[EventBatch], run: Run, **options: Any) -> Recording:
+    """A log that is written, and closed in order."""
+    root.mkdir()
+    log: LogWriter | None = None
+    recording = Recording(root, lambda: -1 if log is None else log.durable_seq)
+    with recording.running():
+        log = LogWriter(root / "log", log_id=LOG_ID, **options)
+        run(log, content)
+        while log.stats().state == "suspended":
+            with suppress(LogWriteFailed):
+                log.flush()
+        log.close()
+    assert recording.steps[-1][1] <= log.durable_seq == len(content) - 1
+    return recording
+
+
+def sized(seq: int, size: int) -> EventBatch:
+    """A batch of somewhat more than `size` bytes, all of them its own."""
+    return batch(seq, [seq * 100_000 + at for at in range(size // 4)])
+
+
+SHORT = [sized(seq, size) for seq, size in enumerate((16, 900, 16, 400, 1600, 16, 200, 600))]
+
+
+@pytest.mark.parametrize(("fsync", "segment_bytes"), [("always", 1500), ("group", 1 << 20), ("group", 1500)])
+def test_all_states_of_a_short_log(tmp_path: Path, fsync: Any, segment_bytes: int) -> None:
+    """Where each batch has its own sync: all that was told is read, the rest is cut off, and nothing is refused."""
+    recording = recorded(tmp_path / "run", SHORT, one_by_one, fsync=fsync, segment_bytes=segment_bytes)
+    judge = Judge(SHORT, tmp_path / "state")
+    judged(recording, judge, 4000)
+    print(f"{fsync}, {segment_bytes}: {len(recording.steps)} steps, {judge.states} states, {judge.cut} cut")
+    assert judge.states > 200
+    assert judge.cut > 150
+
+
+@pytest.mark.parametrize("fsync", ["group", "interval", "never"])
+def test_several_batches_with_one_sync(tmp_path: Path, fsync: Any) -> None:
+    """Then a whole unsynced batch may stand behind a broken one, which is refused; all that was told is read."""
+    recording = recorded(tmp_path / "run", SHORT, in_groups, fsync=fsync, fsync_seconds=1000)
+    judge = Judge(SHORT, tmp_path / "state", may_refuse=True)
+    judged(recording, judge, 300)
+    print(f"{fsync}: {judge.states} states, {judge.cut} cut, {judge.refused} refused")
+    assert judge.states > 100
+    assert 0 < judge.refused < judge.states
+
+
+class FailingSyncs:
+    """A disk that refuses some syncs, and of what it should have written only the system knows until it forgets it.
+
+    On Linux, pages that could not be written are called clean, and may go at any time. Here they go at once.
+    """
+
+    def __init__(self, root: Path, fails: Callable[[int], bool]) -> None:
+        self._root, self._fails, self._sync = root, fails, os.fdatasync
+        self._durable: dict[int, bytes] = {}
+        self.syncs, self.failed = 0, 0
+
+    def __call__(self, descriptor: int) -> None:
+        path, found = Path(f"/proc/self/fd/{descriptor}").readlink(), os.fstat(descriptor)
+        is_segment = path.is_relative_to(self._root) and ".kvlog" in path.name
+        self.syncs += is_segment
+        if is_segment and self._fails(self.syncs):
+            self.failed += 1
+            durable = self._durable.get(found.st_ino, b"")
+            path.write_bytes(durable.ljust(found.st_size, b"\0"))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._sync(descriptor)
+        self._durable[found.st_ino] = path.read_bytes()
+
+
+@pytest.mark.parametrize("failing", [{3}, {5, 6}, {4, 7, 8, 9}, set(range(2, 40, 2))])
+@pytest.mark.parametrize("segment_bytes", [1500, 1 << 20])
+def test_what_a_failed_sync_has_not_written_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: set[int], segment_bytes: int
+) -> None:
+    """No second sync is relied on: it would succeed without a byte. Power cuts meanwhile take nothing that was told."""
+    monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(recorder, "_LONGEST_PAUSE_SECONDS", 0.002)
+    disk = FailingSyncs(tmp_path, failing.__contains__)
+    with patch.object(os, "fdatasync", disk):
+        recording = recorded(tmp_path / "run", SHORT, one_by_one, segment_bytes=segment_bytes)
+    assert disk.failed >= len(failing & set(range(12)))
+    assert list(LogReader(tmp_path / "run" / "log")) == SHORT
+    judge = Judge(SHORT, tmp_path / "state", may_refuse=True)
+    judged(recording, judge, 60)
+    print(f"{disk.failed} of {disk.syncs} syncs failed: {judge.states} states, {judge.refused} refused")
+
+
+def random_run(chance: random.Random) -> Run:
+    """Flushed now and then."""
+
+    def run(log: LogWriter, content: list[EventBatch]) -> None:
+        for item in content:
+            log.append(item)
+            if chance.random() < 0.4:
+                with suppress(LogWriteFailed):
+                    log.flush()
+
+    return run
+
+
+def long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, most: int) -> Judge:
+    """A longer one of all kinds of batches and settings, with syncs that fail."""
+    chance = random.Random(seed)
+    monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(recorder, "_LONGEST_PAUSE_SECONDS", 0.002)
+    content = [sized(seq, chance.choice((16, 100, 500, 3000))) for seq in range(40)]
+    failure = chance.choice((0, 0.1, 0.3))
+    with patch.object(os, "fdatasync", FailingSyncs(tmp_path, lambda _: chance.random() < failure)):
+        recording = recorded(
+            tmp_path / "run",
+            content,
+            random_run(chance),
+            fsync=chance.choice(("always", "group", "interval")),
+            fsync_seconds=chance.choice((0.001, 0.01, 1000)),
+            segment_bytes=chance.choice((600, 4096, 1 << 20)),
+        )
+    judge = Judge(content, tmp_path / "state", may_refuse=True)
+    judged(recording, judge, most, seed)
+    return judge
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_states_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The same with all kinds of sizes and settings, and disks that refuse now and then."""
+    judge = long_log(tmp_path, monkeypatch, seed, 2)
+    print(f"{judge.states} states, {judge.cut} cut, {judge.refused} refused")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(100, 160))
+def test_many_states_of_long_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The same at length."""
+    judge = long_log(tmp_path, monkeypatch, seed, 40)
+    print(f"{judge.states} states, {judge.cut} cut, {judge.refused} refused")
+
+
+def test_a_power_cut_during_recovery(tmp_path: Path) -> None:
+    """Whatever it leaves of what recovery has begun, the next one keeps what the first would have kept."""
+    recording = recorded(tmp_path / "run", SHORT, one_by_one, segment_bytes=1500)
+    torn, states, steps = set[int](), 0, 0
+    for disk, told in recording.disks():
+        for state in disk.states(4, random.Random(told)):
+            known = hash(frozenset(state.items()))
+            if known in torn or not any(state.values()):
+                continue
+            torn.add(known)
+            put(state, tmp_path / "torn")
+            second = Recording(tmp_path / "torn", lambda told=told: told)  # type: ignore[misc]
+            with second.running():
+                recover(tmp_path / "torn" / "log")
+            judge = Judge(SHORT, tmp_path / "state", keeps=state)
+            judged(second, judge, 100)
+            states, steps = states + judge.states, steps + len(second.steps)
+            shutil.rmtree(tmp_path / "torn")
+    print(f"{len(torn)} logs recovered in {steps} steps: {states} states")
+    assert states > 100
+
+
+def test_the_model_forgets_what_a_failed_sync_has_not_written() -> None:
+    """A sync after a failed one makes durable what was written since, and nothing else."""
+    file = File()
+    file.write(0, b"a" * 600)
+    file.sync()
+    file.write(600, b"b" * 600)
+    file.fail_to_sync()
+    file.write(1200, b"c" * 10)
+    file.sync()
+    assert file.durable == b"a" * 600 + bytes(424) + b"b" * 176 + b"c" * 10
+    file.truncate(600)
+    file.write(600, b"b" * 600)
+    file.sync()
+    assert file.durable == file.now == b"a" * 600 + b"b" * 600
+
+
+def test_the_model_knows_what_a_power_cut_leaves(tmp_path: Path) -> None:
+    """Names and lengths that were not synced may be there; what was, is."""
+    disk = Disk()
+    disk.root.change((), {"a": File()})
+    file = disk.find(Path("a"))
+    assert isinstance(file, File)
+    file.write(0, b"x" * 600)
+    states = list(disk.states(10**6, random.Random(0)))
+    assert {len(state["a"] or b"") for state in states if state} == {0, 512, 600}
+    assert {} in states
+    file.sync()
+    disk.root.sync()
+    assert list(disk.states(10, random.Random(0))) == [{"a": b"x" * 600}]
