@@ -91,9 +91,10 @@ class LogWriter:
             raise ValueError("a log_id has 16 bytes")
         self.directory = Path(directory)
         self._blocks = overflow == "block"
-        self._waits = fsync == "always"
         self._syncs = fsync != "never"
         self._max_batches = max_queued_batches
+        self._easy_batches = -1 if fsync == "always" else max_queued_batches
+        """Half of it may wait without further questions; below 0, none may, and `append` waits for each."""
         self._max_bytes = max_queued_bytes
         chain, lost = self._open(resume, kind)
         self.epoch_started = next_epoch(
@@ -221,7 +222,7 @@ class LogWriter:
         total = self._appended_bytes + (batch_bytes(batch) if size is None else size)
         queued, queued_bytes = self._appended - recorder.done, total - recorder.done_bytes
         is_easy = (
-            2 * queued <= self._max_batches and 2 * queued_bytes <= self._max_bytes and self._lost is None
+            2 * queued <= self._easy_batches and 2 * queued_bytes <= self._max_bytes and self._lost is None
         )
         if not is_easy and not self._admit(batch.seq, total):
             return False
@@ -232,7 +233,7 @@ class LogWriter:
         if recorder.asleep:
             recorder.asleep = False  # The thread may not run for a while; one call is enough to wake it.
             recorder.work.set()
-        if self._waits:
+        if not is_easy and self._easy_batches < 0:
             target = self._appended
             self._wait(lambda: recorder.done >= target or recorder.trouble is not None, None)
         return True
