@@ -234,9 +234,13 @@ class LogWriter:
             recorder.asleep = False  # The thread may not run for a while; one call is enough to wake it.
             recorder.work.set()
         if not is_easy and self._easy_batches < 0:
-            target = self._appended
-            self._wait(lambda: recorder.done >= target or recorder.trouble is not None, None)
+            self._wait_for_last()
         return True
+
+    def _wait_for_last(self) -> None:
+        """Wait until the last batch is durable or the disk refuses. (In `append` the closure would cost each call.)"""
+        recorder, target = self._recorder, self._appended
+        self._wait(lambda: recorder.done >= target or recorder.trouble is not None, None)
 
     def _admit(self, seq: int, total: int) -> bool:
         """Decide about a batch that does not go without saying."""
