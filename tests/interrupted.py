@@ -45,7 +45,7 @@ class Calls:
 
     def watch(self) -> None:
         """From now on; this process ends with it."""
-        for name in NAMES:
+        for name in filter(lambda name: hasattr(os, name), NAMES):
             setattr(os, name, self._watched(name, getattr(os, name)))
 
     def _watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -197,7 +197,8 @@ class FailingSyncs:
     """
 
     def __init__(self, root: Path, fails: Callable[[int], bool]) -> None:
-        self._root, self._fails, self._sync = root, fails, os.fdatasync
+        self._root, self._fails = root, fails
+        self._sync: Callable[[int], None] = getattr(os, "fdatasync")  # noqa: B009 - which macOS has not
         self._durable: dict[int, bytes] = {}
         self.syncs, self.failed = 0, 0
 

@@ -78,7 +78,7 @@ def test_nothing_is_lost_unsaid(tmp_path: Path, kind: Kind, at: int) -> None:
         read, reader = list[EventBatch](), LogReader(tmp_path)
         try:
             read.extend(reader)
-            how = reader.end.kind
+            how: str = reader.end.kind
         except LogDamaged:
             how = "damaged"
         told[how] += 1
