@@ -336,7 +336,7 @@ def test_a_disk_that_refuses(engine: Engine, tmp_path: Path, full_disk: FullDisk
         work_until(tap, lambda: names(tap) == [{1}])
         writer = tap._log
         writer.flush()
-        writer._max_batches = 3
+        writer._max_batches = writer._easy_batches = 3
         with full_disk():
             for name in range(2, 40):
                 engine.say(stored(name), removed(name - 1))
