@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from events.errors import LogWriteFailed
+from events.errors import LogWriteFailed, ZstdMissing
 from events.log import LogWriter
 from events.types import EventBatch
 from kvcache.keep.scan import Found, Scan
@@ -51,7 +51,10 @@ class Account:
         paths = list(self.log.directory.glob("*.kvlog"))
         if sum(path.stat().st_size for path in paths) > _LONGEST:
             return
-        found = list(Scan(self.log.directory)) if paths else []
+        try:
+            found = list(Scan(self.log.directory)) if paths else []
+        except ZstdMissing:
+            return  # The test has hidden it.
         if not all(isinstance(each, Found) for each in found):
             return  # The test has done something to the files.
         seqs = [
