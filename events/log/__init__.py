@@ -4,11 +4,10 @@
 described in `events.log.frames`.
 
 What the log promises: a reader gets a gapless beginning of what was appended and knows where and how it
-ends; damage is never taken for an end (except to the last frame, which looks like an interrupted write); lost
-batches are announced; what a disk refuses to take is written anew until it takes it; equal batches give equal
-files; opening to write destroys nothing. What it does not: after a power cut the sectors of the last unsynced
-group may have reached the disk in any order, and then an intact frame behind a missing one is reported as damage
-although only unsynced batches are concerned.
+ends; after a power cut that is at least all that was synced, in whatever order the rest has reached the disk; damage
+is never taken for an end (except to what the last sync made durable in a log that was not closed, which looks like an
+interrupted write); lost batches are announced; what a disk refuses to take is written anew until it takes it; opening
+to write destroys nothing.
 """
 
 from events.log.reader import LogEnd, LogReader

@@ -23,7 +23,9 @@ Why so much of it:
   the same disk blocks, cannot pass, and neither can bytes that a user smuggled in as his prompt;
 - the sync word lets a reader look for frames behind a broken one: finding one proves damage, finding
   none means that writing was interrupted there. Its first byte never begins a msgpack value.
-- no clock and nothing that depends on timing: equal batches give equal files.
+- frames that one sync makes durable together may reach the disk in any order. So the first of them says that all before
+  it was on disk by then (`BEHIND_SYNC`): a broken frame before such a one is damage, any other is an interrupted write;
+- no clock, and but for that flag nothing that depends on timing: unsynced, equal batches give equal files.
 
 A last frame with `CLOSED`, no payload, and the seq after the last batch says that the writer ended in order.
 """
@@ -45,6 +47,8 @@ CLOSED = 1
 """Flag: the end of an epoch, not a batch."""
 AFTER_LOSS = 2
 """Flag: the batches before this one, back to the frame before, were dropped by a full queue."""
+BEHIND_SYNC = 4
+"""Flag: all frames before this one were on disk when it was written."""
 
 _SEGMENT = struct.Struct("<8sHH4x16sQQQI")
 _FRAME = struct.Struct("<4sIQIIII")

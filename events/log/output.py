@@ -1,8 +1,8 @@
 """Batches become frames in segment files. The log's thread alone calls this.
 
 A segment is created with its first frame, so that every segment has one, and gets its name when its header
-is on disk, so that every name has a whole header. Segments end by size and by the times of their batches only: equal
-batches give equal files.
+is on disk, so that every name has a whole header. Segments end by size and by the times of their batches only:
+equal batches give equal files, but for the flag that tells what was on disk.
 
 What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
 back to the last durable frame, and what is written next begins there, in the file opened anew and cut off at that
@@ -135,6 +135,8 @@ class LogOutput:
             return
         if not self._sync:
             self._sync_all()
+        self._put()
+        self.sync()
         if not self._reached.closed:
             self._add(Record(next_seq, 0, b""), frames.CLOSED)
         self._finish_segment()
@@ -172,6 +174,8 @@ class LogOutput:
         chain = self._chain
         if seq != chain.seq:
             flags |= frames.AFTER_LOSS
+        if self._sync and not self._waiting:
+            flags |= frames.BEHIND_SYNC
         header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, _crc32(payload))
         chain.follow(header)
         self._waiting.append((header, frames.pack_frame_header(header, self._seed), payload))

@@ -8,10 +8,12 @@ found at the end of the last segment                    readers say            a
 the mark of an orderly end                              clean                  goes on; nothing before it is read
 the end of a whole frame                                open                   goes on, in an epoch that calls the last
                                                                                one unclean
-a part of a frame, nothing of a later one behind it     torn                   puts it into quarantine, cuts it off
+a part of a frame, or no whole one, and no header       torn                   puts it and what follows into
+of a later one that was written behind a sync                                  quarantine, cuts it off
 no frame, behind a whole header                         open                   puts the file into quarantine
 an empty file, or a part of a header                    torn                   puts the file into quarantine
-no whole frame, and the header of a later one behind    damaged                refuses
+no whole frame, and the header of one behind it that    damaged                refuses
+was written when this one was on disk
 a whole frame which does not continue the one before    damaged                refuses
 a header that is there and not whole                    damaged                refuses
 a name that is not the header's (swapped, duplicated)   damaged                refuses

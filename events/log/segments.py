@@ -17,6 +17,7 @@ from zlib import crc32
 from events.errors import LogDamaged, LogTooNew
 from events.ids import MAX_EPOCH
 from events.log.frames import (
+    BEHIND_SYNC,
     FRAME_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     SYNC,
@@ -216,16 +217,16 @@ class Segment:
 
     def is_damaged(self, found: Broken, chain: Chain, *, is_last: bool) -> bool:
         """Whether what is broken was whole once; if not, it is where writing was interrupted."""
-        return not is_last or found.certain or self.intact_frame_behind(found.offset, chain.seq)
+        return not is_last or found.certain or self.synced_before_a_frame_behind(found.offset, chain.seq)
 
-    def intact_frame_behind(self, offset: int, seq: int) -> bool:
-        """Whether the header of a batch later than `seq` can be found after `offset`."""
+    def synced_before_a_frame_behind(self, offset: int, seq: int) -> bool:
+        """Whether the header of a batch later than `seq` after `offset` says that all before it was on disk."""
         position = offset + 1
         while True:
             chunk = self._stored.read(position, _WINDOW_BYTES, _WINDOW_BYTES)
             for hit in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
                 header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
-                if header is not None and header.seq > seq:
+                if header is not None and header.seq > seq and header.flags & BEHIND_SYNC:
                     return True
             if len(chunk) < FRAME_HEADER_BYTES:
                 return False

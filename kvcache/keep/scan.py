@@ -258,7 +258,10 @@ class Scan:
         if wrong.offset >= file.size():
             self.kind, self._ended = "clean" if self._closed else "open", is_last
             return True
-        later = (frame.seq > self.seq for _, frame in file.frames_from(wrong.offset + 1, header.seed))
+        later = (
+            frame.seq > self.seq and frame.flags & raw.BEHIND_SYNC
+            for _, frame in file.frames_from(wrong.offset + 1, header.seed)
+        )
         if not is_last or wrong.what != "broken" or file.is_compressed or any(later):
             return False
         self.kind, self._ended = "torn", True

@@ -17,6 +17,7 @@ from events import (
 )
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogEnd, LogReader, LogWriter
+from events.log.frames import BEHIND_SYNC
 from tests.columns import pack_i32, pack_i64, pack_u32
 
 LOG_ID = bytes(range(16))
@@ -72,6 +73,25 @@ def write_log(directory: Path, content: Iterable[EventBatch], **options: Any) ->
         for item in content:
             assert log.append(item)
     return directory
+
+
+def write_synced(directory: Path, content: Iterable[EventBatch], **options: Any) -> Path:
+    """The same with each batch made durable before the next, so that each frame vouches for those before it."""
+    with LogWriter(directory, **{"log_id": LOG_ID, **options}) as log:
+        for item in content:
+            assert log.append(item)
+            log.flush()
+    return directory
+
+
+def without_syncs(segment: Path) -> bytes:
+    """A segment's bytes but for what says which frames were on disk when others were written."""
+    data = bytearray(segment.read_bytes())
+    for at in frame_offsets(bytes(data))[:-1]:
+        data[at + 20] &= ~BEHIND_SYNC
+        del data[at + 32 : at + 36]  # the header's checksum
+        data[at + 32 : at + 32] = bytes(4)
+    return bytes(data)
 
 
 def segments(directory: Path) -> list[Path]:

@@ -88,10 +88,10 @@ def golden_segment() -> bytes:
     third = pack([4, TIME + 2, [["Gap", 2, 3, "the log could not keep up"]]])
     return (
         segment_header(LOG_ID, epoch, number=0, base_seq=0)
-        + frame(LOG_ID, epoch, 0, first, 1)
+        + frame(LOG_ID, epoch, 0, first, 1, flags=4)
         + frame(LOG_ID, epoch, 1, second, 2, previous_crc=crc32(first))
-        + frame(LOG_ID, epoch, 4, third, 1, previous_crc=crc32(second), flags=2)
-        + frame(LOG_ID, epoch, 5, b"", 0, previous_crc=crc32(third), flags=1)
+        + frame(LOG_ID, epoch, 4, third, 1, previous_crc=crc32(second), flags=2 | 4)
+        + frame(LOG_ID, epoch, 5, b"", 0, previous_crc=crc32(third), flags=1 | 4)
     )
 
 

@@ -38,7 +38,17 @@ from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
 from events.log.segments import Segment
 from events.types import GroupExported, SequenceExported
-from tests.events.logs import LOG_ID, TIME, batch, batches, frame_offsets, read_log, segments, write_log
+from tests.events.logs import (
+    LOG_ID,
+    TIME,
+    batch,
+    batches,
+    frame_offsets,
+    read_log,
+    segments,
+    write_log,
+    write_synced,
+)
 from tests.events.packer import frame, segment_header
 
 NAME = f"{0:020d}.kvlog"
@@ -47,7 +57,7 @@ NAME = f"{0:020d}.kvlog"
 @pytest.fixture(scope="module")
 def closed_log(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A segment of three batches and an orderly end."""
-    directory = write_log(tmp_path_factory.mktemp("log"), batches(3))
+    directory = write_synced(tmp_path_factory.mktemp("log"), batches(3))
     return segments(directory)[0].read_bytes()
 
 
@@ -458,13 +468,13 @@ class TestFollowing:
         """A frame found half, with a whole one behind it a moment later, is looked at again, not called damaged."""
         cut = frame_offsets(closed_log)[1] + 50
         put(tmp_path, closed_log[:cut])
-        look = Segment.intact_frame_behind
+        look = Segment.synced_before_a_frame_behind
 
         def write_then_look(segment: Segment, offset: int, seq: int) -> bool:
             put(tmp_path, closed_log)
             return look(segment, offset, seq)
 
-        monkeypatch.setattr(Segment, "intact_frame_behind", write_then_look)
+        monkeypatch.setattr(Segment, "synced_before_a_frame_behind", write_then_look)
         assert read_log(tmp_path)[0] == batches(3)
 
     def test_reader_of_a_live_log_never_sees_damage(self, tmp_path: Path) -> None:

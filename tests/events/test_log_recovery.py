@@ -9,7 +9,16 @@ import pytest
 from events import EpochStarted, LogDamaged, LogTooNew
 from events.log import LogWriter
 from events.log.recovery import recover
-from tests.events.logs import LOG_ID, batch, batches, frame_offsets, read_log, segments, write_log
+from tests.events.logs import (
+    LOG_ID,
+    batch,
+    batches,
+    frame_offsets,
+    read_log,
+    segments,
+    write_log,
+    write_synced,
+)
 from tests.events.packer import segment_header
 
 
@@ -103,7 +112,7 @@ def test_recovery_that_was_interrupted_is_done_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["header", "frame", "successor"])
 def test_damage_is_refused_and_nothing_touched(tmp_path: Path, place: str) -> None:
     """A damaged last segment is not continued, and every byte stays as evidence."""
-    write_log(tmp_path, batches(4), segment_bytes=600 if place == "successor" else 1 << 20)
+    write_synced(tmp_path, batches(4), segment_bytes=600 if place == "successor" else 1 << 20)
     path = segments(tmp_path)[0]
     data = bytearray(path.read_bytes())
     data[20 if place == "header" else 150] ^= 1

@@ -20,7 +20,16 @@ from msgspec.structs import replace
 from events.errors import LogDamaged, LogTooNew
 from events.log import LogReader, LogWriter, durable, recovery
 from events.log.recovery import carry_out, plan
-from tests.events.logs import LOG_ID, batch, batches, frame_offsets, read_log, segments, write_log
+from tests.events.logs import (
+    LOG_ID,
+    batch,
+    batches,
+    frame_offsets,
+    read_log,
+    segments,
+    write_log,
+    write_synced,
+)
 from tests.events.packer import segment_header
 from tests.events.test_log_recovery import snapshot
 
@@ -50,6 +59,17 @@ def flip(position: int) -> Callable[[Path], None]:
 def broken_inside(log: Path) -> None:
     unclosed(log)
     flip(70)(log)
+
+
+def broken_in_a_group(log: Path) -> None:
+    """Three more batches, made durable by one sync, as by a writer that is killed; of these the first is broken."""
+    with LogWriter(log, resume=True, fsync="never") as writer:
+        for each in batches(4, 8):
+            writer.append(each)
+    unclosed(log)
+    path = segments(log)[-1]
+    data = path.read_bytes()
+    flip(frame_offsets(data)[1] + 40)(log)
 
 
 def repeated(log: Path) -> None:
@@ -127,7 +147,8 @@ ROWS = (
     Row("no frame", next_segment(64), "open", 8, quarantined=1),
     Row("half a header", next_segment(40), "torn", 8, quarantined=1),
     Row("empty file", next_segment(0), "torn", 8, quarantined=1),
-    Row("broken frame before whole ones", broken_inside, None, None),
+    Row("broken frame before one that was written behind a sync", broken_inside, None, None),
+    Row("broken frame before others of the same sync", broken_in_a_group, "torn", 9, quarantined=1),
     Row("frame twice", repeated, None, None),
     Row("damaged header", flip(20), None, None),
     Row("swapped segments", swapped, None, None),
@@ -146,7 +167,7 @@ ids = [row.found for row in ROWS]
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     """A log of eight batches in several segments."""
-    directory = write_log(tmp_path / "log", batches(8), segment_bytes=600)
+    directory = write_synced(tmp_path / "log", batches(8), segment_bytes=600)
     assert len(segments(directory)) >= 3
     return directory
 
