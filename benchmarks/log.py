@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.manager import IN_FLIGHT, PRIMARY_BLOCKS, TOKENS_PER_BLOCK, Clock, Engine, _tokens, drive
+from benchmarks.manager import PRIMARY_BLOCKS, TOKENS_PER_BLOCK, Clock, Engine, _tokens, drive, steps
 from events.log import LogReader, LogWriter, durable, output
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch
@@ -133,22 +133,16 @@ def appending(log: Path, scratch: Path, repeat: int) -> dict[str, Any]:
 # -- steps
 
 
-def steps(config: KVCacheConfig, requests: Requests, log: Path | None) -> list[float]:
+def timed_steps(config: KVCacheConfig, requests: Requests, log: Path | None) -> list[float]:
     """Seconds of each step, without the forward pass."""
     seconds: list[float] = []
     writer = None if log is None else LogWriter(log)
     with KVCacheManager(config, log=writer) as manager:
-        engine, waiting = Engine(manager, Clock(by_call=False)), 0
-        while waiting < len(requests) or engine.running:
-            begun = time.perf_counter()
-            while waiting < len(requests) and len(engine.running) < IN_FLIGHT:
-                if not engine.admit(waiting, *requests[waiting]):
-                    break
-                waiting += 1
-            engine.decode()
-            engine.flush()
+        begun = time.perf_counter()
+        for _ in steps(Engine(manager, Clock(by_call=False)), requests):
             seconds.append(time.perf_counter() - begun)
             time.sleep(FORWARD_SECONDS)
+            begun = time.perf_counter()
     return seconds
 
 
@@ -156,8 +150,8 @@ def stepping(config: KVCacheConfig, requests: Requests, scratch: Path, repeat: i
     """Milliseconds: medians of rounds."""
     rounds: dict[str, list[list[float]]] = {"off": [], "on": []}
     for number in range(repeat):
-        rounds["off"].append(steps(config, requests, None))
-        rounds["on"].append(steps(config, requests, scratch / f"steps-{number}"))
+        rounds["off"].append(timed_steps(config, requests, None))
+        rounds["on"].append(timed_steps(config, requests, scratch / f"steps-{number}"))
     figures = {"p50": 0.5, "p99": 0.99}
     return {
         f"{name}_{mode}_ms": statistics.median(sorted(each)[int(part * len(each))] for each in rounds[mode])

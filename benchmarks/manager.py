@@ -136,6 +136,13 @@ def _tokens(number: int, request: TraceRequest) -> tuple[Any, list[int]]:
 def drive(manager: KVCacheManager, requests: list[tuple[Any, list[int]]], clock: Clock) -> Engine:
     """Run the workload: prompts and outputs."""
     engine = Engine(manager, clock)
+    for _ in steps(engine, requests):
+        pass
+    return engine
+
+
+def steps(engine: Engine, requests: list[tuple[Any, list[int]]]) -> Iterator[None]:
+    """The same step by step."""
     waiting = 0
     while waiting < len(requests) or engine.running:
         while waiting < len(requests) and len(engine.running) < IN_FLIGHT:
@@ -144,7 +151,7 @@ def drive(manager: KVCacheManager, requests: list[tuple[Any, list[int]]], clock:
             waiting += 1
         engine.decode()
         engine.flush()
-    return engine
+        yield
 
 
 def feed(config: KVCacheConfig) -> SinkRunner:
