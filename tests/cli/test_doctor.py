@@ -94,7 +94,7 @@ def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
             "3",
             "tokens_per_block: given '3'; accepted: a power of two, at least 1, at most 2**30",
         ),
-        ("KVCACHE_LOG__FSYNC", "z", "log.fsync: given 'z'; accepted: group or never"),
+        ("KVCACHE_LOG__FSYNC", "z", "log.fsync: given 'z'; accepted: always, group, interval or never"),
         (
             "KVCACHE_MAX_ATTENTION_WINDOW",
             "1,x",
