@@ -40,6 +40,7 @@ from kvcache.record.journal import Journal, cache_created
 from kvcache.record.monitor import Monitor
 from kvcache.record.outputs import LogTarget, Outputs
 from kvcache.record.steps import Steps
+from kvcache.record.told_state import ToldState
 from kvcache.restart.opening import Restored, config_of, reopened
 from kvcache.results import Admission, PollResult
 from sinks import Sink, SinkContext, SinkRunner
@@ -101,7 +102,7 @@ class KVCacheManager:
         heard = log is not None or bool(sinks) or config.event_buffer_max_size > 0
         first = export(state) if state is not None else None if restored is None else restored.state
         created = cache_created(config, self.layout, heard=heard)
-        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model)
+        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
         self._salts = context.salts
         outputs = Outputs.open(log, sinks, context, config.log)
         try:

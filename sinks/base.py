@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from events.errors import FieldsError, option_name, shortened, without_login
-from events.types import EventBatch
+from events.types import CacheCreated, EventBatch, StateExported
 from sinks.histogram import Histogram
 from sinks.salts import PlainSalts
 
@@ -146,6 +146,16 @@ class Probe(Protocol):
         """Progress of the sinks (`sinks.SinkStats`)."""
 
 
+class CacheFold(Protocol):
+    """A fold of a cache's batches into its state."""
+
+    def fold(self, batch: EventBatch) -> None:
+        """Take in the batch after the last one, or one that begins an epoch. Raises where it does not fit."""
+
+    def told(self) -> tuple[CacheCreated, StateExported]:
+        """The state, as events with which another fold can begin."""
+
+
 @dataclass(frozen=True)
 class SinkContext:
     """What a sink has to know about the cache whose events it gets."""
@@ -161,6 +171,8 @@ class SinkContext:
     """To be asked, while the sink is made, by one that needs salts as requests gave them."""
     kind: Literal["cache", "feed"] | None = "cache"
     """What the events tell of: a cache, or what engines told of theirs (`kvcache tap`). None: not known yet."""
+    fold: Callable[[], CacheFold] | None = field(default=None, compare=False)
+    """Makes a fold for a sink that tells the state itself; None: there is nothing that folds."""
 
 
 @dataclass(frozen=True)

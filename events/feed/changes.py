@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from events.tokens.rich import RichTokens
-from events.types import GroupCreated, Namespace
+from events.types import EventBatch, GroupCreated, Namespace
 
 BlockExtras = tuple[tuple[str, int], ...]
 """(64 hex digits, where it begins relative to the block) of each item in a block, in order."""
@@ -48,6 +48,12 @@ class Told(msgspec.Struct, frozen=True, gc=False):
 
     encoded: bytes
     """The event on the wire, in msgpack."""
+
+
+class Batched(msgspec.Struct, frozen=True, gc=False):
+    """A batch of the cache's own events, to be passed on as it is."""
+
+    batch: EventBatch
 
 
 class Created(msgspec.Struct, frozen=True, gc=False):
@@ -92,4 +98,4 @@ class Uncached(msgspec.Struct, frozen=True, gc=False):
 
 Change = Stored | Removed | Cleared
 InventoryChange = Created | Cached | Updated | Uncached | Cleared
-AnyChange = Change | Told | Created | Cached | Updated | Uncached
+AnyChange = Change | Told | Batched | Created | Cached | Updated | Uncached

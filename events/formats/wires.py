@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from events.feed.changes import AnyChange
@@ -28,6 +28,9 @@ class Encode(Protocol):
     ) -> bytes:
         """As `events.formats.vllm.encode_batch` says."""
 
+
+Join = Callable[[Sequence[bytes], int], bytes]
+"""Makes one payload of several; the number is the rank."""
 
 ENCODERS: dict[Format, Encode] = {
     "vllm": encode_batch,

@@ -20,13 +20,16 @@ from typing import Self
 
 import zmq
 
-from events.subscribe.continuity import Report
+from events.subscribe.continuity import Continuity, Report
 from events.subscribe.lines import shortest
 from events.subscribe.publication import Publication
 
 
-class AsyncSubscriber(Publication):
+class AsyncSubscriber(Publication[Report]):
     """A `Publication` to wait for with asyncio; made with the same arguments, where the loop runs or before."""
+
+    def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
+        return Continuity(start, can_ask=can_ask)
 
     async def __aenter__(self) -> Self:
         return self

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from events.errors import EventDecodeError
-from events.formats.vllm import parse_answer, parse_message, replay_request
-from events.subscribe.continuity import HELD_MAX, Continuity, Report
+from events.formats.vllm import Message, parse_answer, parse_message, replay_request
+from events.subscribe.continuity import HELD_MAX
 from events.subscribe.lines import Line, Readable
 
 READ_AT_ONCE = 256 << 10
@@ -26,20 +27,49 @@ def weight(frames: list[bytes]) -> int:
     return _MESSAGE_BYTES + len(frames[-1])
 
 
-class Follower:
+AnyReport = TypeVar("AnyReport")
+
+
+class Order(Protocol[AnyReport]):
+    """Puts messages in order, and makes reports of them, as `events.subscribe.continuity.Continuity` does."""
+
+    @property
+    def holding(self) -> int:
+        """How many live messages wait for the end of a replay."""
+
+    def take(self) -> list[AnyReport]:
+        """What is to be reported since the last call."""
+
+    def take_request(self) -> int | None:
+        """The number from which to ask for a replay now, once."""
+
+    def live(self, message: Message) -> None:
+        """A message of the stream."""
+
+    def answer(self, message: Message) -> None:
+        """A message of the replay."""
+
+    def end_of_replay(self, *, complete: bool = True) -> None:
+        """The answer is complete, or the publisher does not answer any more."""
+
+    def give_up(self, reason: str) -> None:
+        """Nobody listens any more."""
+
+
+class Follower(Generic[AnyReport]):
     """One publisher.
 
-    `ask` opens a socket to its replay (None: it cannot be asked); `topic` is what its messages begin with, and `start`,
-    `replay_timeout` are those of `events.subscribe.subscriber.Subscriber`.
+    `ask` opens a socket to its replay (None: it cannot be asked); `order` makes reports of its messages, which begin
+    with `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`.
     """
 
     def __init__(
-        self, ask: Callable[[], Line] | None, *, topic: bytes, start: int | None, replay_timeout: float
+        self, ask: Callable[[], Line] | None, order: Order[AnyReport], *, topic: bytes, replay_timeout: float
     ) -> None:
         self._open = ask
         self._topic = topic
         self._replay_timeout = replay_timeout
-        self._continuity = Continuity(start, can_ask=ask is not None)
+        self._continuity = order
         self._waiting_since: float | None = None
         self._asked_since: float | None = None
         self._question = 0
@@ -70,7 +100,7 @@ class Follower:
         except EventDecodeError:
             self.malformed += 1
 
-    def give_up(self, reason: str) -> list[Report]:
+    def give_up(self, reason: str) -> list[AnyReport]:
         """What is to be reported where it is not followed any more."""
         self.close()
         self._continuity.give_up(reason)
@@ -109,7 +139,7 @@ class Follower:
         self._ask_at_new_socket()
         self._asked_since = time.monotonic()
 
-    def take(self) -> list[Report]:
+    def take(self) -> list[AnyReport]:
         """What is to be reported since the last call."""
         return self._continuity.take()
 

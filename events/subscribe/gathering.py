@@ -27,7 +27,7 @@ from events.diagnostics import get_logger
 from events.sockets.curve import Curve
 from events.sockets.gate import Gate
 from events.sockets.keepalive import KEEPALIVE_SECONDS
-from events.subscribe.continuity import Report
+from events.subscribe.continuity import Continuity, Report
 from events.subscribe.endpoints import EndpointError, InsecureEndpoint, host_of
 from events.subscribe.follower import READ_AT_ONCE, Follower, weight
 from events.subscribe.lines import Line, LineOptions, Readable, refuse_insecure, shortest, wait_for
@@ -96,7 +96,7 @@ class Gathering:
         self._replay, self._topic, self._first = replay, topic.encode(), first
         self._replay_timeout = replay_timeout
         self._max_workers, self._forget_seconds = max_workers, forget_seconds
-        self._followers: dict[Worker, Follower] = {}
+        self._followers: dict[Worker, Follower[Report]] = {}
         self._looked_at = float("-inf")
         """When it was looked for one to be forgotten."""
         self._last_words: list[tuple[Worker, Report]] = []
@@ -194,14 +194,14 @@ class Gathering:
             else:
                 follower.live(frames)
 
-    def _follower(self, worker: Worker) -> Follower | None:
+    def _follower(self, worker: Worker) -> Follower[Report] | None:
         found = self._followers.get(worker)
         if found is None and (len(self._followers) < self._max_workers or self._make_room()):
             endpoint = self._endpoint_of(worker)
             found = self._followers[worker] = Follower(
                 None if endpoint is None else lambda: self._line_to(worker, endpoint),
+                Continuity(None if endpoint is None else self._first(worker), can_ask=endpoint is not None),
                 topic=self._topic,
-                start=None if endpoint is None else self._first(worker),
                 replay_timeout=self._replay_timeout,
             )
         return found

@@ -5,19 +5,20 @@ How to wait for it is the business of `events.subscribe.subscriber`, with asynci
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import ExitStack
+from typing import Generic
 
 import zmq
 
 from events.sockets.curve import Curve
 from events.sockets.keepalive import KEEPALIVE_SECONDS
-from events.subscribe.continuity import Report
-from events.subscribe.follower import READ_AT_ONCE, Follower, weight
+from events.subscribe.follower import READ_AT_ONCE, AnyReport, Follower, Order, weight
 from events.subscribe.lines import Line, LineOptions, Readable, shortest
 
 
-class Publication:
+class Publication(ABC, Generic[AnyReport]):
     """Follows one publisher.
 
     Args:
@@ -52,7 +53,7 @@ class Publication:
     ) -> None:
         self._replay = replay
         self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve)
-        self._ready: deque[Report] = deque()
+        self._ready: deque[AnyReport] = deque()
         self._lines = ExitStack()
         self.closed = False
         """Whether it was told to `close`."""
@@ -68,12 +69,17 @@ class Publication:
                 # A wrong endpoint is told now, not at the first gap.
                 self._line_to_replay().close()
             ask = None if replay is None else self._line_to_replay
-            self._follower = Follower(ask, topic=topic.encode(), start=start, replay_timeout=replay_timeout)
+            order = self._order(start, can_ask=ask is not None)
+            self._follower = Follower(ask, order, topic=topic.encode(), replay_timeout=replay_timeout)
             self._lines.callback(self._follower.close)
             self._follower.ask()
         except BaseException:
             self.close()
             raise
+
+    @abstractmethod
+    def _order(self, start: int | None, *, can_ask: bool) -> Order[AnyReport]:
+        """What puts its messages in order."""
 
     def close(self) -> None:
         """Disconnect; may be called twice."""
@@ -110,7 +116,7 @@ class Publication:
             waits.append(self._live.wait(poller))
         return shortest(waits, None)
 
-    def _take(self) -> list[Report]:
+    def _take(self) -> list[AnyReport]:
         """What there is to report now, in order, with what an iteration that was left has not handed out."""
         self._follower.read_answers()
         self._read_live()

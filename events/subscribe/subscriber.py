@@ -19,16 +19,17 @@ from typing import Self
 
 import zmq
 
-from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
+from events.subscribe.continuity import Continuity, Missed, Received, Report, Restarted, Restated
 from events.subscribe.endpoints import EndpointError
+from events.subscribe.follower import AnyReport
 from events.subscribe.lines import wait_for
 from events.subscribe.publication import Publication
 
-__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Restated", "Subscriber"]
+__all__ = ["EndpointError", "Missed", "Received", "Report", "Restarted", "Restated", "Subscriber", "Waiting"]
 
 
-class Subscriber(Publication):
-    """A `Publication` to wait for, or to iterate over; made with the same arguments."""
+class Waiting(Publication[AnyReport]):
+    """A `Publication` to wait for, or to iterate over."""
 
     def __enter__(self) -> Self:
         return self
@@ -36,14 +37,14 @@ class Subscriber(Publication):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __iter__(self) -> Iterator[Report]:
+    def __iter__(self) -> Iterator[AnyReport]:
         """Reports as they come, until the subscriber is closed. Who leaves the loop and comes again misses none."""
         while not self.closed:
             self._ready += self.poll()
             while self._ready:
                 yield self._ready.popleft()
 
-    def poll(self, timeout_ms: int | None = None) -> list[Report]:
+    def poll(self, timeout_ms: int | None = None) -> list[AnyReport]:
         """Wait until there is something to report, and return it in order; empty after `timeout_ms`.
 
         To be called all the time: ZeroMQ renews the subscription at a publisher that came back only inside a call.
@@ -55,3 +56,10 @@ class Subscriber(Publication):
                 return reports
             poller = zmq.Poller()
             wait_for(poller, [self.wait(poller)], deadline)
+
+
+class Subscriber(Waiting[Report]):
+    """A `Publication` to wait for, or to iterate over; made with the same arguments."""
+
+    def _order(self, start: int | None, *, can_ask: bool) -> Continuity:
+        return Continuity(start, can_ask=can_ask)

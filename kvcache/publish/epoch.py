@@ -14,6 +14,7 @@ from events.log.reader import Kind
 from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
 from kvcache.publish.position import Position
+from kvcache.record.told_state import ToldState
 from sinks import SinkContext
 
 
@@ -58,7 +59,9 @@ class Epoch:
 
     def context(self, state_dir: Path) -> SinkContext:
         """For the sinks that get this epoch's batches."""
-        return SinkContext(self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind)
+        return SinkContext(
+            self.key_bytes, self.tokens_per_block, self.model, state_dir, kind=self.kind, fold=ToldState
+        )
 
     def suits(self, other: Epoch) -> bool:
         """Whether sinks that were made for the other epoch understand this one."""

@@ -9,11 +9,13 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from events.brokers.address import NAME, PORTS, STREAM, AccessOptions, BrokerAddress, BrokerURLError
+from events.formats.native import Encoding
 from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.brokers.transport import BrokerSettings, BrokerTransport, Stream
 from sinks.router.feed import RouterFeed
-from sinks.router.forms import Style, WireFormat, form_of
+from sinks.router.forms import Style, WireFormat, form_of, tells_tokens
+from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import INT32
 from sinks.router.whose import feed_for
@@ -28,7 +30,8 @@ class BrokerOptions(AccessOptions, frozen=True, kw_only=True):
 
     format: WireFormat = "vllm"
     style: Style = "map"
-    tokens: bool = True
+    encoding: Encoding = "msgpack"
+    tokens: bool | None = None
     worker: str | None = None
     engine: str | None = None
     rank: Annotated[int, msgspec.Meta(ge=0, le=INT32)] = 0
@@ -98,7 +101,7 @@ def feed_of(
 ) -> RouterFeed:
     """The sink that feeds a worker's stream."""
     pace = {name: quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
-    form = form_of(url, options)
+    form = form_of(url, options, context)
     settings = BrokerSettings(
         rank=options.rank,
         piece_bytes=int(pace["max_batch"]),
@@ -108,12 +111,14 @@ def feed_of(
         form=form,
     )
     transport = BrokerTransport(stream, settings)
+    first = clock_number() if options.first is None else options.first
+    numbers = FeedNumbers(_state_path(url, options, worker, context), first=first)
+    if options.format == "native":
+        tokens, heartbeat = tells_tokens(options), pace["heartbeat"]
+        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
     return RouterFeed(
         transport,
-        FeedNumbers(
-            _state_path(url, options, worker, context),
-            first=clock_number() if options.first is None else options.first,
-        ),
+        numbers,
         coalesce_seconds=pace["coalesce"],
         max_batch_bytes=int(pace["max_batch"] / form.overhead),
         heartbeat_seconds=pace["heartbeat"],

@@ -15,12 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol, TypeVar
 
 from events.brokers.address import BrokerError, BrokerUnavailable
 from events.brokers.records import Record
-from events.feed.changes import AnyChange, Cleared
+from events.feed.changes import AnyChange
 from events.types import GroupCreated
 from sinks.base import SinkError, SinkUnavailable
 from sinks.router.batches import in_batches
@@ -129,7 +128,7 @@ class BrokerTransport:
     def send(self, batch: FeedBatch) -> None:
         """Have the broker keep a batch. Raises SinkError."""
         payload = self._encode(batch.changes, batch.ts, batch.groups)
-        place = self._append(Record(batch.seq, payload))
+        place = self._append_all(batch.seq, payload)
         self._bytes_since += len(payload)
         if self._kept is None:
             self._kept = place  # a feed begins with its whole state
@@ -167,6 +166,23 @@ class BrokerTransport:
     def _append(self, record: Record) -> str:
         return self._until_done(lambda: self._stream.append(record))
 
+    def _append_all(self, seq: int, payload: bytes) -> str:
+        """Have a batch kept, in pieces if it is too large and may be cut; returns where the first one is."""
+        first, *rest = self._cut(payload)
+        if not rest:
+            return self._append(Record(seq, payload))
+        self._tellings += 1
+        place = self._append(Record(seq, first, 0, self._tellings))
+        for number, piece in enumerate(rest, 1):
+            self._append(Record(seq, piece, number, self._tellings, last=number == len(rest)))
+        return place
+
+    def _cut(self, payload: bytes) -> list[bytes]:
+        size = self._settings.piece_bytes
+        if not self._settings.form.is_cut or len(payload) <= size:
+            return [payload]
+        return [payload[at : at + size] for at in range(0, len(payload), size)]
+
     def _until_done(self, work: Callable[[], Result]) -> Result:
         deadline = time.monotonic() + self._settings.timeout_seconds
         while True:
@@ -191,14 +207,18 @@ class BrokerTransport:
         """The state's records. Only behind a piece it is known whether that was the last one."""
         payload = None
         number = 0
-        piece_bytes = self._settings.piece_bytes // self._settings.form.overhead
-        for changes in in_batches(chain([Cleared()], state.changes), piece_bytes):
+        for piece in self._payloads(state):
             if payload is not None:
                 yield Record(state.seq, payload, number, telling)
                 number += 1
-            payload = self._encode(changes, state.ts, state.groups)
+            payload = piece
         assert payload is not None
         yield Record(state.seq, payload, number, telling, last=True)
+
+    def _payloads(self, state: FeedState) -> Iterator[bytes]:
+        piece_bytes = self._settings.piece_bytes // self._settings.form.overhead
+        for changes in in_batches(state.changes, piece_bytes):
+            yield from self._cut(self._encode(changes, state.ts, state.groups))
 
     def _tell(self, state: Iterator[Record]) -> None:
         """Send pieces for about so long, and at least one: batches that are sent from then on are not in the state."""

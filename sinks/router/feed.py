@@ -17,6 +17,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -52,7 +53,8 @@ class FeedState(msgspec.Struct, frozen=True):
     ts: float
     """When that batch went out."""
     changes: Iterable[AnyChange]
-    """Stores, parents first, and at the end removals of what is on its way; to be gone through once, at any time."""
+    """"Cleared", stores, parents first, and at the end removals of what is on its way; to be gone through once, at any
+    time."""
     groups: tuple[GroupCreated, ...]
 
 
@@ -195,7 +197,7 @@ class RouterFeed:
         if self._is_due(now):
             self._flush()
         elif self._heartbeat and now - self._sent_at >= self._heartbeat:
-            self._send([()])
+            self._send([self._heartbeat_changes()])
         if now - self._served_at >= SERVE_SECONDS:
             self._served_at = now
             self._serve()
@@ -228,7 +230,7 @@ class RouterFeed:
         changes, self._pending = self._pending, []
         size, self._pending_bytes = self._pending_bytes + BATCH_BYTES, 0
         if self._restate:
-            changes, size = [Cleared(), *self._visible()], self._max_bytes + 1
+            changes, size = [*self._whole()], self._max_bytes + 1
         if changes:
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
@@ -249,10 +251,13 @@ class RouterFeed:
                 self._subscribers = subscribers
                 self._subscribers_changed.notify_all()
 
-    def _visible(self) -> Iterable[AnyChange]:
-        """The fold's whole state; nothing while batches are missing, since any of it may be gone."""
-        return () if self._feed.lost else self._feed.snapshot()
+    def _whole(self) -> Iterable[AnyChange]:
+        """The fold's whole state; only "cleared" while batches are missing, since any of it may be gone."""
+        return chain([Cleared()], () if self._feed.lost else self._feed.snapshot())
+
+    def _heartbeat_changes(self) -> Sequence[AnyChange]:
+        return ()
 
     def _take_state(self) -> FeedState:
         self._flush()
-        return FeedState(self._numbers.next - 1, self._last_ts, self._visible(), self._feed.groups)
+        return FeedState(self._numbers.next - 1, self._last_ts, self._whole(), self._feed.groups)

@@ -7,13 +7,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from events.feed.changes import AnyChange, Stored, Told
-from events.formats.vllm_encode import Salts
-from events.formats.wires import ARRAY_OVERHEAD, ENCODERS, Encode
-from events.types import GroupCreated
-from sinks.base import SinkURL, SinkURLError
+from events.feed.changes import AnyChange, Batched, Stored, Told
+from events.formats.native import Encoding, NativeCodec, codec_of
+from events.formats.vllm_encode import Salts, join_batches
+from events.formats.wires import ARRAY_OVERHEAD, ENCODERS, Encode, Join
+from events.types import EventBatch, GroupCreated
+from sinks.base import SinkContext, SinkURL, SinkURLError
 
-WireFormat = Literal["vllm", "sglang"]
+WireFormat = Literal["vllm", "sglang", "native"]
 Style = Literal["map", "array"]
 
 
@@ -23,6 +24,10 @@ class Form(NamedTuple):
     encode: Encode = ENCODERS["vllm"]
     overhead: int = 1
     """Up to so many times the bytes that are reckoned for a batch."""
+    join: Join = join_batches
+    """Makes one payload of several."""
+    is_cut: bool = False
+    """Whether a payload may be cut anywhere, where one is too large for a broker."""
 
 
 class FormOptions(Protocol):
@@ -37,14 +42,42 @@ class FormOptions(Protocol):
         """Maps, or arrays."""
 
     @property
-    def tokens(self) -> bool:
-        """Whether token ids are told."""
+    def encoding(self) -> Encoding:
+        """Of `native`."""
+
+    @property
+    def tokens(self) -> bool | None:
+        """Whether token ids are told; None: as is usual in the format."""
 
 
-def form_of(url: SinkURL, options: FormOptions) -> Form:
+_NOT_NATIVE = ("style", "engine", "salts", "coalesce", "pad")
+"""Options about what other formats have."""
+
+
+def tells_tokens(options: FormOptions) -> bool:
+    """Whether token ids are told: routers find blocks by them, others need not know them."""
+    return options.format != "native" if options.tokens is None else options.tokens
+
+
+def form_of(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
     """What writes the batches. Raises SinkURLError."""
+    if options.format == "native":
+        return _native(url, options, context)
+    if "encoding" in url.options:
+        raise SinkURLError(str(url), "encoding= is about format=native: leave it out")
     form = _named(url, options)
-    return form if options.tokens else form._replace(encode=_WithoutTokens(form.encode))
+    return form if tells_tokens(options) else form._replace(encode=_WithoutTokens(form.encode))
+
+
+def _native(url: SinkURL, options: FormOptions, context: SinkContext) -> Form:
+    for name in _NOT_NATIVE:
+        if name in url.options:
+            raise SinkURLError(
+                str(url),
+                f"{name}= is about other formats: format=native tells batches as they are, leave it out",
+            )
+    codec = codec_of(options.encoding, context.key_bytes)
+    return Form(_Batches(codec), join=lambda payloads, rank: codec.join(payloads), is_cut=True)
 
 
 def _named(url: SinkURL, options: FormOptions) -> Form:
@@ -52,7 +85,27 @@ def _named(url: SinkURL, options: FormOptions) -> Form:
         if options.format != "vllm":
             raise SinkURLError(str(url), "style=array is a form of format=vllm: SGLang writes maps only")
         return Form(ENCODERS["vllm-array"], ARRAY_OVERHEAD)
-    return Form(ENCODERS[options.format])
+    return Form(ENCODERS["sglang" if options.format == "sglang" else "vllm"])
+
+
+class _Batches:
+    """Writes the only batch that is told."""
+
+    def __init__(self, codec: NativeCodec) -> None:
+        self._codec = codec
+
+    def __call__(
+        self,
+        changes: Sequence[AnyChange],
+        ts: float,
+        rank: int = 0,
+        groups: Sequence[GroupCreated] = (),
+        *,
+        salts: Salts | None = None,
+    ) -> bytes:
+        """As `Encode` says."""
+        told = [change.batch for change in changes if isinstance(change, Batched)]
+        return self._codec.encode(told[0] if told else EventBatch(-1, int(ts * 1e9), ()))
 
 
 class _WithoutTokens:

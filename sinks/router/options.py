@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from events.formats.native import Encoding
 from sinks.router.forms import Style, WireFormat
 from sinks.router.peers import MAX_CONNECTIONS
 from sinks.router.replay_server import REQUESTS_PER_SECOND
@@ -19,7 +20,8 @@ class ZMQOptions(msgspec.Struct, frozen=True):
 
     format: WireFormat = "vllm"
     style: Style = "map"
-    tokens: bool = True
+    encoding: Encoding = "msgpack"
+    tokens: bool | None = None
     bind: bool = False
     connect: bool = False
     replay: str | None = None

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 
-from events.feed.changes import AnyChange, Cleared
+from events.feed.changes import AnyChange
 from events.types import GroupCreated
 from sinks.router.batches import in_batches
 from sinks.router.feed import FeedState
@@ -39,7 +38,7 @@ class Snapshot:
         self.tail: list[bytes] = []
         """The payloads of the batches after `seq`."""
         self._groups, self._encode = state.groups, encode
-        self._changes = in_batches(chain([Cleared()], state.changes), piece_bytes)
+        self._changes = in_batches(state.changes, piece_bytes)
         self._state_bytes = self._tail_bytes = 0
 
     @property

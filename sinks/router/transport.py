@@ -14,7 +14,7 @@ import zmq
 from events.diagnostics import get_logger
 from events.feed.changes import AnyChange
 from events.formats import vllm
-from events.formats.wires import Encode
+from events.formats.wires import Encode, Join
 from events.sockets.curve import Curve
 from events.sockets.gate import Gate
 from events.sockets.hosts import is_loopback
@@ -72,6 +72,8 @@ class ZMQSettings:
     """After this a replay's reader that takes nothing is given up."""
     encode: Encode = vllm.encode_batch
     """The form of payloads."""
+    join: Join = vllm.join_batches
+    """Makes one of several."""
     tokens: bool = True
     """Whether that holds token ids."""
     salts: Callable[[bytes], str | None] | None = None
@@ -291,4 +293,4 @@ class ZMQTransport:
         return self._settings.encode(changes, ts, self._rank, groups, salts=self._settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
-        return vllm.join_batches(payloads, self._rank)
+        return self._settings.join(payloads, self._rank)

@@ -7,8 +7,10 @@ subscriber that falls behind by more than `hwm` messages misses some; with ``rep
 
 Options:
 
-- ``format``: what payloads look like, ``vllm`` or ``sglang``; with ``style=array`` as vLLM wrote them until 0.23.
-- ``tokens``: ``0`` leaves the token ids out, for readers that know blocks by their hashes alone.
+- ``format``: what payloads look like, ``vllm`` or ``sglang``; with ``style=array`` as vLLM wrote them until 0.23. Or
+  ``native``: all events of the cache, as ``encoding=msgpack`` or ``json`` (`sinks.router.native`).
+- ``tokens``: ``0`` leaves the token ids out, for readers that know blocks by their hashes alone; ``format=native`` has
+  them only with ``1``.
 - ``bind``, ``connect``: whether HOST and PORT are this feed's, to which readers connect, or those of a router that is
   bound there and hears many feeds. By default ``*``, other wildcards and loopback are bound, and anything else is
   connected to.
@@ -52,8 +54,9 @@ from events.units import parse_bytes, parse_seconds
 from sinks.base import SinkContext, SinkURL, SinkURLError
 from sinks.router.addresses import feed_place, replay_place
 from sinks.router.feed import RouterFeed
-from sinks.router.forms import form_of
+from sinks.router.forms import form_of, tells_tokens
 from sinks.router.keys import curve_of
+from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers, clock_number
 from sinks.router.options import ZMQOptions
 from sinks.router.places import Place
@@ -70,11 +73,15 @@ def create(url: SinkURL, context: SinkContext) -> RouterFeed:
     pace = {name: _quantity(url, options, name) for name in ("coalesce", "max_batch", "heartbeat")}
     _refuse_idle(url, options)
     transport = ZMQTransport(settings)
+    numbers = FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options))
+    if options.format == "native":
+        tokens, heartbeat = tells_tokens(options), pace["heartbeat"]
+        return NativeFeed(transport, numbers, context, tokens=tokens, heartbeat_seconds=heartbeat)
     return RouterFeed(
         transport,
-        FeedNumbers(_state_path(url, options, settings, context), first=_first_number(options)),
+        numbers,
         coalesce_seconds=pace["coalesce"],
-        max_batch_bytes=int(pace["max_batch"] / form_of(url, options).overhead),
+        max_batch_bytes=int(pace["max_batch"] / form_of(url, options, context).overhead),
         heartbeat_seconds=pace["heartbeat"],
         feed=feed_for(url, options.engine, context),
         opens_as=transport.speak_as,
@@ -90,6 +97,7 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         raise SinkURLError(str(url), "it takes no path; use zmq+pub://127.0.0.1:5557")
     _check_numbers(url, options)
     place, replay = feed_place(url, options), replay_place(url, options)
+    form = form_of(url, options, context)
     _check_topic(url, options, place, replay, context)
     return ZMQSettings(
         host=place.host,
@@ -106,8 +114,9 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         pad=options.pad,
         hwm=options.hwm,
         linger_seconds=_quantity(url, options, "linger"),
-        encode=form_of(url, options).encode,
-        tokens=options.tokens,
+        encode=form.encode,
+        join=form.join,
+        tokens=tells_tokens(options),
         salts=context.salts.ask() if options.salts == "plain" else None,
         curve=curve_of(url, options, place, replay),
         keepalive_seconds=_quantity(url, options, "keepalive"),
@@ -146,6 +155,8 @@ def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
         if options.topic is not None and getattr(options, name) is not None:
             reason = f"{name}= is a part of the topic that topic= replaces: leave one of them out"
             raise SinkURLError(str(url), reason)
+    if options.format == "native" and "max_batch" in url.options:
+        raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
     for name in ("ring", "pad", "replay_rate"):
         if name in url.options and options.replay is None:
             raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")

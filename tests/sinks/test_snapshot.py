@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from events.feed.changes import AnyChange, Stored
+from events.feed.changes import AnyChange, Cleared, Stored
 from events.types import GroupCreated, Namespace
 from sinks.router.feed import FeedState
 from sinks.router.snapshot import MIN_TAIL_BYTES, Snapshot
@@ -21,7 +22,7 @@ def encode(told: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated])
 
 
 def snapshot(count: int, piece_bytes: int = 4000) -> Snapshot:
-    return Snapshot(FeedState(7, 1.0, changes(count), ()), encode, piece_bytes)
+    return Snapshot(FeedState(7, 1.0, chain([Cleared()], changes(count)), ()), encode, piece_bytes)
 
 
 def test_is_encoded_piece_by_piece() -> None:

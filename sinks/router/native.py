@@ -1,0 +1,147 @@
+"""``format=native``: all events of the cache, each batch as it was flushed, in a message of its own.
+
+Whoever begins needs the whole state, and the manager would have to stop the engine to tell it. So the sink folds the
+batches itself, on its own thread, by the code with which logs are replayed (`SinkContext.fold`), and tells what it
+has folded: when it is opened, after a failure, to each newcomer, and again and again in a broker's stream. Only what the
+sink itself has missed must come from the manager, as for any feed (`lost_seq`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import dropwhile
+
+import msgspec
+
+from events.codec import batch_without_tokens
+from events.feed.changes import AnyChange, Batched
+from events.feed.stream_fold import StreamFold
+from events.formats.native import loses_track, origin_told
+from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, StateExported
+from sinks.base import CacheFold, SinkContext, SinkError
+from sinks.router.feed import FeedTransport, RouterFeed
+from sinks.router.numbers import FeedNumbers
+
+_LOG_ID_BYTES = 16
+_MISSED = "missed by the sink: the whole state follows"
+
+
+class NativeFold(StreamFold[Batched]):
+    """Passes batches on, and knows the state behind them. The first of an epoch begins with `EpochStarted`.
+
+    - `state`: what folds; None: the state cannot be told.
+    - `tokens`: whether token ids are passed on.
+    """
+
+    def __init__(self, state: CacheFold | None, *, tokens: bool) -> None:
+        super().__init__()
+        self._state, self._tokens = state, tokens
+        self._log_id = os.urandom(_LOG_ID_BYTES)
+        """Stands for the log of a cache that has none."""
+        self._beginning_events: tuple[AnyEvent, ...] = ()
+        """What the epoch began with, before the state; empty: nothing has begun yet."""
+        self._last_ts = 0
+
+    def fold(self, batch: EventBatch) -> list[Batched]:
+        """What goes out for a batch: itself, or the state that makes up for what was missed; until that comes nothing."""
+        batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
+        whole, last = origin_told(batch) is not None, -1 if self.last_seq is None else self.last_seq
+        missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
+        told = any(isinstance(event, StateExported) for event in batch.events) and bool(
+            self._beginning_events
+        )
+        was_lost, self.lost = self.lost, not whole and ((missed and not told) or loses_track(batch, last))
+        self.last_seq, self._last_ts = batch.seq, batch.ts
+        if self.lost:
+            return [] if was_lost else [self._gap(min(last + 1, batch.seq))]
+        if missed and not whole:
+            batch = self._recovered(batch)
+        if self._state is not None:
+            self._state.fold(batch)
+        return [Batched(batch)]
+
+    def snapshot(self) -> Iterator[Batched]:
+        """A batch to begin with; where nothing is known, one that says so."""
+        if self.last_seq is None or self._state is None or not self._beginning_events:
+            yield self.heartbeat()
+        elif self.lost:
+            yield self._gap(self.last_seq)
+        else:
+            events = (self._beginning_events[0], *self._state.told())
+            yield Batched(EventBatch(self.last_seq, self._last_ts, events))
+
+    def heartbeat(self) -> Batched:
+        """A batch without events, which says what the last one was; -1: there was none."""
+        return Batched(EventBatch(-1 if self.last_seq is None else self.last_seq, self._last_ts, ()))
+
+    def _begun(self, batch: EventBatch) -> EventBatch:
+        """With what an epoch begins with, if one does, as it is true for who gets this stream."""
+        first = batch.events[0] if batch.events else None
+        if isinstance(first, EpochStarted):
+            events = (msgspec.structs.replace(first, tokens_recorded=self._tokens), *batch.events[1:])
+        elif isinstance(first, CacheCreated):
+            started = EpochStarted(0, self._log_id, None, None, True, self._tokens, "")
+            events = (started, *batch.events)
+        else:
+            return batch
+        created = next((event for event in events if isinstance(event, CacheCreated)), None)
+        self._beginning_events = () if created is None else (events[0], created)
+        return EventBatch(batch.seq, batch.ts, events)
+
+    def _recovered(self, batch: EventBatch) -> EventBatch:
+        """What can be understood of a batch that tells the state, as a batch to begin with."""
+        told = dropwhile(lambda event: not isinstance(event, StateExported), batch.events)
+        return EventBatch(batch.seq, batch.ts, (*self._beginning_events, *told))
+
+    def _gap(self, first: int) -> Batched:
+        assert self.last_seq is not None
+        return Batched(EventBatch(self.last_seq, self._last_ts, (Gap(first, self.last_seq, _MISSED),)))
+
+
+class NativeFeed(RouterFeed):
+    """The sink: a feed whose messages are the cache's batches.
+
+    `tokens`: whether it is given token ids, and passes them on.
+    """
+
+    needs_cache = True
+
+    def __init__(
+        self,
+        transport: FeedTransport,
+        numbers: FeedNumbers,
+        context: SinkContext,
+        *,
+        tokens: bool,
+        heartbeat_seconds: float,
+    ) -> None:
+        self._native = NativeFold(None if context.fold is None else context.fold(), tokens=tokens)
+        super().__init__(
+            transport,
+            numbers,
+            coalesce_seconds=0,
+            max_batch_bytes=0,  # so that each batch goes out alone
+            heartbeat_seconds=heartbeat_seconds,
+            feed=self._native,
+        )
+        self.needs_tokens = tokens
+        self._context = context
+
+    def open(self) -> None:
+        """As of any feed. Raises SinkError where the state cannot be folded."""
+        if self._context.fold is None:
+            raise SinkError(
+                "format=native needs a cache: give the URL to KVCacheManager or `kvcache publish`"
+            )
+        if not (self.needs_tokens or self._context.key_bytes):
+            raise SinkError(
+                "format=native without tokens needs names of blocks: set block_hash, or add tokens=1"
+            )
+        super().open()
+
+    def _whole(self) -> Iterable[AnyChange]:
+        return self._native.snapshot()
+
+    def _heartbeat_changes(self) -> Sequence[AnyChange]:
+        return (self._native.heartbeat(),)
