@@ -1,8 +1,8 @@
 """Makes of one worker's records in the native format what a reader is to know, in order.
 
 A record may be a piece of a batch: of one that tells the state, again and again (`events.brokers.records`), or of one
-that was too large for the broker. Pieces are put together, and then it is a message as any other. While those of a state
-come in, batches come in between; who waits for that state keeps them, since they follow it.
+that was too large for the broker. Put together they are a message as any other. While those of a state come in, batches
+come in between; who waits for that state keeps them, since they follow it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ class NativeRecordFollower:
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
         self._continuity = NativeContinuity()
-        self._forget_pieces()
+        self._pieces: list[bytes] = []
+        self._of: tuple[int, int] | None = None
+        """The batch of which there are pieces: its number and telling."""
+        self._held: list[Message] = []
+        """Batches since its first piece."""
 
     @property
     def waiting(self) -> bool:
@@ -33,7 +37,7 @@ class NativeRecordFollower:
         """What is to be reported once this record is known."""
         if record.piece is None:
             message = Message(self._topic, record.seq, record.payload)
-            if self.waiting and self._of is not None:
+            if self._of is not None:
                 self._held.append(message)
                 if len(self._held) > HELD_MAX:
                     self._forget_pieces()  # nobody goes on with that state
@@ -47,9 +51,8 @@ class NativeRecordFollower:
         return self._continuity.take()
 
     def _wants(self, record: Record) -> bool:
-        """Whether the piece is not of a state that is known already."""
-        expected = self._continuity.next
-        return self.waiting or expected is None or record.seq >= expected
+        """Whether the piece is not of a state that is known already: that of the last batch."""
+        return self.waiting or self._of is not None or record.seq + 1 != self._continuity.next
 
     def _is_whole(self, record: Record) -> bool:
         """Take a piece; whether it was the last one, and all are there."""
@@ -64,8 +67,4 @@ class NativeRecordFollower:
         return record.last
 
     def _forget_pieces(self) -> None:
-        self._pieces: list[bytes] = []
-        self._of: tuple[int, int] | None = None
-        """The batch of which there are pieces: its number and telling."""
-        self._held: list[Message] = []
-        """Batches since its first piece."""
+        self._pieces, self._of, self._held = [], None, []

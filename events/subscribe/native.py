@@ -13,6 +13,7 @@ A publisher tells each newcomer its state. So who has missed something that cann
 from __future__ import annotations
 
 import time
+
 import zmq
 
 from events.sockets.curve import Curve

@@ -2,8 +2,8 @@
 
 Whoever begins needs the whole state, and the manager would have to stop the engine to tell it. So the sink folds the
 batches itself, on its own thread, by the code with which logs are replayed (`SinkContext.fold`), and tells what it
-has folded: when it is opened, after a failure, to each newcomer, and again and again in a broker's stream. Only what the
-sink itself has missed must come from the manager, as for any feed (`lost_seq`).
+has folded: when it is opened, after a failure, to each newcomer, and again and again in a broker's stream. Only what
+the sink itself has missed must come from the manager, as for any feed (`lost_seq`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NativeFold(StreamFold[Batched]):
         self._last_ts = 0
 
     def fold(self, batch: EventBatch) -> list[Batched]:
-        """What goes out for a batch: itself, or the state that makes up for what was missed; until that comes nothing."""
+        """What goes out for a batch: itself, or the state that makes up for what was missed; before that nothing."""
         batch = self._begun(batch if self._tokens else batch_without_tokens(batch))
         whole, last = origin_told(batch) is not None, -1 if self.last_seq is None else self.last_seq
         missed = self.lost or (self.last_seq is not None and batch.seq != last + 1)
@@ -81,13 +81,20 @@ class NativeFold(StreamFold[Batched]):
         if isinstance(first, EpochStarted):
             events = (msgspec.structs.replace(first, tokens_recorded=self._tokens), *batch.events[1:])
         elif isinstance(first, CacheCreated):
-            started = EpochStarted(0, self._log_id, None, None, True, self._tokens, "")
-            events = (started, *batch.events)
+            events = self._with_state(batch, first)
         else:
             return batch
         created = next((event for event in events if isinstance(event, CacheCreated)), None)
         self._beginning_events = () if created is None else (events[0], created)
         return EventBatch(batch.seq, batch.ts, events)
+
+    def _with_state(self, batch: EventBatch, created: CacheCreated) -> tuple[AnyEvent, ...]:
+        """The events of a cache without a log, behind what a log would begin with."""
+        started = EpochStarted(0, self._log_id, None, None, True, self._tokens, "")
+        if self._state is None or any(isinstance(event, StateExported) for event in batch.events):
+            return (started, *batch.events)
+        self._state.fold(EventBatch(batch.seq, batch.ts, (started, created)))
+        return (started, *self._state.told(), *batch.events[1:])
 
     def _recovered(self, batch: EventBatch) -> EventBatch:
         """What can be understood of a batch that tells the state, as a batch to begin with."""

@@ -201,7 +201,7 @@ class TestState:
         rig.transport.wants_state = True
         rig.tick()
         (state,) = rig.transport.states
-        assert (state.seq, list(state.changes), state.groups) == (0, [], ())
+        assert (state.seq, list(state.changes), state.groups) == (0, [Cleared()], ())
         assert [batch.changes for batch in rig.sent()] == [[Cleared()]]
 
 
