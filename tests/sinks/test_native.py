@@ -192,7 +192,7 @@ class Loss:
     def __call__(self) -> list[bytes] | None:
         while (frames := self._receive()) is not None and self._rng.random() < self.share:
             pass
-        return frames  # type: ignore[no-any-return]
+        return frames
 
 
 def lose(subscriber: Any, rng: random.Random, share: float) -> Loss:
