@@ -4,8 +4,8 @@ Events are the only way in which the cache's state changes, so whoever has them 
 `events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
 
 `Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
-`events.formats.vllm` reads, and `Curve` has the keys for those that are encrypted. They are imported on first use:
-nothing else here needs ZeroMQ.
+`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for those that
+are encrypted. They are imported on first use: nothing else here needs ZeroMQ.
 """
 
 from importlib import import_module
@@ -88,6 +88,8 @@ if TYPE_CHECKING:
     from events.subscribe.continuity import Restated as Restated
     from events.subscribe.gathering import Gathering as Gathering
     from events.subscribe.index import Index as Index
+    from events.subscribe.native import NativeSubscriber as NativeSubscriber
+    from events.subscribe.native_continuity import ReceivedBatch as ReceivedBatch
     from events.subscribe.subscriber import Subscriber as Subscriber
 
 KVCACHE_PACKAGE = "kvcache"
@@ -98,6 +100,8 @@ _HOMES = {
     "Curve": "sockets.curve",
     "Gathering": "subscribe.gathering",
     "Index": "subscribe.index",
+    "NativeSubscriber": "subscribe.native",
+    "ReceivedBatch": "subscribe.native_continuity",
     "Missed": "subscribe.continuity",
     "Received": "subscribe.continuity",
     "Report": "subscribe.continuity",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, cast
 
-from events.brokers.subscriber import BrokerSubscriber
+from events.brokers.subscriber import BrokerSubscriber, NativeBrokerSubscriber
 from events.subscribe.continuity import Report
 from kvcache.cli.listening import Speaker
 from kvcache.errors import UsageError
@@ -24,7 +24,8 @@ class BrokerListening:
             if getattr(args, name):
                 reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
                 raise UsageError(f"{reason}; docs/brokers.md has the options of a broker's address")
-        self._subscriber = BrokerSubscriber(args.endpoint[0])
+        reads = NativeBrokerSubscriber if args.format == "native" else BrokerSubscriber
+        self._subscriber = cast("BrokerSubscriber", reads(args.endpoint[0]))
         self._endpoint = str(self._subscriber.endpoint)
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
 from urllib.parse import parse_qsl
 
 from events.subscribe.continuity import Report
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
     from events.sockets.curve import Curve
     from events.subscribe.gathering import Gathering, Worker
+    from events.subscribe.native import NativeSubscriber
     from events.subscribe.subscriber import Subscriber
+
+    AnySource = Subscriber | NativeSubscriber | Gathering
 
 IN_TOPIC = "topic"
 """Given in place of a replay's endpoint: it is the one in the worker's topic."""
@@ -97,7 +100,7 @@ class Listening:
         import zmq
 
         places = places_of(args)
-        self._sources: dict[str, Subscriber | Gathering] = {}
+        self._sources: dict[str, AnySource] = {}
         self._replays: dict[str, str | None] = {}
         self._open = ExitStack()
         try:
@@ -179,7 +182,8 @@ class Listening:
         source = self._sources[endpoint]
         if isinstance(source, Gathering):
             return [(Speaker(endpoint, worker), report) for worker, report in source.poll(0)]
-        return [(Speaker(endpoint), report) for report in source.poll(0)]
+        reports = cast("Sequence[Report]", source.poll(0))
+        return [(Speaker(endpoint), report) for report in reports]
 
 
 def places_of(args: argparse.Namespace) -> list[Place]:
@@ -207,15 +211,16 @@ def _with_replay(places: list[Place], replay: str) -> list[Place]:
     return [place._replace(replay=_replay(place.endpoint, replay)) for place in places]
 
 
-def _source(
-    place: Place, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]
-) -> Subscriber | Gathering:
+def _source(place: Place, args: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]]) -> AnySource:
     from events.subscribe.gathering import Gathering, replay_in_topic
+    from events.subscribe.native import NativeSubscriber
     from events.subscribe.subscriber import Subscriber
 
     endpoint, replay, _ = place
     binds = is_bound(place, args)
     curve = curve_of(args, place, binds=binds)
+    if binds and args.format == "native":
+        raise UsageError(f"{endpoint}: --format native connects to one publisher, and is not bound")
     if binds:
         refuse_named_replay(replay)
         find = None if replay is None else replay_in_topic
@@ -223,11 +228,13 @@ def _source(
     for each in (endpoint, replay):
         if each is not None:
             refuse_unknown_host(each)
+    if args.format == "native":
+        return NativeSubscriber(endpoint, replay=replay, topic=args.topic, curve=curve, context=context)
     start = None if replay is None else 0
     return Subscriber(endpoint, replay=replay, topic=args.topic, start=start, curve=curve, context=context)
 
 
-def _bound_at(source: Subscriber | Gathering) -> str | None:
+def _bound_at(source: AnySource) -> str | None:
     """Where it is bound; None: it is not."""
     return getattr(source, "endpoint", None)
 

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEvent
-from events.subscribe.continuity import Missed, Received, Report, Restarted, Restated
+from events.subscribe.continuity import Received, Report
 from events.subscribe.index import GPU, HOST, STORAGE, Index
-from kvcache.cli import watching
+from kvcache.cli import native_lines, watching
 from kvcache.cli.hearing import Heard, heard, listen
 from kvcache.cli.listening import IN_TOPIC, add_connection_options
 from kvcache.cli.output import Output, count, paint
 from kvcache.cli.parser import positive
 from kvcache.cli.process import StopSignals
+from kvcache.cli.subscribed_lines import interruption, json_interruption
 from sinks.render import NAME_DIGITS, text
 
 if TYPE_CHECKING:
@@ -62,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only topics that begin with this (replayed batches without any topic are shown, too)",
     )
     add_connection_options(parser)
+    add(
+        "--format",
+        choices=["router", "native"],
+        default="router",
+        help="router: stores and removals, in any format that routers read; native: all events of a cache, of one "
+        "ENDPOINT with format=native",
+    )
     add("--count", type=positive, metavar="N", help="end after N batches with events")
     add(
         "--json",
@@ -75,8 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, out: Output) -> int:
     """Print reports until there were enough, or a signal comes."""
     watching.check(args)
+    if args.format == "native":
+        native_lines.refuse_table(args)
     with StopSignals() as stop, listen(args) as listening:
-        if watching.wanted(args):
+        if args.format == "native":
+            native_lines.print_events(listening, stop, args, out)
+        elif watching.wanted(args):
             watching.watch(listening, heard(listening, stop, args, out), args, out)
         else:
             _print_events(heard(listening, stop, args, out), args, out)
@@ -103,7 +115,7 @@ def _lines(report: Report, worker: Worker | None) -> Iterator[str]:
     """For people."""
     said_by = [] if worker is None else [f"from={text(worker.topic)}"]
     if not isinstance(report, Received):
-        yield paint(" ".join([f"{'':>9}  {_interruption(report)}", *said_by]), "yellow")
+        yield paint(" ".join([f"{'':>9}  {interruption(report)}", *said_by]), "yellow")
         return
     replayed = [*said_by, *["(replayed)"] * report.replayed]
     for number, event in enumerate(report.batch.events):
@@ -111,19 +123,6 @@ def _lines(report: Report, worker: Worker | None) -> Iterator[str]:
         name = paint(f"{kind:<{_TYPE_WIDTH}}", _COLORS.get(kind))
         details = " ".join([*_details(event), *replayed])
         yield f"{paint(f'{address:>9}', 'dim')}  {name}  {details}".rstrip()
-
-
-def _interruption(report: Missed | Restated | Restarted) -> str:
-    if isinstance(report, Restated):
-        # Not how many lie between: numbers that follow the clock may jump by millions.
-        numbers = f"{report.first - 1} to {report.last + 1}"
-        return f"the publisher tells its whole state anew; its numbers go on from {numbers}"
-    if isinstance(report, Restarted):
-        return f"the publisher restarted: batch {report.first} came after {report.last}"
-    batches = count(report.last - report.first + 1, "batch", "batches")
-    span = f"{report.first}" if report.first == report.last else f"{report.first}-{report.last}"
-    fate = "got by replay, above" if report.recovered else f"lost: {report.reason}"
-    return f"missed {batches} ({span}), {fate}"
 
 
 def _details(event: VLLMEvent) -> list[str]:
@@ -163,10 +162,8 @@ def _hex(name: Hash) -> str:
 def _json_lines(report: Report, worker: Worker | None) -> Iterator[str]:
     """For programs; hashes in hex digits, since many read numbers as floats."""
     if not isinstance(report, Received):
-        fields = msgspec.structs.asdict(report)
-        span = {"first_seq": fields.pop("first"), "last_seq": fields.pop("last")}
         envelope = dict.fromkeys(_ENVELOPE) | ({} if worker is None else {"topic": worker.topic})
-        yield _json({**envelope, "type": type(report).__name__, **span, **fields})
+        yield _json({**envelope, **json_interruption(report)})
         return
     envelope = {"ts": _nanoseconds(report.batch.ts), "rank": report.batch.rank, "topic": report.topic}
     for number, event in enumerate(report.batch.events):
