@@ -4,8 +4,8 @@ Events are the only way in which the cache's state changes, so whoever has them 
 `events.codec` turns them into bytes and JSON, `events.log` keeps them on disk.
 
 `Subscriber`, `AsyncSubscriber` and `Gathering` follow live streams of KV events, of any publisher of a format that
-`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for those that
-are encrypted. They are imported on first use: nothing else here needs ZeroMQ.
+`events.formats.vllm` reads, `NativeSubscriber` a stream of all events of a cache, and `Curve` has the keys for those
+that are encrypted. They are imported on first use: nothing else here needs ZeroMQ.
 """
 
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 A record may be a piece of a batch: of one that tells the state, again and again (`events.brokers.records`), or of one
 that was too large for the broker. Put together they are a message as any other. While those of a state come in, batches
-come in between; who waits for that state keeps them, since they follow it.
+come in between, some of them in pieces, too; who waits for that state keeps them, since they follow it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from events.brokers.records import Record
 from events.formats.vllm import Message
 from events.subscribe.continuity import HELD_MAX
 from events.subscribe.native_continuity import NativeContinuity, NativeReport
+
+_AT_ONCE = 2
+"""Batches whose pieces come between each other: a state, and one that follows it. Others were not told to the end."""
 
 
 class NativeRecordFollower:
@@ -22,11 +25,10 @@ class NativeRecordFollower:
     def __init__(self, worker: str) -> None:
         self._topic = worker.encode()
         self._continuity = NativeContinuity()
-        self._pieces: list[bytes] = []
-        self._of: tuple[int, int] | None = None
-        """The batch of which there are pieces: its number and telling."""
+        self._pieces: dict[tuple[int, int], list[bytes]] = {}
+        """Of batches, by number and telling, those that came, oldest batch first."""
         self._held: list[Message] = []
-        """Batches since its first piece."""
+        """Batches since the first of these pieces."""
 
     @property
     def waiting(self) -> bool:
@@ -35,36 +37,41 @@ class NativeRecordFollower:
 
     def take(self, record: Record) -> list[NativeReport]:
         """What is to be reported once this record is known."""
-        if record.piece is None:
-            message = Message(self._topic, record.seq, record.payload)
-            if self._of is not None:
-                self._held.append(message)
-                if len(self._held) > HELD_MAX:
-                    self._forget_pieces()  # nobody goes on with that state
+        payload = record.payload if record.piece is None else self._put_together(record)
+        if payload is not None:
+            message = Message(self._topic, record.seq, payload)
             self._continuity.live(message)
-        elif self._wants(record) and self._is_whole(record):
-            payload, held = b"".join(self._pieces), self._held
-            self._forget_pieces()
-            self._continuity.live(Message(self._topic, record.seq, payload))
-            for message in held:
-                self._continuity.live(message)
+            if record.piece is not None and not self.waiting:
+                # Those that are known already are passed over.
+                for each in self._held:
+                    self._continuity.live(each)
+            self._hold(message)
         return self._continuity.take()
+
+    def _put_together(self, record: Record) -> bytes | None:
+        """The payload whose last piece this is; None: it is none, or others are missing."""
+        of = record.seq, record.telling
+        if record.piece == 0 and self._wants(record):
+            self._pieces[of] = []
+            if len(self._pieces) > _AT_ONCE:
+                del self._pieces[next(iter(self._pieces))]
+        pieces = self._pieces.get(of)
+        if pieces is None or record.piece != len(pieces):
+            self._pieces.pop(of, None)
+            return None
+        pieces.append(record.payload)
+        return b"".join(self._pieces.pop(of)) if record.last else None
 
     def _wants(self, record: Record) -> bool:
         """Whether the piece is not of a state that is known already: that of the last batch."""
-        return self.waiting or self._of is not None or record.seq + 1 != self._continuity.next
+        return self.waiting or record.seq + 1 != self._continuity.next
 
-    def _is_whole(self, record: Record) -> bool:
-        """Take a piece; whether it was the last one, and all are there."""
-        of = record.seq, record.telling
-        if record.piece == 0:
-            self._forget_pieces()
-            self._of = of
-        if self._of != of or record.piece != len(self._pieces):
-            self._forget_pieces()  # one that was not told to its end
-            return False
-        self._pieces.append(record.payload)
-        return record.last
-
-    def _forget_pieces(self) -> None:
-        self._pieces, self._of, self._held = [], None, []
+    def _hold(self, message: Message) -> None:
+        if not self._pieces:
+            self._held.clear()
+            return
+        self._held.append(message)
+        if len(self._held) > HELD_MAX:
+            # Nobody goes on with a state that was begun so long ago.
+            self._pieces.clear()
+            self._held.clear()

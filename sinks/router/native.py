@@ -20,7 +20,7 @@ from events.feed.stream_fold import StreamFold
 from events.formats.native import loses_track, origin_told
 from events.types import AnyEvent, CacheCreated, EpochStarted, EventBatch, Gap, StateExported
 from sinks.base import CacheFold, SinkContext, SinkError
-from sinks.router.feed import FeedTransport, RouterFeed
+from sinks.router.feed import FeedState, FeedTransport, RouterFeed
 from sinks.router.numbers import FeedNumbers
 
 _LOG_ID_BYTES = 16
@@ -90,7 +90,15 @@ class NativeFold(StreamFold[Batched]):
 
     def _with_state(self, batch: EventBatch, created: CacheCreated) -> tuple[AnyEvent, ...]:
         """The events of a cache without a log, behind what a log would begin with."""
-        started = EpochStarted(0, self._log_id, None, None, True, self._tokens, "")
+        started = EpochStarted(
+            epoch=0,
+            log_id=self._log_id,
+            previous_epoch=None,
+            previous_last_seq=None,
+            clean=True,
+            tokens_recorded=self._tokens,
+            software="",
+        )
         if self._state is None or any(isinstance(event, StateExported) for event in batch.events):
             return (started, *batch.events)
         self._state.fold(EventBatch(batch.seq, batch.ts, (started, created)))
@@ -103,7 +111,8 @@ class NativeFold(StreamFold[Batched]):
 
     def _gap(self, first: int) -> Batched:
         assert self.last_seq is not None
-        return Batched(EventBatch(self.last_seq, self._last_ts, (Gap(first, self.last_seq, _MISSED),)))
+        gap = Gap(first_seq=first, last_seq=self.last_seq, reason=_MISSED)
+        return Batched(EventBatch(self.last_seq, self._last_ts, (gap,)))
 
 
 class NativeFeed(RouterFeed):
@@ -148,7 +157,11 @@ class NativeFeed(RouterFeed):
         super().open()
 
     def _whole(self) -> Iterable[AnyChange]:
-        return self._native.snapshot()
+        # What says nothing would only show that numbers were jumped over.
+        return () if self._native.last_seq is None else self._native.snapshot()
+
+    def _take_state(self) -> FeedState:
+        return msgspec.structs.replace(super()._take_state(), changes=self._native.snapshot())
 
     def _heartbeat_changes(self) -> Sequence[AnyChange]:
         return (self._native.heartbeat(),)

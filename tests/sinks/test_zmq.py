@@ -573,7 +573,7 @@ class TestURL:
             ("zmq+pub://127.0.0.1:1/path", "it takes no path"),
             (
                 "zmq+pub://127.0.0.1:1?format=morse",
-                r"format.*known options: format, style, tokens, bind, connect, replay, topic",
+                r"format.*known options: format, style, encoding, tokens, bind, connect, replay, topic",
             ),
             ("zmq+pub://127.0.0.1:1?replay=x", "replay"),
             ("zmq+pub://127.0.0.1:5557?replay=5557", "port 5557 cannot be both its own and the replay's"),
