@@ -22,7 +22,7 @@ from events.formats.vllm import Message
 from events.log import LogReader, LogWriter
 from events.subscribe.continuity import Missed, Restarted, Restated
 from events.subscribe.native import NativeSubscriber
-from events.subscribe.native_continuity import NativeContinuity
+from events.subscribe.native_continuity import NativeContinuity, ReceivedBatch
 from events.types import CacheCreated, EpochStarted, EventBatch, Gap, StateExported
 from kvcache.record.told_state import ToldState
 from sinks import SinkContext, SinkOpenError, SinkRunner, open_sink
@@ -412,6 +412,21 @@ def test_replays_fill_in(seed: int) -> None:
     assert reader.replayed.fingerprint == cache.fingerprint
     assert not continuity.waiting
     assert not any(isinstance(each, Missed) and not each.recovered for each in reader.others)
+
+
+def test_a_state_that_is_known_is_not_handed_out() -> None:
+    """Told again, by a publisher that was started anew too, under numbers further on, it is passed over."""
+    sent, _ = sent_by_a_cache(6)
+    continuity = NativeContinuity()
+    for message in sent.messages[:9]:
+        continuity.live(message)
+    assert len(continuity.take()) == 9
+    continuity.live(sent.states[8])
+    continuity.live(sent.states[8]._replace(seq=1000))
+    continuity.live(sent.messages[9]._replace(seq=1001))
+    (report,) = continuity.take()
+    assert isinstance(report, ReceivedBatch)
+    assert report.batch == decode_batch(sent.messages[9].payload)
 
 
 def test_what_is_no_batch_is_missed() -> None:
