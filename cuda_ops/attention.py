@@ -55,7 +55,8 @@ class PagedKV(NamedTuple):
 def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """Write K and V of a step's tokens, each [tokens, heads, dim], to their slots, int64 [tokens].
 
-    Where both are one view (kv_factor 1), `key` is what is kept.
+    Slots are not looked at: of a mapping in a longer buffer give the beginning, since -1 behind it means the pool's
+    last token here. Where both are one view (kv_factor 1), `key` is what is kept.
     """
     blocks, places = slots // kv.tokens_per_block, slots % kv.tokens_per_block
     kv.tokens(kv.value)[blocks, places] = value.to(kv.value.dtype)

@@ -84,7 +84,7 @@ def shifted(*of: Any, **how: Any) -> torch.Tensor:
     return torch.as_tensor(tables).roll(1, dims=-1)
 
 
-TABLES, WRITE, GATHER = KVCacheManager.padded_tables, attention.write, attention.gather
+TABLES, WRITE, GATHER = KVCacheManager.block_tables, attention.write, attention.gather
 
 
 def last_unwritten(kv: Any, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def last_unwritten(kv: Any, slots: torch.Tensor, key: torch.Tensor, value: torch
     ("where", "what", "wrong"),
     [
         (step, "write", last_unwritten),
-        (KVCacheManager, "padded_tables", shifted),
+        (KVCacheManager, "block_tables", shifted),
         (step, "gather", lambda kv, slots: GATHER(kv, slots)[::-1]),
     ],
     ids=["skip a write", "shift a table", "swap K and V"],

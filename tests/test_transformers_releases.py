@@ -39,8 +39,9 @@ def test_release(release: str, tmp_path: Path) -> None:
     ]
     subprocess.run([*install, f"transformers=={release}"], check=True)
     path = os.pathsep.join([str(own), str(ROOT)])
+    tests = ["tests/test_transformers.py", "tests/test_transformers_unusual.py"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_transformers.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "EXPECTED_TRANSFORMERS": release},
         capture_output=True,

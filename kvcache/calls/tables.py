@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Column = npt.NDArray[Any]
 NO_SLOT = -1
 """In a mapping that is longer than the step has tokens."""
+MAX_SLOT = int(np.iinfo(np.int32).max)
 
 
 class Tables:
@@ -65,6 +66,8 @@ class Tables:
         is written to; the result is its beginning, and what is left of it is filled as well.
         """
         padding = checked_natural(filler, "filler")
+        if padding > MAX_SLOT:
+            raise UsageError(f"filler must be a slot, at most {MAX_SLOT}")
         group = self._query.group_of(window)
         sequences = self._readable(request_ids, group)
         tables = [_safe(sequence, group) for sequence in sequences]

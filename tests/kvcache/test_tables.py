@@ -91,6 +91,13 @@ def test_padded_tables_may_be_read_anywhere() -> None:
     assert manager.paged_tables(["long"]).indices.tolist() == safe
 
 
+@pytest.mark.parametrize("filler", [-1, 1 << 31, "0"])
+def test_fillers_that_are_no_slot(filler: Any) -> None:
+    """They are refused."""
+    with pytest.raises(UsageError, match="filler must"):
+        two_requests().padded_tables(["a"], filler=filler)
+
+
 def test_a_buffer_is_used_again() -> None:
     """What was in it before is overwritten, also behind what is asked for; the result is a part of it."""
     manager = two_requests()

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from cuda_ops.attention import PagedKV
-from kvcache.errors import CapacityError, ManagerBusy, ManagerClosed, Unsupported, UsageError, WrongThread
+from kvcache.errors import (
+    CapacityError,
+    ManagerBusy,
+    ManagerClosed,
+    UnknownRequest,
+    Unsupported,
+    UsageError,
+    WrongThread,
+)
 from kvcache.inputs.requests import Request
 from kvcache.integrations.transformers.copies import Copies
 from kvcache.integrations.transformers.rows import Rows
@@ -77,7 +85,8 @@ class Batch:
 
     def _remove(self, names: list[str], why: str) -> None:
         for name in names:
-            self.manager.remove_sequence(name, why=why)
+            with suppress(UnknownRequest):  # somebody has told the manager
+                self.manager.remove_sequence(name, why=why)
         self._copies.forget(names)
 
     def abandon(self) -> None:
@@ -216,8 +225,8 @@ class Batch:
         whole = isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] == stop
         if (mask is None and padded) or (mask is not None and not (whole and self.rows.agree(mask))):
             raise UsageError(
-                "the model was given another attention_mask than the request: it must be 2D, of all columns, and hide "
-                "padding on the left alone"
+                f"the model was given another attention_mask than the request: it must be 2D, of all {stop} columns, "
+                f"{self.past} of which are there already, and hide padding on the left alone"
             )
         expected = self.rows.positions(self.past, stop)
         real = expected >= 0
@@ -227,7 +236,11 @@ class Batch:
             fits = positions.ndim == 2 and positions.shape[1] == expected.shape[1]
             wrong = not fits or bool((positions.cpu().expand_as(expected)[real] != expected[real]).any())
         if wrong:
-            raise UsageError("position_ids must count the tokens of each row from 0 on, without padding")
+            raise UsageError(
+                f"position_ids must count the tokens of each row from 0 on, without padding, here up to column {stop}; "
+                "if generate made them, the request is of other or more tokens: make one for each call. Prompts of "
+                "unequal length cannot be one batch with a model that takes no position_ids"
+            )
 
 
 def _refuse_gradients() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -33,8 +33,14 @@ class PagedCache:
     """
 
     def __init__(self, model: PreTrainedModel, manager: KVCacheManager, pools: Pools) -> None:
+        """On a manager of one's own and its pools. Raises `ConfigError` where the model needs others."""
+        shape = ModelShape.of(model)
+        shape.refuse_other(manager.config)
+        shape.refuse_cut(manager.layout)
+        if pools.layout != manager.layout:
+            raise UsageError("pools must be those that the manager was made with")
         self._model, self.manager, self._pools = model, manager, pools
-        self._windows = ModelShape.of(model).windows
+        self._windows = shape.windows
         self._copies = Copies(manager)
         self._numbers = count()
         self._open: list[Batch] = []
@@ -57,6 +63,7 @@ class PagedCache:
         """
         shape = ModelShape.of(model)
         config = sized(shape.settings(settings), shape.device)
+        shape.refuse_other(config)
         layout = Layout.of(config)
         shape.refuse_cut(layout)
         pools = Pools(layout, shape.device, config.secondary_path)
@@ -81,6 +88,8 @@ class PagedCache:
         `UsageError` for what cannot be a batch of prompts.
         """
         self._sweep()
+        if options.get("reserve_tokens") is not None:
+            raise UsageError("leave reserve_tokens out: a request has slots for its whole prompt")
         rows = Rows(input_ids, attention_mask)
         number = checked_natural(copies, "copies")
         if not number:
@@ -106,6 +115,14 @@ class PagedCache:
             batch.close()
         self._open = []
         self.manager.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # What `generate` asks for first, if it is given this instead of a request.
+            raise AttributeError(
+                f"PagedCache has no {name}: generate takes past_key_values=cache.request(input_ids, attention_mask)"
+            )
 
     def __enter__(self) -> Self:
         return self

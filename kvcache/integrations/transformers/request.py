@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Self
+from inspect import signature
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvcache.errors import Unsupported
+from kvcache.errors import Unsupported, UsageError
 from kvcache.integrations.transformers.batch import Batch
 
 
@@ -95,7 +96,8 @@ class PagedRequest(Cache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Go on with these rows in the place of all, as beam search does. Raises `OutOfBlocks`."""
-        self._batch.select(beam_idx.tolist())
+        rows = torch.arange(len(self._batch.names))
+        self._batch.select(rows[torch.as_tensor(beam_idx).cpu()].tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """The same."""
@@ -105,6 +107,19 @@ class PagedRequest(Cache):
         """Go on with each row several times. Raises `OutOfBlocks`."""
         rows = range(len(self._batch.names))
         self._batch.select([row for row in rows for _ in range(repeats)])
+
+    def __copy__(self) -> NoReturn:
+        """Raises `Unsupported`."""
+        raise Unsupported(
+            "copying a request", "make another one of the same tokens: it reuses what is computed"
+        )
+
+    def __deepcopy__(self, _: Any) -> NoReturn:
+        """Raises `Unsupported`, and so does pickling: the cache would be copied with it."""
+        self.__copy__()
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        self.__copy__()
 
     def close(self) -> None:
         """End the sequences. Twice is harmless."""
@@ -124,22 +139,35 @@ class PagedRequest(Cache):
             self._batch.abandon()
 
 
-def _of(batch: Batch, kwargs: dict[str, Any]) -> bool:
-    past = kwargs.get("past_key_values")
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward pass by their names."""
+    return (
+        {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
+    )
+
+
+def _of(batch: Batch, arguments: dict[str, Any]) -> bool:
+    past = arguments.get("past_key_values")
     return isinstance(past, PagedRequest) and past._batch is batch
 
 
 def _begin(batch: Batch) -> Any:
-    def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _of(batch, kwargs):
-            batch.begin({"input_ids": args[0], **kwargs} if args else kwargs)
+    def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = _named(model, args, kwargs)
+        if not _of(batch, arguments):
+            return
+        if model.training:
+            raise UsageError(
+                "the model is in training mode, where K and V may depend on chance: call model.eval()"
+            )
+        batch.begin(arguments)
 
     return before_forward
 
 
 def _complete(batch: Batch) -> Any:
-    def after_forward(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any], ___: Any) -> None:
-        if _of(batch, kwargs):
+    def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+        if _of(batch, _named(model, args, kwargs)):
             batch.complete()
 
     return after_forward

@@ -28,6 +28,8 @@ class ModelShape(NamedTuple):
     """Of each layer in tokens; None: it attends to everything."""
     longest: int | None
     """Tokens that the model has positions for, if it says so."""
+    steady: int | None
+    """Tokens up to which K of a token does not depend on those behind it; None: it never does."""
     device: torch.device
 
     @classmethod
@@ -43,13 +45,17 @@ class ModelShape(NamedTuple):
         dtype = str(model.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise Unsupported(f"a model in {dtype}", f"load it in one of {', '.join(DTYPES)}")
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None)
+        if not heads or not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
+            raise Unsupported("a model that keeps something else than K and V of its tokens", INSTEAD)
+        longest, steady = getattr(config, "max_position_embeddings", None), _steady_length(config)
         return cls(
             getattr(config, "num_key_value_heads", None) or heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype,
             _windows(config),
-            getattr(config, "max_position_embeddings", None),
+            longest if steady is None else min(steady, longest or steady),
+            steady,
             _device(model),
         )
 
@@ -71,14 +77,28 @@ class ModelShape(NamedTuple):
             shape["max_sequence_length"] = longest
         return KVCacheConfig(**{**shape, **given})
 
+    def refuse_other(self, config: KVCacheConfig) -> None:
+        """Raise `ConfigError` for a cache that would keep something else than what the model computes."""
+        own, heads = [self.num_kv_heads] * len(self.windows), config.num_kv_heads
+        has = (config.num_layers, config.head_dim, config.kv_factor, config.dtype)
+        if has != (len(own), self.head_dim, 2, self.dtype) or heads not in (self.num_kv_heads, tuple(own)):
+            needed = f"num_layers {len(own)}, num_kv_heads {self.num_kv_heads}, head_dim {self.head_dim}"
+            raise ConfigError([f"the model needs {needed}, kv_factor 2, dtype {self.dtype}; accepted: these"])
+        given = config.max_sequence_length
+        if self.steady is not None and given > self.steady:
+            reason = "since beyond the model's rotary embedding depends on how long the longest row is"
+            raise ConfigError(
+                [f"max_sequence_length: given {given}; accepted: at most {self.steady}, {reason}"]
+            )
+
     def refuse_cut(self, layout: Layout) -> None:
-        """Raise `ConfigError` where memory is so short that a layer would see less than its window."""
+        """Raise `ConfigError` where a layer would see less than its window: memory may be short."""
         for group in layout.groups:
-            short = [self.windows[layer] or 0 for layer in group.layers]
-            if group.kind == "sliding" and group.window < max(short):
-                problem = (
-                    f"primary_bytes: room for {group.window} tokens of layers that attend to {max(short)}"
-                )
+            wide = [self.windows[layer] for layer in group.layers]
+            widest = None if None in wide else max(window or 0 for window in wide)
+            if group.kind == "sliding" and (widest is None or group.window < widest):
+                seen = "all" if widest is None else widest
+                problem = f"primary_bytes: room for {group.window} tokens of layers that attend to {seen}"
                 raise ConfigError([f"{problem}; accepted: more, or a smaller max_sequence_length"])
 
 
@@ -92,7 +112,33 @@ def _windows(config: Any) -> tuple[int | None, ...]:
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise Unsupported(f"a model whose layers keep a {type(layer).__name__}", INSTEAD)
-    return tuple(getattr(layer, "sliding_window", None) for layer in layers)
+    windows = tuple(getattr(layer, "sliding_window", None) for layer in layers)
+    if any(window is not None and window < 1 for window in windows):
+        raise Unsupported(
+            "a sliding window of no token", "give the model's config a sliding_window of 1 or more"
+        )
+    return windows
+
+
+def _steady_length(config: Any) -> int | None:
+    """Where rotary embeddings of this model begin to depend on the longest row of a batch, in tokens."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    lengths = []
+    for rope in (
+        given,
+        *(each for each in given.values() if isinstance(each, dict)),
+    ):  # one, or one per kind of layer
+        kind = rope.get("rope_type", rope.get("type")) or ""
+        if kind == "longrope":
+            # Releases differ in where they look for it; the least is right in all of them.
+            places = (
+                rope.get("original_max_position_embeddings"),
+                getattr(config, "original_max_position_embeddings", None),
+            )
+            lengths.append(min(place for place in (*places, config.max_position_embeddings) if place))
+        elif "dynamic" in kind:
+            lengths.append(config.max_position_embeddings)
+    return min(lengths, default=None)
 
 
 def _device(model: PreTrainedModel) -> torch.device:

@@ -24,7 +24,8 @@ class Places(NamedTuple):
     reads: torch.Tensor
     """Slots of all columns that the layers are given, int64 [rows, columns]."""
     blank: torch.Tensor | None
-    """Which of these are padding, bool [rows, columns]; None: none are."""
+    """Which of these are padding, or behind what a sliding window still holds, bool [rows, columns]; None: none are.
+    They are masked, but what is masked is multiplied by 0, which NaN and what is infinite survive."""
 
 
 class Span(NamedTuple):
@@ -59,15 +60,16 @@ class Step:
     def _place(self, window: int, first_column: int, device: torch.device) -> Places:
         manager, names, span = self._manager, self._names, self.span
         writes = manager.slot_mapping(names, window, starts=span.begins, stops=span.ends)
-        tables = torch.as_tensor(manager.padded_tables(names, window)).to(torch.int64)
+        tables = torch.as_tensor(manager.block_tables(names, window)).to(torch.int64)
         positions = self._rows.positions(first_column, span.stop)
         size = manager.config.tokens_per_block
         tokens = positions.clamp(min=0)
         reads = tables.gather(1, tokens // size) * size + tokens % size
-        blank = positions < 0
+        # A row that reuses more than others may have no block any more for columns that only others have to compute.
+        blank = (positions < 0) | (reads < 0)
         return Places(
             torch.as_tensor(writes).to(device, non_blocking=True),
-            reads.to(device, non_blocking=True),
+            reads.clamp(min=0).to(device, non_blocking=True),
             blank.to(device, non_blocking=True) if bool(blank.any()) else None,
         )
 
