@@ -25,7 +25,18 @@ from kvcache.keep.compress import compress
 from kvcache.keep.prune import Pruned, prune
 from kvcache.keep.verify import Verified, verify
 
-_ACTIONS = ("info", "verify", "repair", "salvage", "compact", "compress", "prune")
+_ACTIONS = {
+    "info": "segments and snapshots, what they take, and who still needs them; reads their beginnings only.",
+    "verify": "reads everything: frames, events, checkpoints, and whether each snapshot is the state there.",
+    "repair": "cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused.",
+    "salvage": "copies what can be read of a damaged log into a new one, and tells what is lost.",
+    "compact": "leaves a snapshot and what follows: prune --retain-segments 1.",
+    "compress": "makes all segments but the last half as large; whoever has the extra zstd reads them as before. "
+    "A writer may be at work. Engines have it done by the setting log.compress.",
+    "prune": "makes the snapshots that are due, and removes what the limits do not allow; a writer may be at work. "
+    "Engines have it done by the settings log.retain_bytes, log.retain_seconds and log.retain_segments.",
+}
+"""Each is an action, and what it does."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,18 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Look at a log's files, read all of them, mend them, or remove what is not to be kept."
     )
-    parser.epilog = (
-        "info      segments and snapshots, what they take, and who still needs them; reads their beginnings only\n"
-        "verify    reads everything: frames, events, checkpoints, and whether each snapshot is the state there\n"
-        "repair    cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused\n"
-        "salvage   copies what can be read of a damaged log into a new one, and tells what is lost\n"
-        "compact   leaves a snapshot and what follows: prune --retain-segments 1\n"
-        "compress  makes all segments but the last half as large; whoever has the extra zstd reads them as before.\n"
-        "          A writer may be at work. Engines have it done by the setting log.compress\n"
-        "prune     makes the snapshots that are due, and removes what the limits do not allow; a writer may be at\n"
-        "          work. --retain-segments 1 leaves a snapshot and what follows. Engines have it done by the settings\n"
-        "          log.retain_bytes, log.retain_seconds and log.retain_segments"
-    )
+    parser.epilog = "\n\n".join(f"{action}: {what}" for action, what in _ACTIONS.items())
     parser.add_argument("action", choices=_ACTIONS, metavar="|".join(_ACTIONS), help="what to do")
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument(

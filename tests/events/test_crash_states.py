@@ -174,6 +174,32 @@ def test_several_batches_with_one_sync(tmp_path: Path, fsync: Any) -> None:
     assert judge.cut > 50
 
 
+@pytest.mark.parametrize("fsync", ["group", "never"])
+def test_an_epoch_behind_one_that_was_never_synced(tmp_path: Path, fsync: Any) -> None:
+    """Whoever goes on with the log of a killed writer that synced nothing relies on all its segments, not the last only."""
+    (tmp_path / "run").mkdir()
+    log: LogWriter | None = None
+    recording = Recording(tmp_path / "run", lambda: -1 if log is None else log.durable_seq)
+    with recording.running():
+        killed = LogWriter(tmp_path / "run" / "log", fsync="never", log_id=LOG_ID, segment_bytes=600)
+        in_groups(killed, SHORT[:5])
+        killed.disown()
+        log = LogWriter(tmp_path / "run" / "log", resume=True, fsync=fsync)
+        in_groups(log, SHORT[5:])
+        log.close()
+    states, rng = 0, random.Random(0)
+    for disk, told in recording.disks():
+        for state in disk.states(40 if told >= 0 else 0, rng):
+            put(state, tmp_path / "state")
+            read = list(LogReader(tmp_path / "state" / "log"))
+            assert read == SHORT[: len(read)]
+            assert len(read) > told
+            states += 1
+            shutil.rmtree(tmp_path / "state")
+    print(f"{states} states")
+    assert states > 50
+
+
 class FailingSyncs:
     """A disk that refuses some syncs, and of what it should have written only the system knows until it forgets it.
 
