@@ -193,6 +193,13 @@ def test_every_command_has_help(kvcache: Kvcache, command: str) -> None:
     assert f"\n    {command} " in kvcache("--help").out
 
 
+def test_each_action_on_a_log_has_a_paragraph(kvcache: Kvcache) -> None:
+    """However wide the terminal is, the help of `log` begins a line with each of them."""
+    told = kvcache("log", "--help").out
+    for action in ("info", "verify", "repair", "salvage", "compact", "compress", "prune"):
+        assert f"\n\n{action}: " in told
+
+
 def test_module_can_be_run(start: Start) -> None:
     """`python -m kvcache` is the command where no script is installed."""
     process = start("--version")
