@@ -176,7 +176,7 @@ def test_several_batches_with_one_sync(tmp_path: Path, fsync: Any) -> None:
 
 @pytest.mark.parametrize("fsync", ["group", "never"])
 def test_an_epoch_behind_one_that_was_never_synced(tmp_path: Path, fsync: Any) -> None:
-    """Whoever goes on with the log of a killed writer that synced nothing relies on all its segments, not only the last."""
+    """Whoever goes on with the log of a killed writer that synced nothing stands on all of its segments."""
     (tmp_path / "run").mkdir()
     log: LogWriter | None = None
     recording = Recording(tmp_path / "run", lambda: -1 if log is None else log.durable_seq)
