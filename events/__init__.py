@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from events.errors import EventDecodeError as EventDecodeError
 from events.errors import EventsError as EventsError
+from events.errors import LogBeingKept as LogBeingKept
 from events.errors import LogDamaged as LogDamaged
 from events.errors import LogError as LogError
 from events.errors import LogExists as LogExists

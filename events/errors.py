@@ -7,6 +7,7 @@
     └── LogError              about a log directory; `path` says where
         ├── LogExists         there is a log already, and nobody said to continue it
         ├── LogLocked         another writer has it open
+        │   └── LogBeingKept  no writer, but another process that compresses or prunes it
         ├── NotALog           a directory with something else in it, or nothing at all
         ├── LogOfOtherKind    it records something else than is asked for
         ├── LogTooNew         written by a newer version of this software
@@ -77,6 +78,15 @@ class LogLocked(LogError):
 
     holder: str
     text = "{path} is being written by {holder}: stop that process or choose another directory"
+
+
+@dataclass(eq=False, repr=False)
+class LogBeingKept(LogLocked):
+    """Another process makes snapshots of the log, compresses or removes what is in it; a writer is no obstacle."""
+
+    text = (
+        "{holder} makes snapshots of {path}, compresses or removes what is in it: try again when it is done"
+    )
 
 
 @dataclass(eq=False, repr=False)

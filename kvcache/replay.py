@@ -43,6 +43,15 @@ class BeforeBeginning(CapacityError):
 
 
 @dataclass(eq=False, repr=False)
+class NotThere(CapacityError):
+    """A state was asked for that lies in a gap of the log: its batch was lost, or has just been removed."""
+
+    seq: int
+    last_seq: int
+    text = "batch {seq} lies in a gap of the log behind batch {last_seq}: ask for that one, or for one behind the gap"
+
+
+@dataclass(eq=False, repr=False)
 class TooLarge(CapacityError):
     """The cache of a log has more blocks than this machine can keep book of; both in bytes."""
 
@@ -176,7 +185,7 @@ def replay(
     """Fold a log up to and including batch `at` (default: all of it), from the newest snapshot before on.
 
     `verify` begins as far back as the log goes, and compares every checkpoint on the way. Raises `BeyondEnd`,
-    `BeforeBeginning`, `Unreplayable`, and what `LogReader` raises for a damaged, newer or missing log.
+    `BeforeBeginning`, `NotThere`, `Unreplayable`, and what `LogReader` raises for a damaged, newer or missing log.
     """
     reader = LogReader(Path(log), state_at=None if verify else sys.maxsize if at is None else at)
     replayed = fold(reader, at, verify=verify, progress=progress)
@@ -184,7 +193,10 @@ def replay(
     if at is not None and begins is not None and at < begins:
         raise BeforeBeginning(at, begins)
     if at is None or replayed.last_seq < at:
-        replayed.end = reader.end
+        try:
+            replayed.end = reader.end
+        except RuntimeError:  # Reading has stopped at a later batch.
+            raise NotThere(at or 0, replayed.last_seq) from None
     if at is not None and replayed.last_seq < at:
         raise BeyondEnd(at, replayed.last_seq)
     return replayed

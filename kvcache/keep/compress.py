@@ -46,7 +46,7 @@ class Compressed:
 def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) -> Compressed:
     """Compress all segments but the last one. A writer may be at work.
 
-    `progress` is told the number of each batch. Raises NotALog, LogLocked if another process is at it, LogTooNew,
+    `progress` is told the number of each batch. Raises NotALog, LogBeingKept if another process is at it, LogTooNew,
     ZstdMissing, OSError; what was done is for good then.
     """
     if not is_log(directory):

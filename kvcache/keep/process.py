@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from events.diagnostics import get_logger
-from events.errors import LogLocked, type_and_place
+from events.errors import LogBeingKept, type_and_place
 from events.log.retention import Limits
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
@@ -93,7 +93,7 @@ def main(directory: str, wanted: str) -> None:
         os.nice(_NICE)
     try:
         _keep(Path(directory), msgspec.json.decode(wanted, type=_Wanted))
-    except LogLocked:
+    except LogBeingKept:
         return  # Somebody else is at it.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
         # Our own errors quote nothing; of others not even the text.

@@ -29,7 +29,7 @@ def prune(directory: Path, limits: Limits, progress: Callable[[int], None] = lam
 
     One is due behind the newest complete segment, when those since the last snapshot have as many bytes as that has
     itself: so snapshots take no more room than the log, and no more time than reading it once. And where the oldest
-    segment begins that is to be kept. Raises LogLocked if another process is at it, and what `make_snapshot` raises;
+    segment begins that is to be kept. Raises LogBeingKept if another process is at it, and what `make_snapshot` raises;
     nothing is removed then.
     """
     if not is_log(directory):

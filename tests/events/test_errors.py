@@ -11,6 +11,7 @@ import events.errors
 from events.errors import (
     EventDecodeError,
     EventsError,
+    LogBeingKept,
     LogDamaged,
     LogError,
     LogExists,
@@ -27,6 +28,7 @@ PATH = Path("/logs/engine")
 EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (EventDecodeError("no batch"), {"reason": "no batch"}, "no batch"),
     (LogExists(PATH), {"path": PATH}, "resume=True"),
+    (LogBeingKept(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "process 7 makes"),
     (LogLocked(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "by process 7"),
     (
         NotALog(PATH),

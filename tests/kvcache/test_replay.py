@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.record.journal import cache_created
 from kvcache.record.outputs import open_log
-from kvcache.replay import BeyondEnd, Unreplayable, fold, replay
+from kvcache.replay import BeyondEnd, NotThere, Unreplayable, fold, replay
 from tests import strategies
 
 
@@ -157,6 +158,26 @@ def test_batches_beyond_the_end_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BeyondEnd) as raised:
         replay(tmp_path / "log", last + 1)
     assert (raised.value.seq, raised.value.last_seq) == (last + 1, last)
+
+
+def test_a_batch_that_was_lost_is_refused(tmp_path: Path) -> None:
+    """Asking for a state in a gap names the last batch before it; behind the gap there is one again."""
+    log = LogWriter(tmp_path / "log", overflow="drop", max_queued_batches=1)
+    manager = KVCacheManager(strategies.config(), log=log)
+    for step in range(400):
+        if step == 399:
+            log.flush()  # So there is room again.
+        manager.add_sequence(step, [step])
+        manager.remove_sequence(step)
+        manager.flush()
+    manager.close()
+    there = [batch.seq for batch in LogReader(tmp_path / "log")]
+    before, behind = next((a, b) for a, b in itertools.pairwise(there) if b > a + 1)
+    for lost in (before + 1, behind - 1):
+        with pytest.raises(NotThere) as raised:
+            replay(tmp_path / "log", lost)
+        assert (raised.value.seq, raised.value.last_seq) == (lost, before)
+    assert replay(tmp_path / "log", behind).last_seq == behind
 
 
 def test_state_before_the_first_batch_is_empty(tmp_path: Path) -> None:
