@@ -45,9 +45,8 @@ def test_windows_smaller_than_a_block(window: int) -> None:
     With blocks that are overwritten with NaN this shows, as it would where a request before had infinite values.
     """
     torch.manual_seed(7)
-    sliding: Any = MistralForCausalLM(
-        MistralConfig(**SHAPE, num_hidden_layers=2, sliding_window=window)
-    ).eval()
+    sliding: Any = MistralForCausalLM(MistralConfig(**SHAPE, num_hidden_layers=2, sliding_window=window))
+    sliding.eval()
     first, second = prompt(1, 25)[0].tolist(), prompt(2, 52)[0].tolist()
     with PagedCache.for_model(sliding, **SIZES, debug_fill_blank=True) as kept:
         for known in (first, second[:33]):
