@@ -30,6 +30,13 @@ _UNFINISHED = ".salvaging"
 """Behind the name of the new log, until it is whole."""
 
 
+@dataclass(eq=False, repr=False)
+class PlaceTaken(LogExists):
+    """Something is where the new log was to be written."""
+
+    text = "{path} exists: choose another directory, or remove it if an interrupted salvage has left it (*.salvaging)"
+
+
 @dataclass
 class Salvaged:
     """What was copied, and what was not."""
@@ -46,7 +53,7 @@ class Salvaged:
 def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: None) -> Salvaged:
     """Copy all that can be read of `log`, which is not changed, into the new log `to`.
 
-    Raises NotALog; LogExists if there is something at `to` or, from an interrupted go, beside it; LogTooNew, OSError;
+    Raises NotALog; PlaceTaken if there is something at `to` or, from an interrupted go, beside it; LogTooNew, OSError;
     and LogDamaged if there is nothing with which a log could begin.
     """
     if not is_log(log):
@@ -54,7 +61,7 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
     unfinished = to.with_name(to.name + _UNFINISHED)
     for path in (to, unfinished):
         if path.exists() or path.is_symlink():
-            raise LogExists(path)
+            raise PlaceTaken(path)
     lock = claim(unfinished, resume=False)
     try:
         done = _copy(log, _Copy(unfinished, lock), progress)
