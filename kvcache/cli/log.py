@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Look at a log's files, read all of them, mend them, or remove what is not to be kept."
     )
     parser.epilog = "\n\n".join(f"{action}: {what}" for action, what in _ACTIONS.items())
-    parser.add_argument("action", choices=_ACTIONS, metavar="|".join(_ACTIONS), help="what to do")
+    parser.add_argument("action", choices=[*_ACTIONS], metavar="|".join(_ACTIONS), help="what to do")
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument(
         "--retain-bytes",
