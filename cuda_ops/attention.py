@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from operator import gt
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -56,8 +57,13 @@ def write(kv: PagedKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
     """Write K and V of a step's tokens, each [tokens, heads, dim], to their slots, int64 [tokens].
 
     Slots are not looked at: of a mapping in a longer buffer give the beginning, since -1 behind it means the pool's
-    last token here. Where both are one view (kv_factor 1), `key` is what is kept.
+    last token here. Where both are one view (kv_factor 1), `key` is what is kept. Raises ValueError if there are not as
+    many slots as tokens.
     """
+    if not len(slots) == len(key) == len(value):
+        raise ValueError(
+            f"{len(slots)} slots, {len(key)} keys and {len(value)} values: give one of each for each token"
+        )
     blocks, places = slots // kv.tokens_per_block, slots % kv.tokens_per_block
     kv.tokens(kv.value)[blocks, places] = value.to(kv.value.dtype)
     kv.tokens(kv.key)[blocks, places] = key.to(kv.key.dtype)
@@ -83,8 +89,11 @@ def attend(
 
     `query` has those tokens, sequence by sequence; several query heads may share one of K and V. `tables` are padded
     block tables, int [sequences, blocks]. A token sees itself and what is before it, with a `window` only that many
-    tokens, itself among them. `scale`: of the products, by default 1/√dim.
+    tokens, itself among them. `scale`: of the products, by default 1/√dim. Raises ValueError where a sequence has fewer
+    tokens than are to see it, or nothing may be seen.
     """
+    if any(map(gt, counts, lengths)) or (window is not None and window < 1):
+        raise ValueError("counts must be at most lengths, and a window at least 1")
     seen = []
     for rows, table, length, count in zip(torch.split(query, counts), tables, lengths, counts, strict=True):
         if count:

@@ -220,3 +220,9 @@ def test_what_newcomers_forget() -> None:
             answered("llama", ids, mask, request)
         with pytest.raises(UsageError, match="leave reserve_tokens out"):
             kept.request(ids, mask, reserve_tokens=8)
+
+
+def test_more_answers_than_blocks_are_refused_at_once() -> None:
+    """Before a list is made of them."""
+    with cache_for("llama") as kept, pytest.raises(UsageError, match="give fewer copies"):
+        kept.request(prompt(1, 4), copies=10**9)

@@ -41,6 +41,7 @@ class Lock:
         self._path = path
         self._file = file
         self._directory = directory
+        self._held = True
 
     def in_place(self) -> bool:
         """Whether what is locked still has its name; if not, somebody else may have locked what has it now."""
@@ -56,19 +57,21 @@ class Lock:
         os.pwrite(self._file, content.ljust(os.fstat(self._file).st_size, b"\n"), 0)
 
     def give_back(self) -> None:
-        """Unlock it."""
-        for descriptor in self._descriptors():
+        """Unlock it. A second call does nothing."""
+        for descriptor in self._let_go():
             # Said aloud, because a child that was forked may still hold the descriptor.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
     def disown(self) -> None:
-        """In a forked child: let go of what is the parent's."""
-        for descriptor in self._descriptors():
+        """In a forked child: let go of what is the parent's. A second call does nothing."""
+        for descriptor in self._let_go():
             os.close(descriptor)
 
-    def _descriptors(self) -> list[int]:
-        return [each for each in (self._file, self._directory) if each is not None]
+    def _let_go(self) -> list[int]:
+        """What is open, once: its numbers will soon be those of other files."""
+        held, self._held = self._held, False
+        return [each for each in (self._file, self._directory) if held and each is not None]
 
 
 def take_lock(path: Path, *, with_directory: bool = False) -> Lock:

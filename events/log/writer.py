@@ -388,5 +388,6 @@ class LogWriter:
         self._recorder.failure = LogWriteFailed(
             self.directory, "the process that writes it is the parent of this one"
         )
+        forks.release(self)
         self._lock.disown()
         self._recorder.output.disown()

@@ -84,6 +84,19 @@ def test_a_step_of_nothing() -> None:
     assert attend(torch.empty(0, HEADS, DIM), kv, torch.empty(0, 0), [], []).shape == (0, HEADS, DIM)
 
 
+def test_what_does_not_fit_together_is_refused() -> None:
+    """Fewer slots than tokens, sequences shorter than what is computed of them, windows of nothing."""
+    kv = PagedKV(torch.zeros(4, SIZE, HEADS, DIM), torch.zeros(4, SIZE, HEADS, DIM))
+    tokens, tables = torch.ones(3, HEADS, DIM), torch.tensor([[0]])
+    with pytest.raises(ValueError, match="1 slots, 3 keys and 3 values"):
+        write(kv, torch.arange(1), tokens, tokens)
+    assert not kv.key.any()
+    with pytest.raises(ValueError, match="at most lengths"):
+        attend(tokens, kv, tables, [2], [3])
+    with pytest.raises(ValueError, match="a window at least 1"):
+        attend(tokens, kv, tables, [3], [3], window=0)
+
+
 def test_scale_and_types() -> None:
     """K and V are kept in the pool's type, and computed with in the query's; the products are scaled as told."""
     torch.manual_seed(2)

@@ -265,3 +265,14 @@ class TestLock:
         assert not lock.in_place()
         take_lock(directory / "LOCK", with_directory=True).give_back()
         lock.give_back()
+
+    def test_is_given_back_once(self, tmp_path: Path) -> None:
+        """Its descriptors may be those of other files the second time."""
+        lock = take_lock(tmp_path / "LOCK", with_directory=True)
+        lock.give_back()
+        with (tmp_path / "one").open("w") as one, (tmp_path / "other").open("w") as other:
+            lock.give_back()
+            lock.disown()
+            for file in (one, other):
+                file.write("still open")
+                file.flush()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 from transformers import PreTrainedModel
 
+from events.types import PRIMARY
 from kvcache.errors import UsageError
 from kvcache.inputs.arguments import checked_natural
 from kvcache.integrations.transformers.batch import Batch
@@ -94,6 +95,11 @@ class PagedCache:
         number = checked_natural(copies, "copies")
         if not number:
             raise UsageError("copies must be at least 1")
+        blocks = min(group.num_blocks[PRIMARY] for group in self.manager.layout.groups)
+        if number * len(rows.columns) > blocks:
+            raise UsageError(
+                f"each answer needs a block of its own, and the cache has {blocks:,}: give fewer copies"
+            )
         rows.select([row for row in range(len(rows.columns)) for _ in range(number)])
         # The last token of an answer is sampled, and computed by nobody.
         promised = 0 if max_new_tokens is None else checked_natural(max_new_tokens, "max_new_tokens") - 1
