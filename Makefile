@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
-	@echo 'make test       lint, check formatting and types, and run the tests: six to nine minutes on two cores'
+	@echo 'make test       lint, check formatting and types, and run the tests: eight to eleven minutes on two cores'
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
