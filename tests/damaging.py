@@ -9,6 +9,7 @@ from pathlib import Path
 
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
+from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.snapshot import make_snapshot
 from tests.events.logs import segments
@@ -22,6 +23,13 @@ def log_with_snapshots(seed: int, log: Path) -> Path:
     random_log(seed, log)
     for path in segment_paths(log)[2::3]:
         make_snapshot(log, first_seq(path))
+    return log
+
+
+def compressed_copy(plain: Path, log: Path) -> Path:
+    """A copy of which all segments but the last are compressed."""
+    shutil.copytree(plain, log)
+    assert compress(log).segments == len(segment_paths(log)) - 1 > 5
     return log
 
 

@@ -276,3 +276,4 @@ class TestLock:
             for file in (one, other):
                 file.write("still open")
                 file.flush()
+        assert {(tmp_path / name).read_text() for name in ("one", "other")} == {"still open"}

@@ -18,7 +18,7 @@ from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.scan import Damage, Found, Scan
 from kvcache.keep.verify import verify
-from tests.damaging import log_with_snapshots, without_beginning
+from tests.damaging import compressed_copy, log_with_snapshots, without_beginning
 from tests.events.logs import batch, write_log
 from tests.kvcache import test_salvaging, test_verifying
 
@@ -32,9 +32,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, compressed. Not to be changed."""
-    log = Path(shutil.copytree(plain, tmp_path_factory.mktemp("whole") / "log"))
-    assert compress(log).segments == len(segment_paths(log)) - 1 > 5
-    return log
+    return compressed_copy(plain, tmp_path_factory.mktemp("whole") / "log")
 
 
 @pytest.fixture(scope="module")
