@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace, TokensAppended
 
+_FEW = 256
+"""So many tokens are sliced sooner than viewed."""
+
 
 class SequenceTokens:
     """Prompt and output of one sequence."""
@@ -42,6 +45,9 @@ class SequenceTokens:
         if self.sampled:
             self._tokens.fromlist(self.sampled)
             self.sampled.clear()
+        if stop - first > _FEW:
+            # Copied once, and not twice: a prompt is too long for the processor's caches.
+            return memoryview(self._tokens)[first:stop].tobytes()
         return self._tokens[first:stop].tobytes()
 
     def cut(self, num_tokens: int) -> None:

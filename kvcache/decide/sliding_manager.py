@@ -182,9 +182,11 @@ class SlidingWindowManager(WindowBlockManager):
         Shorter blocks that these make useless are removed.
         """
         size, block_bytes = self.tokens_per_block, self.sliding.tree.block_bytes
-        content = self.sliding.content(sequence, first, full, size)
         node, at, depth = self.sliding.position(sequence, first)
         known, useless = array("i"), array("i")
+        if not (isinstance(node, Run) and at < len(node.slots)) and not node.children:
+            return known  # nothing follows, as behind most prompts
+        content = self.sliding.content(sequence, first, full, size)
         while depth == first and len(known) < full - first:
             done = len(known) * block_bytes
             length = len(node.slots) if isinstance(node, Run) else 0

@@ -21,14 +21,14 @@ from kvcache.fold.sliding_group import SlidingGroup
 class SlidingMatch:
     """The known path of a prompt in a sliding window: contents, of which some blocks are not cached."""
 
-    __slots__ = ("_group", "_root", "_symbols", "_with_partial", "blocks", "partial", "runs")
+    __slots__ = ("_group", "_root", "_stop", "_symbols", "_with_partial", "blocks", "partial", "runs")
 
     def __init__(
         self, group: SlidingGroup, namespace: Namespace, symbols: bytes, stop: int, *, partial: bool
     ) -> None:
         self._group = group
         self._root = group.tree.roots.get(namespace)
-        self._symbols, self._with_partial = symbols[:stop], partial
+        self._symbols, self._stop, self._with_partial = symbols, stop, partial
         found = match(group.tree, self._root, symbols, stop, partial=False)
         self.runs = found.runs
         """(run, how many of its blocks match)."""
@@ -71,7 +71,7 @@ class SlidingMatch:
     def _copyable(self, key_bytes: int) -> PartialMatch | None:
         """The cached block behind the path with the longest prefix in common with what follows."""
         size = self._group.tree.block_bytes
-        wanted = self._symbols[self.blocks * size : (self.blocks + 1) * size]
+        wanted = self._symbols[self.blocks * size : min((self.blocks + 1) * size, self._stop)]
         best, best_tokens = None, 0
         for run, at in self._following(wanted):
             tokens = common_prefix(bytes(run.symbols[at * size : (at + 1) * size]), wanted) // TOKEN_BYTES
