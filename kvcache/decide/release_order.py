@@ -49,6 +49,14 @@ class _Queue:
                 del column[:head]
             self.head = 0
 
+    def keep(self, at: npt.NDArray[np.intp]) -> None:
+        """Of the entries from `head` on keep these; all others are stale."""
+        self.places = array("i", _view(self.places)[self.head :][at].tobytes())
+        self.stamps = array("q", _view(self.stamps)[self.head :][at].tobytes())
+        if self.depths:
+            self.depths = array("q", _view(self.depths)[self.head :][at].tobytes())
+        self.head = 0
+
     def append(
         self,
         places: npt.NDArray[np.intp],
@@ -139,10 +147,17 @@ class ReleaseOrder(Watcher):
         return (at, stamps) if still.all() else (at[still], stamps[still])
 
     def _queue(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> None:
+        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH:
+            self._forget_stale(level)
         self._queued[level] += len(at)
-        many = self._queued[level] > 4 * self._group.levels[level].size + _MUCH
-        if many or not self._append(level, at, stamps):
+        if not self._append(level, at, stamps):
             self._rebuild(level)
+
+    def _forget_stale(self, level: int) -> None:
+        queues = self._queues[level]
+        for queue in queues.values():
+            queue.keep(self._still(level, queue, queue.head, len(queue.places))[0])
+        self._queued[level] = sum(len(queue.places) for queue in queues.values())
 
     def _append(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> bool:
         """Append blocks to their queues; False: one should have come earlier."""

@@ -77,8 +77,7 @@ class SlidingWindowManager(WindowBlockManager):
     def detach(self, sequences: Items[Sequence], time: int) -> None:
         """Let go of what the window of these sequences has left behind, at a time."""
         index, size, window = self.index, self.tokens_per_block, self.window
-        handles, counts = [], []
-        slots: list[int] = []
+        handles, counts, slots = [], [], array("i")
         uncached: list[array[int]] = []
         for sequence in sequences:
             first = sequence.detached[index]
@@ -89,7 +88,10 @@ class SlidingWindowManager(WindowBlockManager):
             table, end = sequence.tables[index], sequence.path_ends[index].end
             handles.append(sequence.handle)
             counts.append(count)
-            slots += (table[first],) if count == 1 else table[first : first + count]
+            if count == 1:  # decoding, nearly always
+                slots.append(table[first])
+            else:
+                slots += table[first : first + count]
             if end < first + count:
                 uncached.append(table[max(end, first) : first + count])
         if handles:
@@ -98,7 +100,7 @@ class SlidingWindowManager(WindowBlockManager):
                     handles=array("q", handles).tobytes(),
                     counts=b"" if counts.count(1) == len(counts) else array("I", counts).tobytes(),
                     group=index,
-                    slots=array("i", slots).tobytes(),
+                    slots=slots.tobytes(),
                     freed=self._unshared(uncached).tobytes() if uncached else b"",
                     clock=time,
                 )

@@ -10,7 +10,6 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
-from itertools import repeat
 
 import numpy as np
 
@@ -42,7 +41,7 @@ class SlidingGroup(SlidingTree):
         """An admitted sequence needs nothing of what its window has left behind, and has the rest of what it reuses."""
         full = reused // self.tokens_per_block
         first = min(self.first_seen(reused), full)
-        sequence.tables[self.index].extend(repeat(DETACHED, first))
+        sequence.tables[self.index].extend(array("i", [DETACHED]) * first)
         sequence.detached[self.index] = first
         sequence.path_ends[self.index].end = full
 

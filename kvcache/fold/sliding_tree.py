@@ -120,10 +120,9 @@ class SlidingTree(Places):
         while isinstance(node, Run) and not node.children:
             if node.slots[-1] != HOLE:
                 return
-            # All bits of a hole are set, and the highest one of a place is not.
-            kept = -(-len(node.slots.tobytes().rstrip(b"\xff")) // node.slots.itemsize)
-            if kept:
-                self._shorten(node, kept)
+            cached = np.flatnonzero(np.frombuffer(node.slots, np.int32) != HOLE)
+            if len(cached):
+                self._shorten(node, int(cached[-1]) + 1)
                 return
             parent = node.parent
             self.tree.unlink(node)
