@@ -95,4 +95,4 @@ class SlidingClaims(Claims):
             if blocks.level == SECONDARY:
                 self.needed += len(at)
             else:
-                self.available -= int((self._group.views["refs"][at] == 0).sum())
+                self.available -= len(at) - int(np.count_nonzero(self._group.views["refs"][at]))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from events.types import RequestId
 from kvcache.errors import invariant
-from kvcache.fold.sequence import Sequence, go_on_evenly
+from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding
 
 
 class Due(NamedTuple):
@@ -28,11 +28,12 @@ class DecodeBatch:
     """A fixed set of sequences that get one token each per step. Holds nothing that the state does not say."""
 
     __slots__ = (
+        "_beginning",
         "_due",
-        "_leaving",
         "_period",
         "_steps",
         "_steps_left",
+        "_windows",
         "even",
         "handles",
         "ids",
@@ -61,10 +62,9 @@ class DecodeBatch:
         for length, sequence in zip(lengths, sequences, strict=True):
             due[-length % tokens_per_block].append(sequence)
         self._due = {step: Due(filling, packed_handles(filling)) for step, filling in due.items()}
-        self._leaving: list[defaultdict[int, list[Sequence]]] = [defaultdict(list) for _ in windows]
-        for leaving, window in zip(self._leaving, windows, strict=True):
-            for length, sequence in zip(lengths, sequences, strict=True):
-                leaving[(window - length - 1) % tokens_per_block].append(sequence)
+        self._windows = windows
+        self._beginning = not_decoding(sequences) if windows else []
+        """Nobody may have said before how far their prompts are computed."""
 
     @property
     def at_limit(self) -> bool:
@@ -78,8 +78,12 @@ class DecodeBatch:
 
     def leaving(self, window: int) -> Items[Sequence]:
         """The sequences of which a sliding window, by its number, may leave a block behind in this step."""
-        # At first all: nobody may have said before how far their prompts are computed.
-        return self._leaving[window].get(self._steps % self._period, ()) if self._steps else self.sequences
+        # Who fills a block in one step leaves one in another, as many steps later as the window is longer than blocks.
+        due = self._due.get((self._steps - self._windows[window] + 1) % self._period)
+        leaving = () if due is None else due.sequences
+        if self._steps or not self._beginning:
+            return leaving
+        return [each for each in self.sequences if each in leaving or each in self._beginning]
 
     def check(self) -> None:
         """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""

@@ -144,7 +144,7 @@ class ReleaseOrder(Watcher):
     def _still_noted(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
         at, stamps = indexes(self._noted), _view(self._noted_stamps)
         still = self._group.views["released_at"][at] == stamps
-        return (at, stamps) if still.all() else (at[still], stamps[still])
+        return (at, stamps) if np.count_nonzero(still) == len(at) else (at[still], stamps[still])
 
     def _queue(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> None:
         if self._queued[level] > 4 * self._group.levels[level].size + _MUCH:
@@ -166,7 +166,7 @@ class ReleaseOrder(Watcher):
             columns["priorities"][at],
             self._group.depths_at(at) if level == SECONDARY else None,
         )
-        alike = len(at) == 0 or (priorities == priorities[0]).all()
+        alike = len(at) == 0 or np.count_nonzero(priorities == priorities[0]) == len(at)
         for priority in priorities[:1].tolist() if alike else np.unique(priorities).tolist():
             queue = self._queues[level].setdefault(priority, _Queue())
             part = slice(None) if alike else priorities == priority
@@ -256,7 +256,7 @@ class ReleaseOrder(Watcher):
         if level == SECONDARY:
             # Where a block lay, another one of its release may have been moved to since.
             there &= self._group.depths_at(at) == _view(queue.depths[begin:end])
-        if not there.all():
+        if np.count_nonzero(there) < len(there):
             places = array("i", at[there].astype(np.int32).tobytes())
         return np.flatnonzero(there), places
 

@@ -139,19 +139,21 @@ class SlidingWindowManager(WindowBlockManager):
 
     def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
         """As with full attention, where a block makes a run longer behind which nothing hangs."""
-        tree, positions, longer = self.sliding.tree, self.sliding.positions, set[int]()
-        filled, others = [], []
+        index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
+        filled, others, longer = [], [], set[int]()
         for sequence in sequences:
-            block = sequence.path_ends[self.index].end
-            before = sequence.tables[self.index][block - 1] if block else DETACHED
-            run = tree.runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
+            block = sequence.path_ends[index].end
+            before = sequence.tables[index][block - 1] if block else DETACHED
+            run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
             if run is None or run.end != block or run.children or run.partial or run.id in longer:
                 others.append(sequence)
             else:
                 longer.add(run.id)
                 filled.append(sequence)
         left = super().store_filled(filled)
-        if others and left:
+        if not others:
+            return left
+        if left:
             # Who comes first stores, and the next one finds it.
             rest = {*others, *left}
             return [sequence for sequence in sequences if sequence in rest]

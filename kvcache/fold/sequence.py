@@ -130,9 +130,13 @@ def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
     """Whether the next token of each of these is appended as always: all before it count as computed, and have just
     the slots that they need.
     """
-    others = [each for each, computed in zip(sequences, map(_counted, sequences)) if computed != _FOLLOWS]  # noqa: B905
     return all(
         each.computed >= each.num_tokens - 1
         and len(each.tables[0]) == -(-each.num_tokens // tokens_per_block)
-        for each in others
+        for each in not_decoding(sequences)
     )
+
+
+def not_decoding(sequences: Items[Sequence]) -> list[Sequence]:
+    """Those of which it is counted how many tokens are computed."""
+    return [each for each, computed in zip(sequences, map(_counted, sequences)) if computed != _FOLLOWS]  # noqa: B905

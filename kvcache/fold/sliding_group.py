@@ -82,7 +82,7 @@ class SlidingGroup(SlidingTree):
             self.views["released_at"][idle] = 0
             if self.keeps_time:
                 self.views["expiries"][idle] = 0
-            below = int((idle >= self.levels[PRIMARY].size).sum())
+            below = int(np.count_nonzero(idle >= self.levels[PRIMARY].size))
             self.levels[PRIMARY].unreferenced -= len(idle) - below
             self.levels[SECONDARY].unreferenced -= below
             counts[at] += 1
@@ -202,7 +202,7 @@ class SlidingGroup(SlidingTree):
             at, counts, free = indexes(slots), self.views["refs"], slots
             left = counts[at] - 1
             counts[at] = left
-            if left.any():
+            if np.count_nonzero(left):
                 at = at[left == 0]
                 free = array("i", at.astype(np.int32).tobytes())
             self.views["released_at"][at] = stamp
@@ -249,7 +249,10 @@ class SlidingGroup(SlidingTree):
         self, filling: list[Sequence], blocks: array[int], slots: array[int], priority: int, duration: int
     ) -> None:
         """Cache the next block of each of these sequences, behind the last block of a leaf."""
-        index, positions, runs = self.index, self.positions, self.tree.runs
+        index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
+        positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
+        block_bytes, key_bytes = tree.block_bytes, tree.key_bytes
+        key = bytearray()
         for sequence, block, slot in zip(filling, blocks, slots, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot:
@@ -258,15 +261,17 @@ class SlidingGroup(SlidingTree):
             run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
             if run is None or run.end != block or run.children or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence has cached")
-            symbols = self.content(sequence, block, block + 1, self.tokens_per_block)
-            if len(symbols) != self.tree.block_bytes:
+            if key_bytes:
+                key = sequence.keys[block * key_bytes :]
+                run.keys += key
+            symbols = sequence.packed(block * size, block * size + size) if recorded else key
+            if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")
             run.symbols += symbols
             run.slots.append(slot)
-            run.keys += sequence.keys[block * self.tree.key_bytes :]
             run.end = end.end = block + 1
             positions[slot] = position_of(run) + block
-            self.refs[slot], self.priorities[slot] = 1, priority
+            refs[slot], priorities[slot] = 1, priority
             if duration:
                 self.keeps_time, self.durations[slot] = True, duration
 
@@ -313,7 +318,7 @@ class SlidingGroup(SlidingTree):
         idle = (
             all(released[place] for place in places)
             if len(places) <= FEW
-            else bool(self.views["released_at"][indexes(places)].all())
+            else np.count_nonzero(self.views["released_at"][indexes(places)]) == len(places)
         )
         invariant(idle, "a block is held, or not cached")
 
