@@ -180,8 +180,10 @@ class Growth(WholeCache):
     def _store_filled(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store the block that each of these has filled; returns the sequences whose tables have changed."""
         replaced: dict[Sequence, list[Replacement]] | None = None
+        filled: ev.BlocksFilled | None = None
         for window in self.windows:
-            for sequence in window.store_filled(sequences):
+            others, filled = window.store_filled(sequences, filled)
+            for sequence in others:
                 replaced = replaced or {}
                 replaced.setdefault(sequence, []).extend(self._store_in(window, sequence))
         return _changed(replaced) if replaced else {}

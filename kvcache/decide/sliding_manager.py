@@ -137,7 +137,9 @@ class SlidingWindowManager(WindowBlockManager):
             self._store_partial(sequence, full, stop)
         return replaced
 
-    def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
+    def store_filled(
+        self, sequences: Items[Sequence], same: ev.BlocksFilled | None = None
+    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """As with full attention, where a block makes a run longer behind which nothing hangs."""
         index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
         filled, others, longer = [], [], set[int]()
@@ -150,14 +152,14 @@ class SlidingWindowManager(WindowBlockManager):
             else:
                 longer.add(run.id)
                 filled.append(sequence)
-        left = super().store_filled(filled)
         if not others:
-            return left
+            return super().store_filled(filled, same)
+        left, _ = super().store_filled(filled)
         if left:
             # Who comes first stores, and the next one finds it.
             rest = {*others, *left}
-            return [sequence for sequence in sequences if sequence in rest]
-        return others + left
+            others = [sequence for sequence in sequences if sequence in rest]
+        return others, None
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""

@@ -45,15 +45,19 @@ class WindowBlockManager(WindowAdmission):
             self._store_new(sequence, first, stop)
         return swaps
 
-    def store_filled(self, sequences: Items[Sequence]) -> list[Sequence]:
+    def store_filled(
+        self, sequences: Items[Sequence], same: ev.BlocksFilled | None = None
+    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """The usual case of `store`, many at a time: decoding has filled one block behind what a sequence had cached.
 
-        Returns those for which this is not the case; nothing was done for them.
+        Returns those for which this is not the case, for whom nothing was done; and what was emitted if that was one
+        event for all: the next window takes it as `same`, for it stores blocks of the same sequences and names.
         """
         if not self._reuse or self._group.shared:
-            return list(sequences)
+            return list(sequences), None
         if self._state.all_kept_alike:
-            return self._fill(sequences, *DEFAULT)
+            event = None if same is None else self._fill_alike(sequences, same)
+            return ([], event) if event is not None else self._fill(sequences, *DEFAULT)
         alike: dict[tuple[int, int], list[Sequence]] = {}
         index, size = self.index, self.tokens_per_block
         how: tuple[int, int]
@@ -69,13 +73,36 @@ class WindowBlockManager(WindowAdmission):
                 alike[how].append(sequence)
             else:
                 alike[how] = [sequence]
-        others = [other for how, several in alike.items() for other in self._fill(several, *how)]
+        others = [other for how, several in alike.items() for other in self._fill(several, *how)[0]]
         if len(alike) > 1 and others:
             # Who comes first stores, and the next one finds it.
             others = [sequence for sequence in sequences if sequence in others]
-        return others
+        return others, None
 
-    def _fill(self, sequences: Items[Sequence], priority: int, duration: int) -> list[Sequence]:
+    def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
+        """Store what an earlier window has stored; None: not all of these sequences go on here as they do there."""
+        index, slots = self.index, array("i")
+        for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
+            tail = sequence.path_ends[index]
+            if tail.end != block or not tail.grows(*DEFAULT):
+                return None
+            slots.append(sequence.tables[index][block])
+        event = ev.BlocksFilled(
+            handles=same.handles,
+            group=index,
+            blocks=same.blocks,
+            parents=same.parents,
+            keys=b"",
+            slots=slots.tobytes(),
+            priority=same.priority,
+            duration=same.duration,
+        )
+        self._emit(event)
+        return event
+
+    def _fill(
+        self, sequences: Items[Sequence], priority: int, duration: int
+    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known = self.tokens_per_block, self._chain, self._known_keys
@@ -102,20 +129,20 @@ class WindowBlockManager(WindowAdmission):
                 if not known:
                     symbols = sequence.packed(block * size, (block + 1) * size)
                     keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
-        if slots:
-            self._emit(
-                ev.BlocksFilled(
-                    handles=handles.tobytes(),
-                    group=index,
-                    blocks=blocks.tobytes(),
-                    parents=b"".join(parents),
-                    keys=b"".join(keys),
-                    slots=slots.tobytes(),
-                    priority=priority,
-                    duration=duration,
-                )
-            )
-        return others
+        if not slots:
+            return others, None
+        event = ev.BlocksFilled(
+            handles=handles.tobytes(),
+            group=index,
+            blocks=blocks.tobytes(),
+            parents=b"".join(parents),
+            keys=b"".join(keys),
+            slots=slots.tobytes(),
+            priority=priority,
+            duration=duration,
+        )
+        self._emit(event)
+        return others, None if others else event
 
     def _own_blocks(self, table: array[int], first: int) -> int:
         """Blocks before the first one that another sequence holds without a name: it must stay without."""
