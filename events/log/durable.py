@@ -142,7 +142,7 @@ def _holder(descriptor: int) -> str:
     return os.pread(descriptor, 64, 0).decode("ascii", "replace").strip() or _UNKNOWN_HOLDER
 
 
-def write_all(descriptor: int, parts: Sequence[bytes]) -> None:
+def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
     """Write all parts, however little the system takes at a time."""
     for start in range(0, len(parts), _PARTS_MAX):
         some = parts[start : start + _PARTS_MAX]

@@ -50,7 +50,8 @@ class LogHead:
         """The end now; None if there is no segment. What is broken ends it. Raises LogDamaged, LogTooNew, OSError."""
         if not is_log(self._directory) or not (paths := segment_paths(self._directory)):
             return None
-        if self._segment is None or self._segment.path != paths[-1] or self._segment.replaced():
+        segment = self._segment
+        if segment is None or segment.path != paths[-1] or (not segment.renewed() and segment.replaced()):
             with suppress(FileNotFoundError):
                 self._enter(paths[-1])
         if self._segment is None or self._chain.log_id is None:

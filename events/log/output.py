@@ -5,10 +5,14 @@ is on disk, so that every name has a whole header. Segments end by size and by t
 equal batches give equal files, but for the flag that tells what was on disk.
 
 What was written counts from the moment at which it is durable. When the system has refused something, `roll_back` goes
-back to the last durable frame, and what is written next begins there, in the file opened anew and cut off at that
-place. So nothing relies on a second sync: after a failed one the system may take what it did not write for written, and
-nobody knows what it still has. All of that is written once more. Before a segment ends, all of it is durable, so going
-back never leaves a segment.
+back to the last durable frame, and what is written next begins there. Before a segment ends, all of it is durable, so
+going back never leaves a segment. Where writing was refused, as on a full disk, the file is opened anew and cut off at
+that place.
+
+Where a sync has failed, the file is done with: the system may take what it did not write for written, so a second sync
+could succeed without a byte, and nobody knows what is still there. What was durable is copied into a new file, frame by
+frame as their checksums say that they were written; when that is on disk it gets the segment's name, and the rest is
+written there. As long as that fails, too, it is tried again, each time with another file.
 
 A log that is never synced counts what the system has taken, and is made durable as a whole before its end is marked.
 """
@@ -26,8 +30,9 @@ from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
 from events.log import frames
-from events.log.durable import Lock, sync_directory, sync_file, write_all
-from events.log.segments import UNFINISHED_SUFFIX, segment_name
+from events.log.durable import Lock, sync_file, write_all
+from events.log.making import make_segment, renew_segment, unfinished_path
+from events.log.segments import segment_name
 from events.types import FORMAT_VERSION, EventBatch
 
 _CRC_PIECE = 5120
@@ -82,6 +87,8 @@ class LogOutput:
         self._unfinished: Path | None = None
         """A segment that could not be begun, of which something may be there."""
         self._descriptor: int | None = None
+        self._failed_sync = False
+        """Whether a sync of the segment's file has failed: it is not to be used any more."""
         self._offset = 0
         """End of the last durable frame."""
         self._ahead = 0
@@ -115,8 +122,8 @@ class LogOutput:
     def write(self, records: Sequence[Record]) -> None:
         """Write the batches. They count with the next `sync`, or now, if nothing is to be synced.
 
-        Raises OSError if the system refuses; those that `batches_written` counts are durable nevertheless. Then
-        `roll_back` must be called before anything else.
+        Raises OSError if the system refuses, and LogWriteFailed if what was durable before is not there any more; those
+        that `batches_written` counts are durable nevertheless. Then `roll_back` must be called before anything else.
         """
         for record in records:
             self._add(record, 0)
@@ -126,7 +133,7 @@ class LogOutput:
         """Make durable what was written; as `write` if the system refuses."""
         if self._written:
             assert self._descriptor is not None
-            sync_file(self._descriptor)
+            self._force(self._descriptor)
             self._reach(self._written)
 
     def close(self, next_seq: int) -> None:
@@ -148,7 +155,8 @@ class LogOutput:
         self._written = 0
         self._chain, self._ahead = replace(self._reached), self._offset
         if descriptor is not None:
-            # If that is refused, too, it is a torn tail, which readers and recovery understand.
+            # If that is refused, too, it is a torn tail, which readers and recovery understand. Of a file that is done
+            # with, it is for who goes on with the log of a process that was killed: he is not to find it whole.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, self._offset)
             with contextlib.suppress(OSError):
@@ -185,13 +193,12 @@ class LogOutput:
         """Write the frames that wait."""
         if len(self._waiting) == self._written:
             return
-        if self._descriptor is None:
-            self._descriptor = self._open_again()
+        descriptor = self._opened()
         try:
             new = self._waiting[self._written :]
-            write_all(self._descriptor, [part for _, *parts in new for part in parts])
+            write_all(descriptor, [part for _, *parts in new for part in parts])
         except OSError:
-            self._keep_whole_frames(self._descriptor)
+            self._keep_whole_frames(descriptor)
             raise
         self._written = len(self._waiting)
         if not self._sync:
@@ -207,8 +214,16 @@ class LogOutput:
                     break
                 whole += 1
             if whole and self._sync:
-                sync_file(descriptor)
+                self._force(descriptor)
             self._reach(whole)
+
+    def _force(self, descriptor: int) -> None:
+        """Sync the segment."""
+        try:
+            sync_file(descriptor)
+        except BaseException:
+            self._failed_sync = True
+            raise
 
     def _reach(self, count: int) -> None:
         """So many of the waiting frames are durable."""
@@ -242,11 +257,21 @@ class LogOutput:
         self._unsynced.clear()
         self._sync, self.durable_seq = True, self._last_seq
 
-    def _open_again(self) -> int:
+    def _opened(self) -> int:
+        """The segment, open behind its last durable frame, or the last one that waits."""
+        if self._descriptor is None:
+            assert self._path is not None
+            self._check_place()
+            if self._failed_sync:
+                self._descriptor = renew_segment(self._path, self._reached, self._offset)
+                self._failed_sync = False
+            else:
+                self._descriptor = self._open_again(self._path)
+        return self._descriptor
+
+    def _open_again(self, path: Path) -> int:
         """The segment, cut off behind its last durable frame."""
-        self._check_place()
-        assert self._path is not None
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size < self._offset:
                 raise OSError(errno.EIO, "a segment is shorter than it was")
@@ -280,33 +305,18 @@ class LogOutput:
         )
         path = self._directory / segment_name(base_seq)
         self._unfinished = path
-        self._descriptor = self._create(path, header.pack())
+        self._descriptor = make_segment(path, [[header.pack()]])
+        self._failed_sync = False
         self._unfinished, self._path = None, path
         self._reached.enter(header)
         chain.enter(header)
         self._offset = self._ahead = frames.SEGMENT_HEADER_BYTES
         self.bytes_written += frames.SEGMENT_HEADER_BYTES
 
-    def _create(self, path: Path, header: bytes) -> int:
-        """Make a segment file; it gets its name when its header is on disk."""
-        unfinished = _unfinished(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(unfinished, flags, 0o600)
-        try:
-            write_all(descriptor, [header])
-            # Whatever `sync` says: once per segment costs nothing, and a header cut short looks like damage.
-            sync_file(descriptor)
-            unfinished.rename(path)
-            sync_directory(self._directory)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
-
     def _discard_unfinished(self) -> None:
         """Remove what is left of a segment that could not be begun; it holds no frame."""
         if self._unfinished is not None:
-            _unfinished(self._unfinished).unlink(missing_ok=True)
+            unfinished_path(self._unfinished).unlink(missing_ok=True)
             self._unfinished.unlink(missing_ok=True)
             self._unfinished = None
 
@@ -329,7 +339,3 @@ def _sync_closed(path: Path | None) -> None:
             sync_file(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + UNFINISHED_SUFFIX)

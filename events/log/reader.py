@@ -278,6 +278,8 @@ class LogReader:
                     if not found.header.flags & CLOSED:
                         yield self._batch(segment, found)
                 continue
+            if segment.renewed():
+                continue
             has_successor = self._behind(segment.path) is not None
             is_damaged = found is not None and segment.is_damaged(found, chain, is_last=not has_successor)
             if has_successor or is_damaged:

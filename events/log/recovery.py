@@ -25,7 +25,8 @@ the segment before it is another log's, or missing      damaged                r
 behind it one without frames, which it does not reach   damaged                refuses
 anything wrong further back                             damaged                goes on: it does not look there
 the beginning is gone, a snapshot stands for it         begin with that        goes on
-``*.kvlog.tmp``: a segment whose header was being made  do not look at it      removes it
+``*.kvlog.tmp``: a segment, or a copy of one after a    do not look at it      removes it
+failed sync, that has not got its name yet
 times that went back                                    read on                goes on
 ======================================================  =====================  =========================================
 
@@ -128,7 +129,7 @@ class Recovery:
     aside: tuple[Aside, ...] = ()
     cut: Cut | None = None
     unfinished: tuple[Path, ...] = ()
-    """Segments that did not get their names: nothing but a part of a header was ever in them."""
+    """Segments, and copies of them, that did not get their names: nothing was ever in them that is nowhere else."""
 
     @property
     def loses(self) -> bool:

@@ -122,6 +122,7 @@ class Segment:
         self.offset = SEGMENT_HEADER_BYTES
         self._window = memoryview(b"")
         self._window_start = 0
+        self._header: SegmentHeader | None = None
         self._seed = 0
         self._stored = open_stored(path)
 
@@ -156,6 +157,25 @@ class Segment:
         except FileNotFoundError:
             return True
 
+    def renewed(self) -> bool:
+        """Whether the writer has put a copy in the place of the file, of which a sync had failed; go on in that then.
+
+        It holds what was durable, and what was behind that is written there once more: places stay the same.
+        """
+        if self._header is None or self.is_compressed or not self.replaced():
+            return False
+        try:
+            stored = open_stored(self.path)
+        except FileNotFoundError:
+            return False  # It is not to be kept any longer, or is compressed.
+        data = stored.read(0, SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
+        if len(data) < SEGMENT_HEADER_BYTES or parse_segment_header(data) != self._header:
+            stored.close()
+            return False
+        self._stored.close()
+        self._stored, self._window = stored, memoryview(b"")
+        return True
+
     def header(self) -> SegmentHeader | None:
         """The segment's header; None if the file is too short to have one.
 
@@ -175,7 +195,7 @@ class Segment:
             raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
         if header.base_seq != first_seq(self.path):
             raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
-        self._seed = seed_of(header.log_id, header.epoch)
+        self._header, self._seed = header, seed_of(header.log_id, header.epoch)
         return header
 
     def read(self, chain: Chain) -> Frame | Broken | None:

@@ -55,7 +55,7 @@ def _repair_json(done: Recovery, *, dry_run: bool) -> dict[str, Any]:
 def _say_repaired(done: Recovery, out: Output, *, dry_run: bool) -> None:
     would = "would be " if dry_run else ""
     for path in done.unfinished:
-        out.line(f"{path.name} {would}removed: a segment that was never begun")
+        out.line(f"{path.name} {would}removed: a segment, or a copy of one, that was not whole yet")
     for each in done.aside:
         out.line(f"{each.path.name} {would}moved to quarantine/: {size(each.bytes)} without a whole batch")
     if done.cut is not None:

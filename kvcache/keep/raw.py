@@ -111,6 +111,20 @@ class File:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
+    def renewed(self) -> bool:
+        """Whether a copy with the same header has its name by now, as after a failed sync; that is read from now on."""
+        try:
+            there = self.path.lstat()
+            if self._groups is not None or os.path.samestat(there, os.fstat(self._descriptor)):
+                return False
+            with File(self.path) as copy:
+                same = copy.read(0, HEADER_BYTES) == self.read(0, HEADER_BYTES)
+                if same:
+                    copy._descriptor, self._descriptor = self._descriptor, copy._descriptor
+                return same
+        except (FileNotFoundError, LogDamaged):
+            return False
+
     def size(self) -> int:
         """Bytes in the file now; of a compressed segment, as it was written."""
         return os.fstat(self._descriptor).st_size if self._groups is None else self._groups.size

@@ -207,6 +207,8 @@ class Scan:
         offset: int | None = raw.HEADER_BYTES
         while offset is not None:
             found = self._frame(file, header, offset)
+            if isinstance(found, _Wrong) and file.renewed():
+                found = self._frame(file, header, offset)
             self.path, self.offset = file.path, offset
             if isinstance(found, _Wrong):
                 if self._is_end(file, header, found):

@@ -28,7 +28,7 @@ from events import (
     LogWriteFailed,
     NotALog,
 )
-from events.log import LogReader, LogWriter, output
+from events.log import LogReader, LogWriter, making, output
 from tests.conftest import RunPython
 from tests.events.conftest import HoldDisk
 from tests.events.logs import (
@@ -480,7 +480,8 @@ class Refusal:
 
 REFUSED_CALLS = [
     (output, "sync_file"),
-    (output, "sync_directory"),
+    (making, "sync_file"),
+    (making, "sync_directory"),
     (os, "writev"),
     (os, "open"),
     (os, "ftruncate"),

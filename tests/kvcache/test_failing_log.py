@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from events.errors import LogWriteFailed
-from events.log import LogReader, LogWriter, output, recorder
+from events.log import LogReader, LogWriter, making, output, recorder
 from events.types import EventBatch, Gap
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
@@ -239,7 +239,7 @@ class Flaky:
         self._chance = chance
         self.probability = 0.0
         places = [(os, "writev"), (os, "ftruncate"), (Path, "rename"), (Path, "unlink")]
-        places += [(output, "sync_file"), (output, "sync_directory")]
+        places += [(output, "sync_file"), (making, "sync_file"), (making, "sync_directory")]
         for owner, name in places:
             monkeypatch.setattr(owner, name, self._refusing(getattr(owner, name)))
 
