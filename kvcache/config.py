@@ -138,7 +138,7 @@ class LogConfig(_Settings, frozen=True):
         Literal["always", "group", "interval", "never"], Accepts("always, group, interval or never")
     ] = "group"
     """When batches are forced to the disk: at once, all waiting ones together, and each flush waits for it (`always`)
-    or not (`group`); at most every `log.fsync_seconds` (`interval`); or when the log is closed (`never`)."""
+    or not (`group`); at most every `log.fsync_seconds` (`interval`); or when a file of the log ends (`never`)."""
     fsync_seconds: Seconds = 1.0
     """With `interval`, the longest time that a batch is written and not yet on the disk. It is less where the queue is
     half full."""

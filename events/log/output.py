@@ -14,7 +14,9 @@ could succeed without a byte, and nobody knows what is still there. What was dur
 frame as their checksums say that they were written; when that is on disk it gets the segment's name, and the rest is
 written there. As long as that fails, too, it is tried again, each time with another file.
 
-A log that is never synced counts what the system has taken, and is made durable as a whole before its end is marked.
+A log that is never synced counts what the system has taken. Each of its segments is synced once, when it ends: so after
+a power cut the last one only may lack something. What is copied after a failed sync is then what the system still has,
+if its checksums say that it is all of it.
 """
 
 from __future__ import annotations
@@ -78,19 +80,15 @@ class LogOutput:
         self._begun_at = 0
         """When the first batch of the segment was made."""
         self._sync = sync
-        self._unsynced: list[Path] = []
-        """Segments that have ended unsynced."""
-        self._doubt: OSError | None = None
-        """Why nobody knows whether they are on disk."""
         self._path: Path | None = None
         """The segment that is being written; None: none."""
         self._unfinished: Path | None = None
         """A segment that could not be begun, of which something may be there."""
         self._descriptor: int | None = None
         self._failed_sync = False
-        """Whether a sync of the segment's file has failed: it is not to be used any more."""
+        """Whether the segment's file is not to be used any more."""
         self._offset = 0
-        """End of the last durable frame."""
+        """End of the last durable frame; if none is synced, of the last one that was written."""
         self._ahead = 0
         """End of the last frame that waits."""
         self._waiting: list[tuple[frames.FrameHeader, bytes, bytes]] = []
@@ -140,10 +138,8 @@ class LogOutput:
         """Write the mark of an orderly end, if anything was written before it. All before it is durable then."""
         if self._path is None:
             return
-        if not self._sync:
-            self._sync_all()
-        self._put()
-        self.sync()
+        self._settle()
+        self._sync = True
         if not self._reached.closed:
             self._add(Record(next_seq, 0, b""), frames.CLOSED)
         self._finish_segment()
@@ -242,20 +238,15 @@ class LogOutput:
         if self._sync:
             self.durable_seq = self._last_seq
 
-    def _sync_all(self) -> None:
-        """Make durable what nobody has synced so far, as far as it is still kept."""
-        if self._doubt is not None:
-            raise self._doubt
+    def _settle(self) -> None:
+        """Make durable all of the segment."""
         self._put()
-        try:
-            for path in [*self._unsynced, self._path]:
-                _sync_closed(path)
-        except OSError as error:
-            # A second sync could succeed and write nothing, and what it should write is not here any more.
-            self._doubt = error
-            raise
-        self._unsynced.clear()
-        self._sync, self.durable_seq = True, self._last_seq
+        descriptor = self._opened()
+        if self._sync:
+            self.sync()
+        else:
+            self._force(descriptor)
+            self.durable_seq = self._last_seq
 
     def _opened(self) -> int:
         """The segment, open behind its last durable frame, or the last one that waits."""
@@ -282,10 +273,9 @@ class LogOutput:
         return descriptor
 
     def _finish_segment(self) -> None:
-        self._put()
-        self.sync()
-        if not self._sync and self._path is not None:
-            self._unsynced.append(self._path)
+        if self._path is None:
+            return
+        self._settle()
         descriptor, self._descriptor, self._path = self._descriptor, None, None
         if descriptor is not None:
             os.close(descriptor)
@@ -327,15 +317,3 @@ def _crc32(payload: bytes) -> int:
     for start in range(0, len(payload), _CRC_PIECE):
         crc = crc32(payload[start : start + _CRC_PIECE], crc)
     return crc
-
-
-def _sync_closed(path: Path | None) -> None:
-    """Sync a file by its name, if it is still there."""
-    if path is None:
-        return
-    with contextlib.suppress(FileNotFoundError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            sync_file(descriptor)
-        finally:
-            os.close(descriptor)

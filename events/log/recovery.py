@@ -31,8 +31,8 @@ times that went back                                    read on                g
 ======================================================  =====================  =========================================
 
 Only the last segment is read, and of one that ends with the mark of an orderly end only that: it is the only one that
-an interrupted write can have touched, and opening must not take longer the longer a log is. Where the writer that was
-killed never synced, the earlier segments of its epoch are synced, too: what is written next stands on them.
+an interrupted write can have touched, since each is synced when it ends, and opening must not take longer the longer a
+log is.
 
 Refusing changes nothing at all: everything is decided before anything is done. What is done is durable step by step,
 first what adds and then what takes away, and each step leaves something of which this table says the rest.
@@ -58,13 +58,9 @@ from events.log.durable import (
     take_lock,
 )
 from events.log.frames import (
-    BEHIND_SYNC,
-    FRAME_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     Chain,
     SegmentHeader,
-    parse_frame_header,
-    seed_of,
 )
 
 
@@ -161,8 +157,6 @@ def plan(directory: Path) -> Recovery:
             chain, torn = (closed, False) if closed else _scan(segment, is_last=not aside)
             if closed or segment.offset > SEGMENT_HEADER_BYTES:
                 _refuse_strangers(segment, paths)
-                if not closed:
-                    _sync_before(segment, paths)
                 cut = Cut(path, segment.offset, segment.size() - segment.offset) if torn else None
                 return Recovery(chain, tuple(aside), cut, unfinished)
             aside.append(Aside(path, chain.epoch, segment.size()))
@@ -209,28 +203,6 @@ def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
     refusal = chain.refuses_segment(header)
     if refusal is not None:
         raise LogDamaged(segment.path, 0, header.base_seq, refusal)
-
-
-def _sync_before(segment: segments.Segment, before: list[Path]) -> None:
-    """Have on disk what a killed writer that never syncs has left to the system: the earlier segments of its epoch.
-
-    What the next epoch makes durable stands on them. Compressed segments are on disk, and so are all before them.
-    """
-    last = segment.header()
-    assert last is not None
-    first = parse_frame_header(
-        segment.data(SEGMENT_HEADER_BYTES, FRAME_HEADER_BYTES), seed_of(last.log_id, last.epoch)
-    )
-    if first is None or first.flags & BEHIND_SYNC:
-        return
-    for path in reversed(before):
-        with suppress(FileNotFoundError, LogDamaged), segments.Segment(path) as earlier:
-            if earlier.is_compressed:
-                return
-            sync_file(earlier.descriptor)
-            header = earlier.header()
-            if header is not None and header.epoch != last.epoch:
-                return
 
 
 def _header_of(path: Path) -> SegmentHeader | None:

@@ -23,4 +23,4 @@ class LogStats:
     last_error: str | None
     """Why the disk refused the last time, while it does."""
     durable_seq: int = -1
-    """The last batch known to be on disk; with "never" that is known once the log is closed. -1: none."""
+    """The last batch known to be on disk; with "never" that is known where a file ends. -1: none."""

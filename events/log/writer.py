@@ -13,7 +13,7 @@ waits for room: what does not fit into the queue is lost, with "block", too, whi
 
     appended = written + dropped + in flight     (batches; nothing is in flight after flush and close)
 
-`written` are durable (`Fsync` says when), but for "never".
+`written` are durable (`Fsync` says when), but for "never", where all are but those in the last file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class LogWriter:
     - `segment_begun`: called by the log's thread behind the beginning of each file; it must neither wait nor raise.
     - `fsync`: what makes batches durable. "group": one sync for all that wait, at once; `append` does not wait for it.
       "always": the same, and `append` waits. "interval": a sync every `fsync_seconds`, never later than that after a
-      batch was written, and sooner where somebody waits or the queue is half full. "never": the system, some time.
+      batch was written, and sooner where somebody waits or the queue is half full. "never": the end of its file; before
+      that the system, some time.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
     - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
     """
@@ -195,7 +196,7 @@ class LogWriter:
     def durable_seq(self) -> int:
         """The last batch known to be on disk, those of earlier epochs included (-1: none); for any thread.
 
-        Those before it are on disk, too, or told there to be lost. With "never" it stays until the log is closed.
+        Those before it are on disk, too, or told there to be lost. With "never" it goes on where files end.
         """
         return self._recorder.output.durable_seq
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import sys
@@ -150,17 +151,25 @@ def settle(log: LogWriter) -> None:
             return
 
 
-SYNCED = ("always", "group", "interval")
+SYNCED: tuple[Any, ...] = ("always", "group", "interval")
 
 
-@pytest.mark.parametrize("segment_bytes", [700, 1 << 20])
-@pytest.mark.parametrize("failing", [{1}, {2}, {3, 4}, {5, 6, 7, 9}, set(range(2, 30, 2)), {*range(3, 12)}])
-@pytest.mark.parametrize("fsync", SYNCED)
+FAILING: list[set[int]] = [{1}, {2}, {3, 4}, {5, 6, 7, 9}, set(range(2, 30, 2)), {*range(3, 12)}]
+CASES = [
+    *itertools.product(SYNCED, FAILING, [700, 1 << 20]),
+    *itertools.product(["never"], FAILING, [700]),
+    # Of one segment, the first sync but that of the header is made when the log is closed, which tries twice.
+    *itertools.product(["never"], FAILING[:2], [1 << 20]),
+]
+
+
+@pytest.mark.parametrize(("fsync", "failing", "segment_bytes"), CASES)
 def test_the_disk_has_all_of_it_in_the_end(
     tmp_path: Path, refusing: Callable[..., Disk], fsync: Any, failing: set[int], segment_bytes: int
 ) -> None:
     """Headers, batches, copies of what was there: no file is synced after it was refused; a follower gets all."""
-    disk, chance = refusing(failing.__contains__), random.Random(len(failing))
+    # What was never synced is nowhere but in the system, until it has forgotten it.
+    disk, chance = refusing(failing.__contains__, forgets=fsync != "never"), random.Random(len(failing))
     log = LogWriter(
         tmp_path / "log", fsync=fsync, fsync_seconds=0.002, segment_bytes=segment_bytes, log_id=LOG_ID
     )
@@ -204,6 +213,40 @@ def test_disks_that_refuse_by_chance(tmp_path: Path, refusing: Callable[..., Dis
     assert follower.end() == CONTENT
     assert disk.in_vain == 0
     assert read_log(disk.cut_power(tmp_path / "log", tmp_path / "left"))[0] == CONTENT
+
+
+@pytest.mark.parametrize("segment_bytes", [700, 1 << 20])
+def test_what_was_never_synced_and_is_forgotten(
+    tmp_path: Path, refusing: Callable[..., Disk], segment_bytes: int
+) -> None:
+    """No log with a hole is written, nothing of it is called durable, and no end is marked; what is left is read."""
+    fails = [False]
+    disk = refusing(lambda _: fails[0])
+    log = LogWriter(tmp_path / "log", fsync="never", segment_bytes=segment_bytes, overflow="drop")
+    for item in CONTENT[:8]:
+        log.append(item)
+    log.flush()
+    durable = int(segments(tmp_path / "log")[-1].stem) - 1
+
+    def once() -> None:
+        fails[0] = False
+
+    disk.meanwhile, fails[0] = once, True
+    if segment_bytes == 700:
+        for item in CONTENT[8:]:
+            log.append(item)
+        with suppress(LogWriteFailed):
+            log.flush()
+        with pytest.raises(LogWriteFailed, match="cannot be read back"):
+            log.flush()
+        durable = max(int(path.stem) for path in segments(tmp_path / "log")) - 1
+    with pytest.raises(LogWriteFailed, match="cannot be read back"):
+        log.close()
+    assert (log.durable_seq, disk.in_vain) == (durable, 0)
+    read, end = read_log(tmp_path / "log")
+    assert (read, end.kind) == (CONTENT[: durable + 1], "torn")
+    left, _ = read_log(disk.cut_power(tmp_path / "log", tmp_path / "left"))
+    assert left == read
 
 
 class TestFollowers:
