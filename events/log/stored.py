@@ -12,6 +12,7 @@ from typing import NamedTuple
 from events.errors import LogDamaged, LogTooNew
 from events.log import groups
 from events.log.groups import GROUP_HEADER_BYTES, GroupHeader, parse_group_header
+from events.log.links import telling_links
 from events.log.zstd import require_zstd
 
 COMPRESSED_SUFFIX = ".kvlogz"
@@ -28,7 +29,8 @@ class StoredBytes:
         self.path = path
         # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make
         # us wait for ever.
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with telling_links(path):
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
             raise LogDamaged(path, 0, None, "it is not a regular file")

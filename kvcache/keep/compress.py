@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogDamaged, NotALog
+from events.errors import LogDamaged, LogError, NotALog
 from events.log.durable import sync_directory, sync_file, write_all
-from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES
+from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, SegmentHeader
 from events.log.groups import group_of
 from events.log.segments import Frame, Segment, compressed_path, is_log, segment_paths
 from events.log.snapshots import UNFINISHED_SUFFIX
@@ -25,9 +25,14 @@ from kvcache.errors import invariant
 from kvcache.keep import raw
 from kvcache.keep.alone import alone
 from kvcache.keep.columns import Columns
+from kvcache.keep.writing import writing
 
 _GROUP_BYTES = 2 << 20
 """Frames of so many bytes are gone where a byte is damaged. With half as much the log is larger by 3 to 9 %."""
+
+_ADVICE = (
+    "make room or mend the disk, and compress it again: the log is whole, and what was compressed stays so"
+)
 
 
 @dataclass
@@ -47,7 +52,7 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
     """Compress all segments but the last one. A writer may be at work.
 
     `progress` is told the number of each batch. Raises NotALog, LogBeingKept if another process is at it, LogTooNew,
-    ZstdMissing, OSError; what was done is for good then.
+    ZstdMissing, NotWritten on a full disk, OSError; what was done is for good then.
     """
     if not is_log(directory):
         raise NotALog(directory)
@@ -55,11 +60,24 @@ def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) 
     with alone(directory):
         for path in directory.glob(f"*{COMPRESSED_SUFFIX}{UNFINISHED_SUFFIX}"):
             path.unlink(missing_ok=True)
-        done = Compressed()
-        for path in segment_paths(directory)[:-1]:
-            if path.suffix != COMPRESSED_SUFFIX:
+        done, paths = Compressed(), segment_paths(directory)
+        headers = {path: _header(path) for path in paths}
+        newest = dict[bytes, int]()
+        for found in filter(None, headers.values()):
+            newest[found.log_id] = max(found.number, newest.get(found.log_id, 0))
+        for path in paths[:-1]:
+            # What stands behind it by its name only may be no segment of this log, and it the one that is written.
+            is_last = (header := headers[path]) is not None and header.number == newest[header.log_id]
+            if path.suffix != COMPRESSED_SUFFIX and not is_last:
                 _compress(path, done, progress)
         return done
+
+
+def _header(path: Path) -> SegmentHeader | None:
+    """None: it has none that is whole, or is gone; who reads it tells."""
+    with suppress(LogError, OSError), Segment(path) as segment:
+        return segment.header()
+    return None
 
 
 def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> None:
@@ -88,11 +106,14 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
 def _write(path: Path, groups: Iterator[bytes]) -> None:
     """Write a file, and have it on the disk."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    with writing(path, _ADVICE):
+        descriptor = os.open(path, flags, 0o600)
     try:
         for group in groups:
-            write_all(descriptor, [group])
-        sync_file(descriptor)
+            with writing(path, _ADVICE):
+                write_all(descriptor, [group])
+        with writing(path, _ADVICE):
+            sync_file(descriptor)
     finally:
         os.close(descriptor)
 

@@ -24,10 +24,14 @@ from kvcache.keep import raw
 from kvcache.keep.losses import Continuity, Loss, behind_loss
 from kvcache.keep.raw_snapshot import RawSnapshot, read_snapshot
 from kvcache.keep.scan import Damage, Found, Scan, State
+from kvcache.keep.writing import writing
 
 _SEGMENT_BYTES = 64 << 20
 _UNFINISHED = ".salvaging"
 """Behind the name of the new log, until it is whole."""
+_ADVICE = (
+    "make room or mend the disk, remove this directory, and salvage the old log again: it was not changed"
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -53,8 +57,8 @@ class Salvaged:
 def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: None) -> Salvaged:
     """Copy all that can be read of `log`, which is not changed, into the new log `to`.
 
-    Raises NotALog; PlaceTaken if there is something at `to` or, from an interrupted go, beside it; LogTooNew, OSError;
-    and LogDamaged if there is nothing with which a log could begin.
+    Raises NotALog; PlaceTaken if there is something at `to` or, from an interrupted go, beside it; NotWritten on a full
+    disk; LogTooNew, OSError; and LogDamaged if there is nothing with which a log could begin.
     """
     if not is_log(log):
         raise NotALog(log)
@@ -62,7 +66,8 @@ def salvage(log: Path, to: Path, progress: Callable[[int], None] = lambda _: Non
     for path in (to, unfinished):
         if path.exists() or path.is_symlink():
             raise PlaceTaken(path)
-    lock = claim(unfinished, resume=False)
+    with writing(unfinished, _ADVICE):
+        lock = claim(unfinished, resume=False)
     try:
         done = _copy(log, _Copy(unfinished, lock), progress)
     finally:
@@ -172,7 +177,8 @@ class _Copy:
         self._chain = Chain(
             header.log_id, header.epoch, header.number, beside.next_seq, header.before, beside.closed
         )
-        replace_file(self._directory / snapshot.path.name, snapshot.path.read_bytes(), 0o600)
+        with writing(self._directory, _ADVICE):
+            replace_file(self._directory / snapshot.path.name, snapshot.path.read_bytes(), 0o600)
         self.last_seq = snapshot.seq
         return 1
 
@@ -190,13 +196,15 @@ class _Copy:
                 segment_bytes=_SEGMENT_BYTES,
                 sync=False,
             )
-        self._output.write([self._output.encode(batch)])
+        with writing(self._directory, _ADVICE):
+            self._output.write([self._output.encode(batch)])
         self.last_seq = batch.seq
 
     def close(self, epoch: int, next_seq: int) -> None:
         """Write the mark of an orderly end, if the epoch is the one that is being written."""
         if self._output is not None and epoch == self._chain.epoch:
-            self._output.close(next_seq)
+            with writing(self._directory, _ADVICE):
+                self._output.close(next_seq)
             self._output = None
 
     def end(self) -> None:
@@ -210,7 +218,7 @@ class _Copy:
                 self.write(batch, header)
         self.finish()
         for path in raw.segments(self._directory):
-            with Segment(path) as segment:
+            with Segment(path) as segment, writing(self._directory, _ADVICE):
                 sync_file(segment.descriptor)
         sync_directory(self._directory)
 

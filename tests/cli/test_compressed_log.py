@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from events.log.frames import parse_segment_header
 from events.log.segments import segment_paths
 from tests.cli.conftest import Kvcache, run_log
 from tests.cli.test_log import SIZES, answer
@@ -41,6 +44,87 @@ def test_compress(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
     middle = segment_paths(whole)[2]
     (log / middle.name).write_bytes(middle.read_bytes()[:-50])
     assert "1 segment, damaged" in kvcache("log", "compress", log).out
+
+
+PLACE = 10**19
+"""The number of a file that somebody has put there."""
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """From now on nothing more has room."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, refuse)
+
+
+@pytest.mark.parametrize("call", ["writev", "fdatasync" if hasattr(os, "fdatasync") else "fsync"])
+def test_a_full_disk(
+    kvcache: Kvcache, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """What could not be written is named, and what to do; doing that, it is done."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    before = {path.name: path.read_bytes() for path in segment_paths(log)}
+    with monkeypatch.context() as patch:
+        full_disk(patch, call)
+        compressed = kvcache("log", "compress", log)
+        salvaged = kvcache("log", "salvage", log, "--to", tmp_path / "new")
+    unfinished = segment_paths(log)[0].with_suffix(".kvlogz.new")
+    reason = f"cannot be written: {os.strerror(errno.ENOSPC)}; make room or mend the disk"
+    assert (compressed.code, salvaged.code) == (2, 2)
+    assert f"{unfinished} {reason}, and compress it again: the log is whole" in compressed.err
+    assert f"{tmp_path / 'new.salvaging'} {reason}, remove this directory, and salvage" in salvaged.err
+    assert {path.name: path.read_bytes() for path in segment_paths(log)} == before
+    assert not unfinished.exists()
+    shutil.rmtree(tmp_path / "new.salvaging")
+    assert kvcache("log", "salvage", log, "--to", tmp_path / "new").code == 0
+    assert kvcache("log", "compress", log).code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [("compress",), ("verify",), ("info",), ("repair",), ("salvage", "--to", "new")]
+)
+def test_a_segment_that_is_a_link(
+    kvcache: Kvcache, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Whatever comes upon it says which it is, and what to do."""
+    monkeypatch.chdir(tmp_path)
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    path = segment_paths(log)[-1 if command == ("repair",) else 1]
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    done = kvcache("log", command[0], log, *command[1:])
+    assert done.code == 2
+    assert (
+        f"{path.name} is a symbolic link, which is not followed: put the file itself in its place" in done.err
+    )
+    path.unlink()
+    (tmp_path / "elsewhere").rename(path)
+    shutil.rmtree(tmp_path / "new.salvaging", ignore_errors=True)
+    assert kvcache("log", command[0], log, *command[1:]).code == 0
+
+
+@pytest.mark.parametrize("content", ["nothing", "noise", "another log", "this log"])
+def test_a_foreign_file_behind_the_last_segment(
+    kvcache: Kvcache, whole: Path, tmp_path: Path, content: str
+) -> None:
+    """Whatever is in it: the last segment of the log is the one that may be written, and stays as it is."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    *closed, last = segment_paths(log)
+    foreign = log / f"{PLACE}.kvlog"
+    foreign.write_bytes({"nothing": b"", "noise": bytes(range(256))}.get(content, last.read_bytes()))
+    if content == "another log":
+        header = parse_segment_header(last.read_bytes())
+        assert header is not None
+        foreign.write_bytes(header._replace(log_id=bytes(16), base_seq=PLACE, number=9999).pack())
+    done = answer(kvcache("log", "compress", log, "--json", "-q"))
+    assert (done["compressed"], done["left"]) == (len(closed), 0)
+    assert last.exists()
+    assert foreign.exists()
+    assert not last.with_suffix(".kvlogz").exists()
+    foreign.unlink()
+    assert kvcache("log", "verify", log).code == 0
 
 
 @pytest.mark.parametrize(
