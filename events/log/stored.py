@@ -12,7 +12,6 @@ from typing import NamedTuple
 from events.errors import LogDamaged, LogTooNew
 from events.log import groups
 from events.log.groups import GROUP_HEADER_BYTES, GroupHeader, parse_group_header
-from events.log.links import telling_links
 from events.log.zstd import require_zstd
 
 COMPRESSED_SUFFIX = ".kvlogz"
@@ -29,8 +28,16 @@ class StoredBytes:
         self.path = path
         # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make
         # us wait for ever.
-        with telling_links(path):
+        try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if not path.is_symlink():
+                raise
+            # The system's own words tell nobody what to do.
+            advice = (
+                f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+            )
+            raise OSError(error.errno, advice, str(path)) from None
         if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
             self.close()
             raise LogDamaged(path, 0, None, "it is not a regular file")

@@ -16,7 +16,6 @@ from typing import NamedTuple, Self
 from zlib import crc32
 
 from events.errors import LogDamaged, LogTooNew
-from events.log.links import telling_links
 from events.types import FORMAT_VERSION
 from kvcache.keep.raw_groups import Groups
 
@@ -96,8 +95,15 @@ class File:
     def __init__(self, path: Path) -> None:
         self.path = path
         # SECURITY: neither a link to some other file nor a pipe that never ends.
-        with telling_links(path):
+        try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if not path.is_symlink():
+                raise
+            advice = (
+                f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+            )
+            raise OSError(error.errno, advice, str(path)) from None
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise LogDamaged(path, 0, None, "it is not a regular file")

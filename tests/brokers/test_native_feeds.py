@@ -15,6 +15,7 @@ from events.brokers.records import Record
 from events.brokers.subscriber import NativeBrokerSubscriber
 from events.formats.native import PackedBatches
 from events.subscribe.continuity import Missed, Restarted, Restated
+from events.subscribe.native_continuity import ReceivedBatch
 from kvcache.record.told_state import ToldState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers.transport import BrokerSettings, BrokerTransport
@@ -182,6 +183,12 @@ class Kept:
     def breathe(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def heard(records: list[Record]) -> bool:
+    """Whether who begins here learns what is cached."""
+    follower = NativeRecordFollower("w")
+    return any(isinstance(report, ReceivedBatch) for record in records for report in follower.take(record))
 
 
 @pytest.mark.parametrize("seed", range(10))
