@@ -185,6 +185,10 @@ class Kept:
     def close(self) -> None: ...
 
 
+MISSED = 8
+"""Fewer records than these are missing at a time."""
+
+
 def heard(records: list[Record]) -> bool:
     """Whether who begins here learns what is cached."""
     follower = NativeRecordFollower("w")
@@ -219,7 +223,7 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
             truth.take([report])
             prints[truth.replayed.last_seq] = truth.replayed.fingerprint
         if skipped or at < begin or rng.random() < share:
-            skipped = (skipped or rng.randrange(1, 8)) - 1
+            skipped = (skipped or rng.randrange(1, MISSED)) - 1
             continue
         reader.take(follower.take(record))
         if reader.batches:
