@@ -7,7 +7,9 @@ decoded last are kept in a row of lists, and a step is one call of `list.append`
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import add, attrgetter
+from typing import Any
 
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import Namespace, TokensAppended
@@ -58,8 +60,13 @@ class SequenceTokens:
         """The same tokens, for another sequence."""
         return self.tokens[:]
 
-    def begin_decoding(self) -> None:
-        """From here on, all tokens but the last sampled one count as computed."""
+
+_tokens_of, _sampled_of = attrgetter("_tokens"), attrgetter("sampled")
+
+
+def lengths(sequences: Sequence[SequenceTokens]) -> list[int]:
+    """`num_tokens` of each, made from C."""
+    return list(map(add, map(len, map(_tokens_of, sequences)), map(len, map(_sampled_of, sequences))))
 
 
 class NamedTokens(SequenceTokens):
@@ -98,10 +105,14 @@ class NamedTokens(SequenceTokens):
 class RunningTokens:
     """Appends tokens to the sequences of a fold, which adds and removes them itself."""
 
-    __slots__ = ("_sampled", "_sequences", "handles")
+    __slots__ = ("_began", "_sampled", "_sequences", "handles")
 
-    def __init__(self, sequences: Mapping[int, SequenceTokens]) -> None:
+    def __init__(
+        self, sequences: Mapping[int, Any], began: Callable[[list[Any]], None] = lambda sequences: None
+    ) -> None:
+        """`sequences` are `SequenceTokens` by handle; `began` is called with those that are decoded together next."""
         self._sequences = sequences
+        self._began = began
         self.handles: bytes | None = None
         """Packed int64: the sequences that were decoded last; None once something else happened to one of them."""
         self._sampled: list[list[int]] = []
@@ -129,10 +140,9 @@ class RunningTokens:
 
     def _begin(self, handles: bytes) -> None:
         """Other sequences than before are decoded together from now on."""
-        sequences = [self._sequences[handle] for handle in array("q", handles)]
-        for sequence in sequences:
-            sequence.begin_decoding()
-        self.handles, self._sampled = handles, [sequence.sampled for sequence in sequences]
+        sequences = list(map(self._sequences.__getitem__, array("q", handles)))
+        self._began(sequences)
+        self.handles, self._sampled = handles, list(map(_sampled_of, sequences))
 
     def _append_many(self, event: TokensAppended) -> None:
         self.forget_row()

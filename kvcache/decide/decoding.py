@@ -9,19 +9,12 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence as Items
-from typing import NamedTuple
+from operator import attrgetter
 
+from events.tokens.sequences import lengths
 from events.types import RequestId
 from kvcache.errors import invariant
 from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding
-
-
-class Due(NamedTuple):
-    """Sequences that fill a block in the same step."""
-
-    sequences: list[Sequence]
-    handles: bytes
-    """Packed int64."""
 
 
 class DecodeBatch:
@@ -56,12 +49,11 @@ class DecodeBatch:
         """Whether the step is like all that follow; if not, its sequences are looked at one by one."""
         self._period = tokens_per_block
         self._steps = 0
-        lengths = [sequence.num_tokens for sequence in sequences]
-        self._steps_left = limit - max(lengths, default=limit)
-        due: defaultdict[int, list[Sequence]] = defaultdict(list)
-        for length, sequence in zip(lengths, sequences, strict=True):
-            due[-length % tokens_per_block].append(sequence)
-        self._due = {step: Due(filling, packed_handles(filling)) for step, filling in due.items()}
+        ends = lengths(sequences)
+        self._steps_left = limit - max(ends, default=0)
+        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
+        for end, sequence in zip(ends, sequences, strict=True):
+            self._due[-end % tokens_per_block].append(sequence)
         self._windows = windows
         self._beginning = not_decoding(sequences) if windows else []
         """Nobody may have said before how far their prompts are computed."""
@@ -72,22 +64,21 @@ class DecodeBatch:
         return self._steps >= self._steps_left
 
     @property
-    def due(self) -> Due | None:
-        """The sequences whose next token needs a new block."""
+    def due(self) -> list[Sequence] | None:
+        """The sequences whose next token needs a new block; None: there is none."""
         return self._due.get(self._steps % self._period)
 
     def leaving(self, window: int) -> Items[Sequence]:
         """The sequences of which a sliding window, by its number, may leave a block behind in this step."""
         # Who fills a block in one step leaves one in another, as many steps later as the window is longer than blocks.
-        due = self._due.get((self._steps - self._windows[window] + 1) % self._period)
-        leaving = () if due is None else due.sequences
+        leaving = self._due.get((self._steps - self._windows[window] + 1) % self._period, ())
         if self._steps or not self._beginning:
             return leaving
         return [each for each in self.sequences if each in leaving or each in self._beginning]
 
     def check(self) -> None:
         """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""
-        for step, (sequences, _) in self._due.items():
+        for step, sequences in self._due.items():
             left = (step - self._steps) % self._period
             fits = all(-each.num_tokens % self._period == left for each in sequences)
             invariant(fits, "a block would be allocated in another step than the one that fills it")
@@ -97,6 +88,9 @@ class DecodeBatch:
         self._steps += 1
 
 
+_handle_of = attrgetter("handle")
+
+
 def packed_handles(sequences: list[Sequence]) -> bytes:
     """Handles as a column of an event."""
-    return array("q", [sequence.handle for sequence in sequences]).tobytes()
+    return array("q", list(map(_handle_of, sequences))).tobytes()

@@ -127,7 +127,7 @@ class Growth(WholeCache):
         if not _PLAIN_IDS.issuperset(map(type, request_ids)):
             request_ids = [checked_request_id(request_id) for request_id in request_ids]
         try:
-            running = [sequences[handles[request_id]] for request_id in request_ids]
+            running = list(map(sequences.__getitem__, map(handles.__getitem__, request_ids)))
         except Exception:  # noqa: BLE001  unknown, or no id at all: find out which one, and why
             running = [self.sequence(request_id) for request_id in request_ids]
         if len(set(running)) != len(running):
@@ -152,7 +152,7 @@ class Growth(WholeCache):
             raise InvalidTokens(
                 f"{num_tokens} tokens were given for {len(batch.ids)} sequences: one each, or counts"
             )
-        if batch.ids and batch.at_limit:
+        if batch.at_limit:
             raise limit.exceeded_by(limit.tokens + 1)
         self._decoding = batch
         return batch
@@ -166,9 +166,9 @@ class Growth(WholeCache):
             return self._append(batch.sequences, tokens, None)
         due = batch.due
         if due is not None:
-            self._grow(batch.sequences, due.sequences, due.handles, None)
+            self._grow(batch.sequences, due, packed_handles(due), None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
-        changed = self._store_filled(due.sequences) if due is not None else {}
+        changed = self._store_filled(due) if due is not None else {}
         if self._sliding:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)

@@ -65,12 +65,10 @@ class WholeCache:
     @property
     def upkeep_due(self) -> bool:
         """Whether `upkeep` would do anything; this is asked at every step."""
-        state = self._state
-        return (
-            state.changed_blocks >= self._checkpoint_due
-            or state.symbols.crowded
-            or (bool(self._expiry.waiting) and self._expiry.due)
-        )
+        state, expiry = self._state, self._expiry
+        if state.changed_blocks >= self._checkpoint_due or (expiry.waiting and expiry.due):
+            return True
+        return bool(state.symbols.pages) and state.symbols.crowded
 
     def upkeep(self) -> None:
         """What is over expires; a checkpoint once enough blocks have changed; drop symbols that nothing uses."""

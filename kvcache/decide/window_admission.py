@@ -59,6 +59,8 @@ class WindowAdmission:
         self.tokens_per_block = state.tokens_per_block
         self._known_keys = self.key_bytes if index else 0
         """Within `store_filled`: key bytes of the filled block that are known, since the first window has made them."""
+        self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
+        """And where the key of the block before is, among the sequence's."""
         self.adopted = False
         """Whether the last `store` has come to hold blocks that another sequence had stored."""
         self._follow(offload_min_priority, order)

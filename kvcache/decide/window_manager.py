@@ -114,7 +114,7 @@ class WindowBlockManager(WindowAdmission):
             if (
                 block != len(table) - 2
                 or not tail.grows(priority, duration)
-                or sequence.handle in rich
+                or (rich and sequence.handle in rich)
                 or (key_bytes and len(sequence.keys) != block * key_bytes + known)
             ):
                 others.append(sequence)
@@ -123,8 +123,7 @@ class WindowBlockManager(WindowAdmission):
             blocks.append(block)
             slots.append(table[block])
             if key_bytes:
-                named = sequence.keys
-                parent = bytes(named[(block - 1) * key_bytes : block * key_bytes])
+                parent = bytes(sequence.keys[self._key_before])
                 parents.append(parent[:NAME_BYTES])
                 if not known:
                     symbols = sequence.packed(block * size, (block + 1) * size)

@@ -103,17 +103,16 @@ class BlockFold(Contents):
 
     def _name_filled(self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]) -> None:
         """Let the sequences know the keys of the blocks that they have filled, where no event has told them yet."""
-        key_bytes, given, at = self.hashing.key_bytes, event.keys, 0
-        if len(given) not in (0, len(blocks) * key_bytes):
+        size, given = self.hashing.key_bytes, event.keys
+        if len(given) not in (0, len(blocks) * size):
             raise InvariantViolated("filled blocks have other names than there are blocks")
-        parents = []
+        at, parents = 0, []
         for sequence, block in zip(filling, blocks, strict=True):
-            keys, begin = sequence.keys, block * key_bytes
-            parents.append(keys[begin - key_bytes : begin - key_bytes + NAME_BYTES])
-            if given:
-                keys += given[at : at + key_bytes]
-                at += key_bytes
-            if len(keys) != begin + key_bytes:
+            keys, end = sequence.keys, (block + 1) * size
+            keys += given[at : at + size]  # nothing, if none is given
+            at += size
+            parents.append(keys[end - 2 * size : end - 2 * size + NAME_BYTES])
+            if len(keys) != end:
                 raise InvariantViolated("a filled block has other names than one")
         if b"".join(parents) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")

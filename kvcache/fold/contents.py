@@ -16,7 +16,7 @@ from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.pin import Pin
 from kvcache.fold.prefix_tree import Node
-from kvcache.fold.sequence import Sequence
+from kvcache.fold.sequence import Sequence, decode_on
 from kvcache.fold.shape import counts_uses
 from kvcache.fold.sliding_group import SlidingGroup
 
@@ -54,7 +54,7 @@ class Contents:
         self.sequences: dict[int, Sequence] = {}
         """By handle; encoders' inputs, too."""
         self.handles: dict[RequestId, int] = {}
-        self.running = RunningTokens(self.sequences)
+        self.running = RunningTokens(self.sequences, decode_on)
         self.symbols = SymbolTable()
         self.rich: dict[int, int] = {}
         """Sequences with symbols below 0, by handle: how many tokens there are up to the last one."""

@@ -69,7 +69,7 @@ class GroupState(HeldPaths):
             if run.children or run.transfer or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
             if key_bytes:
-                key = sequence.keys[block * key_bytes :]
+                key = sequence.keys[-key_bytes:]
                 run.keys += key
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
+from itertools import compress
 from operator import attrgetter
 
 from events.ids import Handle
@@ -118,10 +119,6 @@ class Sequence(SequenceTokens):
         """Whose blocks it reads in a group: its own ones, or for cross attention those of the encoder's input."""
         return self if self.tables[group] or self.encoder is None else self.encoder
 
-    def begin_decoding(self) -> None:
-        """From here on, all tokens but the last sampled one count as computed."""
-        self._computed = _FOLLOWS
-
 
 _counted = attrgetter("_computed")
 
@@ -139,4 +136,10 @@ def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
 
 def not_decoding(sequences: Items[Sequence]) -> list[Sequence]:
     """Those of which it is counted how many tokens are computed."""
-    return [each for each, computed in zip(sequences, map(_counted, sequences)) if computed != _FOLLOWS]  # noqa: B905
+    return list(compress(sequences, map(_FOLLOWS.__ne__, map(_counted, sequences))))
+
+
+def decode_on(sequences: Items[Sequence]) -> None:
+    """From here on, all tokens of these but the last sampled one count as computed."""
+    for each in not_decoding(sequences):
+        each.computed = _FOLLOWS

@@ -84,7 +84,8 @@ class Level:
     def own(self, slots: array[int], run_id: int) -> None:
         """Note which run holds the slots."""
         if len(slots) > _FEW:
-            self.run_id_array[np.frombuffer(slots, np.int32)] = run_id
+            # As numpy indexes: it would convert them more slowly itself.
+            self.run_id_array[np.frombuffer(slots, np.int32).astype(np.intp)] = run_id
             return
         owner = self.run_ids
         for slot in slots:

@@ -29,10 +29,16 @@ _AT = {name: index for names in (_OF_WINDOW, _OF_WHOLE) for index, name in enume
 _GAUGES_AT, _TOTAL_AT = len(_OF_WINDOW), len(_OF_WINDOW) + 4
 _WINDOW_SIZE = len(_OF_WINDOW) + 2 * len(_GAUGES)
 _EVENTS, _BATCHES, _SEQUENCES = _AT["events"], _AT["batches"], _AT["sequences"]
+_REQUESTS, _PROMPT = _AT["requests"], _AT["prompt_tokens"]
 _ALLOCATED, _DECODED, _NEW = (
     _AT["blocks_allocated"],
     _AT["blocks_allocated_decode"],
     _AT["blocks_allocated_new"],
+)
+_REUSED_FULL, _REUSED_PARTIAL, _MISSED = (
+    _AT["blocks_reused_full"],
+    _AT["blocks_reused_partial"],
+    _AT["blocks_missed"],
 )
 _DECODE = AllocateReason.DECODE
 _MOVED = {
@@ -132,19 +138,21 @@ class StatsCounter:
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
         counts = self._counts
-        counts[_AT["requests"]] += 1
-        counts[_AT["prompt_tokens"]] += event.num_tokens
-        # Where the windows differ, what one of them has to bring back is reused from secondary.
-        secondary = max(event.reused_secondary)
-        counts[_AT["reused_tokens_primary"]] += event.reused - event.reused_partial - secondary
-        counts[_AT["reused_tokens_secondary"]] += secondary
-        counts[_AT["reused_tokens_partial"]] += event.reused_partial
-        counts[_AT["reused_tokens_own"]] += self._own.admit(event)
+        counts[_REQUESTS] += 1
+        counts[_PROMPT] += event.num_tokens
+        own = self._own.admit(event)
+        if event.reused:
+            # Where the windows differ, what one of them has to bring back is reused from secondary.
+            secondary = max(event.reused_secondary)
+            counts[_AT["reused_tokens_primary"]] += event.reused - event.reused_partial - secondary
+            counts[_AT["reused_tokens_secondary"]] += secondary
+            counts[_AT["reused_tokens_partial"]] += event.reused_partial
+            counts[_AT["reused_tokens_own"]] += own
         for begin, reused in zip(self._begin, reused_blocks(event, self._tokens_per_block), strict=False):
             full, partial, missed = reused
-            counts[begin + _AT["blocks_reused_full"]] += full
-            counts[begin + _AT["blocks_reused_partial"]] += partial
-            counts[begin + _AT["blocks_missed"]] += missed
+            counts[begin + _REUSED_FULL] += full
+            counts[begin + _REUSED_PARTIAL] += partial
+            counts[begin + _MISSED] += missed
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
         full, missed = input_blocks(event, self._tokens_per_block)
@@ -163,13 +171,11 @@ class StatsCounter:
         return count
 
     def _on_allocated(self, event: ev.BlocksAllocated) -> None:
-        group, blocks = event.group, len(event.slots) // SLOT_BYTES
+        group, counts = event.group, self._counts
         begin = self._begin[group]
-        self._counts[begin + _ALLOCATED] += blocks
-        if event.why is _DECODE:
-            self._counts[begin + _DECODED] += blocks
+        counts[begin + (_DECODED if event.why is _DECODE else _ALLOCATED)] += len(event.slots) // SLOT_BYTES
         if self._first_uses.left[group]:
-            self._counts[begin + _NEW] += self._first_uses.take(group, event.slots).count(1)
+            counts[begin + _NEW] += self._first_uses.take(group, event.slots).count(1)
 
     def _on_copied(self, event: ev.BlocksCopied) -> None:
         self._add("blocks_copied", event.group, 1)
@@ -215,6 +221,7 @@ def input_blocks(event: ev.EncoderAdded, tokens_per_block: int) -> tuple[int, in
 def _window(counts: list[int], begin: int) -> dict[str, Any]:
     """The fields of one window's stats, or of those of all together."""
     values: dict[str, Any] = dict(zip(_OF_WINDOW, counts[begin:], strict=False))
+    values["blocks_allocated"] += values["blocks_allocated_decode"]  # counted apart
     for index, name in enumerate(_GAUGES):
         at = begin + _GAUGES_AT + 2 * index
         values[name] = (counts[at], counts[at + 1])
