@@ -172,7 +172,8 @@ def _fill(
         count = each.new_blocks - (each.source is not None)
         if count:
             window.allocate(packed_handles([sequence]), count, [count], AllocateReason.PROMPT)
-        window.onboard(sequence)
+        if each.secondary:
+            window.onboard(sequence)
 
 
 def _add(

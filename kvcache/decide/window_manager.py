@@ -18,6 +18,7 @@ from kvcache.decide.window_admission import WindowAdmission
 from kvcache.fold.matching import covered, covered_child, match
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.results import Replacement
 
 
@@ -56,8 +57,8 @@ class WindowBlockManager(WindowAdmission):
         if not self._reuse or self._group.shared:
             return list(sequences), None
         if self._state.all_kept_alike:
-            event = None if same is None else self._fill_alike(sequences, same)
-            return ([], event) if event is not None else self._fill(sequences, *DEFAULT)
+            event = self._fill_alike(sequences, same) if same is not None else None
+            return ([], event) if event is not None else self._fill(sequences)
         alike: dict[tuple[int, int], list[Sequence]] = {}
         index, size = self.index, self.tokens_per_block
         how: tuple[int, int]
@@ -101,7 +102,7 @@ class WindowBlockManager(WindowAdmission):
         return event
 
     def _fill(
-        self, sequences: Items[Sequence], priority: int, duration: int
+        self, sequences: Items[Sequence], priority: int = DEFAULT_PRIORITY, duration: int = 0
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
