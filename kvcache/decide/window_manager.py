@@ -85,7 +85,7 @@ class WindowBlockManager(WindowAdmission):
         index, slots = self.index, array("i")
         for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
             tail = sequence.path_ends[index]
-            if tail.end != block or not tail.grows(*DEFAULT):
+            if tail.end != block or not tail.grows(DEFAULT_PRIORITY, 0):
                 return None
             slots.append(sequence.tables[index][block])
         event = ev.BlocksFilled(

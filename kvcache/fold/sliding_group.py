@@ -15,7 +15,7 @@ import numpy as np
 
 from events.types import PRIMARY, SECONDARY, Namespace, RemoveReason
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes, position_of
+from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
@@ -258,7 +258,8 @@ class SlidingGroup(SlidingTree):
             if not block or end.end != block or table[block] != slot:
                 raise InvariantViolated("a filled block is not the sequence's")
             before = table[block - 1]
-            run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
+            position = positions[before] if before >= 0 else NOBODY
+            run = runs.get(position >> DEPTH_BITS)
             if run is None or run.end != block or run.children or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence has cached")
             if key_bytes:
@@ -270,7 +271,7 @@ class SlidingGroup(SlidingTree):
             run.symbols += symbols
             run.slots.append(slot)
             run.end = end.end = block + 1
-            positions[slot] = position_of(run) + block
+            positions[slot] = position + 1
             refs[slot], priorities[slot] = 1, priority
             if duration:
                 self.keeps_time, self.durations[slot] = True, duration
