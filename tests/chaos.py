@@ -407,6 +407,13 @@ class Router:
                 self.faults.append(f"{fault} at {self.next_seq - 1}")
                 setattr(index, fault, 0)
 
+    def has_heard(self, seq: int) -> bool:
+        """Whether it knows all up to this number: in the middle of an answer, which tells a state piece by piece and
+        gives the pieces the numbers of what they stand for, it may have the number and not yet the state.
+        """
+        is_asking = self.subscriber is not None and self.subscriber._follower.asking is not None
+        return self.next_seq > seq and not is_asking
+
     @property
     def told(self) -> Told:
         """What it believes to be resident."""

@@ -88,7 +88,7 @@ class Chaos:
 
     def _wait_for(self, last_seq: int) -> None:
         deadline = time.monotonic() + WAIT
-        while any(router.next_seq <= last_seq for router in self.routers):
+        while not all(router.has_heard(last_seq) for router in self.routers):
             late = [router.next_seq for router in self.routers]
             assert time.monotonic() < deadline, f"routers do not get to {last_seq}: {late}"
             for router in self.routers:
