@@ -277,7 +277,7 @@ class TestFollowers:
             fails[0] = False
             for item in CONTENT[7:]:
                 log.append(item)
-            log.flush()
+            settle(log)
             assert before not in {path.stat().st_ino for path in segments(tmp_path / "log")}
             read += [next(follower) for _ in CONTENT[7:]]
             assert read == CONTENT
