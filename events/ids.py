@@ -39,4 +39,4 @@ def epoch_of(number: int) -> int:
 
 def numbers_left(number: int) -> int:
     """How many numbers an epoch still has, if this is the next one."""
-    return (epoch_of(number) + 1) * PER_EPOCH - number
+    return PER_EPOCH - 1 - (number - 1) % PER_EPOCH

@@ -22,20 +22,24 @@ class Guard:
     """
 
     __slots__ = (
+        "_owner",
         "_owner_name",
+        "began_ns",
         "busy",
+        "caller",
         "clock",
         "closed",
         "deferred",
         "failure",
         "interrupted",
-        "owner",
         "spent_ns",
     )
 
     def __init__(self) -> None:
-        self.owner = get_ident()
+        self._owner = get_ident()
         self._owner_name = threading.current_thread().name
+        self.caller: int | None = self._owner
+        """The thread that may call; None after a failure, and once it is closed."""
         self.busy = False
         """Whether a call is in progress."""
         self.closed = False
@@ -46,12 +50,12 @@ class Guard:
         """What is to be done when the call in progress has ended."""
         self.clock: Callable[[], int] | None = None
         """In nanoseconds; None while nobody asks how long calls take."""
-        self.spent_ns = 0
-        """In calls, since somebody asks."""
+        self.began_ns = self.spent_ns = 0
+        """When the call in progress began, and what was spent in calls, since somebody asks."""
 
     def refuse_other_threads(self) -> None:
         """Refuse a call from another thread only: closing must work after a failure."""
-        if get_ident() != self.owner:
+        if get_ident() != self._owner:
             raise WrongThread(self._owner_name, threading.current_thread().name)
 
     def refuse(self) -> None:
@@ -80,7 +84,12 @@ class Guard:
         """What `with` does for an error; called by itself in what runs at every step, where `with` would cost more."""
         # A refusal for lack of room is decided before the first event.
         if not isinstance(error, CapacityError):
+            self.caller = None
             self.failure, self.interrupted = _told(error), not isinstance(error, Exception)
+
+    def close(self) -> None:
+        """Nobody may call any more."""
+        self.caller, self.closed = None, True
 
 
 def _told(error: BaseException) -> str:
@@ -108,18 +117,18 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         guard = self._guard
-        if get_ident() != guard.owner or guard.busy or guard.failure is not None or guard.closed:
+        if get_ident() != guard.caller or guard.busy:
             guard.refuse()
-        clock = guard.clock
-        started = clock() if clock is not None else 0
+        if guard.clock is not None:
+            guard.began_ns = guard.clock()
         # From here to the call, and behind it, nothing is called: Python runs signal handlers only where something is.
         try:
             guard.busy = True
             return method(self, *args, **kwargs)
         finally:
             guard.busy = False
-            if clock is not None:
-                guard.spent_ns += clock() - started
+            if guard.clock is not None:
+                guard.spent_ns += guard.clock() - guard.began_ns
             if guard.deferred is not None:
                 guard.catch_up()
 

@@ -26,6 +26,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
@@ -37,6 +38,7 @@ from events.log.making import make_segment, renew_segment, unfinished_path
 from events.log.segments import segment_name
 from events.types import FORMAT_VERSION, EventBatch
 
+_payload_bytes_of = attrgetter("payload_bytes")
 _CRC_PIECE = 5120
 """Up to so many bytes zlib keeps the GIL."""
 
@@ -91,10 +93,12 @@ class LogOutput:
         """End of the last durable frame; if none is synced, of the last one that was written."""
         self._ahead = 0
         """End of the last frame that waits."""
-        self._waiting: list[tuple[frames.FrameHeader, bytes, bytes]] = []
-        """The frames behind the last durable one, with the bytes of header and payload."""
+        self._waiting: list[frames.FrameHeader] = []
+        """The frames behind the last durable one."""
         self._written = 0
         """So many of them are in the file, unsynced."""
+        self._unwritten: list[bytes] = []
+        """The bytes of the others: header and payload of each."""
         self.durable_seq = self._last_seq = chain.seq - 1
         """The last batch known to be on disk; of those before, all are that the log does not call lost."""
         self.bytes_written = 0
@@ -148,6 +152,7 @@ class LogOutput:
         """Go back to the last durable frame, after something was refused."""
         descriptor, self._descriptor = self._descriptor, None
         self._waiting.clear()
+        self._unwritten.clear()
         self._written = 0
         self._chain, self._ahead = replace(self._reached), self._offset
         if descriptor is not None:
@@ -182,20 +187,21 @@ class LogOutput:
             flags |= frames.BEHIND_SYNC
         header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, _crc32(payload))
         chain.follow(header)
-        self._waiting.append((header, frames.pack_frame_header(header, self._seed), payload))
+        self._waiting.append(header)
+        self._unwritten += (frames.pack_frame_header(header, self._seed), payload)
         self._ahead += size
 
     def _put(self) -> None:
         """Write the frames that wait."""
-        if len(self._waiting) == self._written:
+        if not self._unwritten:
             return
         descriptor = self._opened()
         try:
-            new = self._waiting[self._written :]
-            write_all(descriptor, [part for _, *parts in new for part in parts])
+            write_all(descriptor, self._unwritten)
         except OSError:
             self._keep_whole_frames(descriptor)
             raise
+        self._unwritten.clear()
         self._written = len(self._waiting)
         if not self._sync:
             self._reach(self._written)
@@ -204,7 +210,7 @@ class LogOutput:
         """After a write that was cut short, as on a full disk: what came before the cut may stay."""
         with contextlib.suppress(OSError):
             written, whole = os.fstat(descriptor).st_size - self._offset, 0
-            for header, _, _ in self._waiting:
+            for header in self._waiting:
                 written -= frames.FRAME_HEADER_BYTES + header.payload_bytes
                 if written < 0:
                     break
@@ -223,18 +229,19 @@ class LogOutput:
 
     def _reach(self, count: int) -> None:
         """So many of the waiting frames are durable."""
-        reached = [header for header, _, _ in self._waiting[:count]]
+        reached = self._waiting[:count]
         if not reached:
             return
         self._reached.follow(reached[-1])
-        size = sum([frames.FRAME_HEADER_BYTES + header.payload_bytes for header in reached])
+        size = count * frames.FRAME_HEADER_BYTES + sum(map(_payload_bytes_of, reached))
         self._offset += size
         self.bytes_written += size
-        self.batches_written += count - self._reached.closed  # The closing mark is the last, and no batch.
+        batches = count - self._reached.closed  # The closing mark is the last, and no batch.
+        self.batches_written += batches
         del self._waiting[:count]
         self._written = max(self._written - count, 0)
-        batches = [header.seq for header in reached if not header.flags & frames.CLOSED]
-        self._last_seq = batches[-1] if batches else self._last_seq
+        if batches:
+            self._last_seq = reached[batches - 1].seq
         if self._sync:
             self.durable_seq = self._last_seq
 
@@ -313,6 +320,8 @@ class LogOutput:
 
 def _crc32(payload: bytes) -> int:
     """The checksum, without letting another thread run meanwhile: two switches take longer than the checksum."""
+    if len(payload) <= _CRC_PIECE:
+        return crc32(payload)
     crc = 0
     for start in range(0, len(payload), _CRC_PIECE):
         crc = crc32(payload[start : start + _CRC_PIECE], crc)

@@ -151,7 +151,8 @@ class Recorder:
             batch, total = self.queue.popleft()
             record = self._encoded(batch)
             self._group.append((record, total))
-            size += len(record.payload) if record is not None else 0
+            if record is not None:
+                size += len(record.payload)
 
     def _encoded(self, batch: EventBatch) -> Record | None:
         """The batch as it is written; None if it is lost."""
@@ -192,6 +193,11 @@ class Recorder:
     def _forget(self, durable: int) -> None:
         """Let go of so many batches of the group, which are durable, and of lost ones between them."""
         group = self._group
+        if durable and durable == len(group):  # all of it, and none is lost
+            self._written = 0
+            self.done += durable
+            self.done_bytes = group[-1][1]
+            group.clear()
         while group and (durable or group[0][0] is None):
             record, total = group.popleft()
             durable -= record is not None

@@ -57,7 +57,7 @@ class Query:
     @exclusive
     def can_add(self, requests: Items[Request]) -> int:
         """How many requests of the batch, from the first on, could be admitted together now."""
-        return self._blocks.count_fitting(self._checker.check(requests))
+        return self._blocks.count_fitting(self._checker.check(listed(requests, "requests")))
 
     def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
         """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.

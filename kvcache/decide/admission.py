@@ -7,7 +7,6 @@ a batch never evicts what another one was going to reuse.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from events.ids import Handle
@@ -43,26 +42,21 @@ class WindowPlan(NamedTuple):
     """Tokens in full blocks that it takes from secondary."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """What admitting one request would take."""
 
     request: CheckedRequest
     windows: tuple[WindowPlan, ...]
+    cross: tuple[WindowPlan, ...]
+    """The same of cross attention; none where the model has no encoder."""
     reused_tokens: int
     """Leading tokens that all windows have, those of a copied block too."""
-    cross: tuple[WindowPlan, ...] = ()
-    """The same of cross attention; none where the model has no encoder."""
+    reused_partial: int
+    """Tokens reused from the start of a copied block."""
 
     def with_symbols(self, table: SymbolTable) -> Plan:
         """The plan with the symbols that its request has by now. What had none before can match nothing."""
-        return replace(self, request=self.request.with_symbols(table))
-
-    @property
-    def reused_partial(self) -> int:
-        """Tokens reused from the start of a copied block."""
-        source = self.windows[0].source
-        return source.num_tokens if source is not None else 0
+        return self._replace(request=self.request.with_symbols(table))
 
     @property
     def reused(self) -> tuple[int, int, int]:
@@ -90,21 +84,20 @@ def plan(windows: Windows, cross: Windows, request: CheckedRequest) -> Plan:
     if request.reserve_tokens is not None:
         num_tokens = min(num_tokens, tokens + request.reserve_tokens)
     new_blocks = windows[0].blocks_for(num_tokens) - common[0].blocks
-    plans = []
-    for window, found in zip(windows, common, strict=True):
-        source = window.source(found.partial) if found.partial is not None else None
-        plans.append(_planned(window, found, tokens, new_blocks, source))
-    inputs = tuple([_plan_input(each, request.encoder) for each in cross if request.encoder is not None])
-    return Plan(request, tuple(plans), tokens, inputs)
+    plans = tuple(
+        [_planned(window, found, tokens, new_blocks) for window, found in zip(windows, common, strict=True)]
+    )
+    inputs = () if request.encoder is None else tuple([_plan_input(each, request.encoder) for each in cross])
+    source = plans[0].source
+    return Plan(request, plans, inputs, tokens, 0 if source is None else source.num_tokens)
 
 
-def _planned(
-    window: WindowBlockManager, found: GroupMatch, tokens: int, new_blocks: int, source: CopySource | None
-) -> WindowPlan:
+def _planned(window: WindowBlockManager, found: GroupMatch, tokens: int, new_blocks: int) -> WindowPlan:
     blocks, size = [0, 0], window.tokens_per_block
     claimed = window.claimed(found, tokens)
     for each in claimed:
         blocks[each.level] += len(each.slots)
+    source = window.source(found.partial) if found.partial is not None else None
     return WindowPlan(found, claimed, new_blocks, source, blocks[0] * size, blocks[1] * size)
 
 
@@ -112,7 +105,7 @@ def _plan_input(cross: WindowBlockManager, given: EncoderInput) -> WindowPlan:
     """Match an encoder's input, whose last token is reused as well."""
     found = cross.match(given.namespace, given.tokens, len(given.tokens))
     new_blocks = cross.blocks_for(given.num_tokens) - found.blocks
-    return _planned(cross, found, found.blocks * cross.tokens_per_block, new_blocks, None)
+    return _planned(cross, found, found.blocks * cross.tokens_per_block, new_blocks)
 
 
 def fitting(
@@ -160,9 +153,8 @@ def _fill(
 ) -> None:
     """Give the sequences of a batch the blocks of one window that they have not claimed."""
     sources = [each.source for each in plans if each.source is not None]
-    window.free_up(
-        needed, sequences[0].handle, [source.slot for source in sources if source.level == SECONDARY]
-    )
+    spared = [source.slot for source in sources if source.level == SECONDARY] if sources else ()
+    window.free_up(needed, sequences[0].handle, spared)
     if sources:
         unread = {source.slot for source in sources if source.level == PRIMARY}
         for each, sequence in zip(plans, sequences, strict=True):

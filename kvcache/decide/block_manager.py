@@ -54,7 +54,8 @@ class BlockManager(Growth):
         if rich:
             intern(self._emit, missing_pages(self._state, rich))
             plans = [each.with_symbols(self._state.symbols) for each in plans]
-        time = self._expiry.told(begins=any(lasts_a_time(request.retention) for request in requests))
+        stated = [request.retention for request in requests if request.retention is not None]
+        time = self._expiry.told(begins=any(map(lasts_a_time, stated)))
         admitted = admit(self._state, self.windows, self.cross, self._emit, plans, claims, time)
         return list(zip(admitted, plans, strict=True))
 
@@ -145,7 +146,7 @@ class BlockManager(Growth):
             ev.SequenceRemoved(
                 handle=sequence.handle,
                 stored=sequence.stored,
-                freed=(*[window.freed_by(sequence) for window in self.windows], *[b"" for _ in self.cross]),
+                freed=(*[window.freed_by(sequence) for window in self.windows], *(b"",) * len(self.cross)),
                 num_tokens=sequence.num_tokens,
                 computed=sequence.computed,
                 why=why,

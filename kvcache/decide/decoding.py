@@ -91,6 +91,6 @@ class DecodeBatch:
 _handle_of = attrgetter("handle")
 
 
-def packed_handles(sequences: list[Sequence]) -> bytes:
+def packed_handles(sequences: Items[Sequence]) -> bytes:
     """Handles as a column of an event."""
     return array("q", list(map(_handle_of, sequences))).tobytes()

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from events import types as ev
 from events.ids import GroupIndex
+from events.tokens.sequences import lengths
 from events.types import CROSS, CROSS_WINDOW, Event, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.decide.decoding import DecodeBatch, packed_handles
@@ -90,7 +91,7 @@ class Growth(WholeCache):
             self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=num_tokens))
         replaced = self._store_in_all(sequence)
         for window in self._sliding:
-            window.detach([sequence], self._expiry.told())
+            window.detach([sequence], [sequence.num_next], self._expiry.told())
         return replaced
 
     def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
@@ -173,7 +174,7 @@ class Growth(WholeCache):
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
                 if leaving:
-                    sliding.detach(leaving, self._expiry.told())
+                    sliding.detach(leaving, lengths(leaving), self._expiry.told())
         batch.advance()
         return changed
 
@@ -233,7 +234,7 @@ class Growth(WholeCache):
         changed = self._store(filling)
         self._return([(each, self._blocks_for(each.num_tokens)) for each in sequences])
         for window in self._sliding:
-            window.detach(sequences, self._expiry.told())
+            window.detach(sequences, [each.num_next for each in sequences], self._expiry.told())
         return changed
 
     def reserve(self, sequences: list[Sequence], counts: array[int], limit: Bound) -> None:

@@ -10,9 +10,9 @@ from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.fold.sequence import Sequence
 
 
-def lasts_a_time(retention: Retention | None) -> bool:
+def lasts_a_time(retention: Retention) -> bool:
     """Whether anything of a request is to be kept for a time only."""
-    return retention is not None and (retention.duration > 0 or any(r.duration for r in retention.ranges))
+    return retention.duration > 0 or any(r.duration for r in retention.ranges)
 
 
 def restate(

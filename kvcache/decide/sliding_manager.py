@@ -10,6 +10,7 @@ from events import types as ev
 from events.ids import LevelIndex
 from events.types import PRIMARY, Namespace
 from kvcache.decide.claims import BlockNames, Claims, SlidingClaims
+from kvcache.decide.decoding import packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
 from kvcache.decide.window_manager import WindowBlockManager
@@ -74,19 +75,22 @@ class SlidingWindowManager(WindowBlockManager):
 
     # -- letting go
 
-    def detach(self, sequences: Items[Sequence], time: int) -> None:
-        """Let go of what the window of these sequences has left behind, at a time."""
+    def detach(self, sequences: Items[Sequence], ends: Items[int], time: int) -> None:
+        """Let go of what the window of these sequences has left behind, at a time.
+
+        `ends` says of each how many tokens there are up to the next one that is computed (`Sequence.num_next`).
+        """
         index, size, window = self.index, self.tokens_per_block, self.window
-        handles, counts, slots = [], [], array("i")
+        leaving, counts, slots = [], [], array("i")
         uncached: list[array[int]] = []
-        for sequence in sequences:
+        for sequence, num_next in zip(sequences, ends, strict=True):
             first = sequence.detached[index]
             # The next token to be computed sees what lies in the window before it.
-            count = (sequence.num_next - window) // size - first
+            count = (num_next - window) // size - first
             if count <= 0:
                 continue
             table, end = sequence.tables[index], sequence.path_ends[index].end
-            handles.append(sequence.handle)
+            leaving.append(sequence)
             counts.append(count)
             if count == 1:  # decoding, nearly always
                 slots.append(table[first])
@@ -94,10 +98,10 @@ class SlidingWindowManager(WindowBlockManager):
                 slots += table[first : first + count]
             if end < first + count:
                 uncached.append(table[max(end, first) : first + count])
-        if handles:
+        if leaving:
             self._emit(
                 ev.BlocksDetached(
-                    handles=array("q", handles).tobytes(),
+                    handles=packed_handles(leaving),
                     counts=b"" if counts.count(1) == len(counts) else array("I", counts).tobytes(),
                     group=index,
                     slots=slots.tobytes(),
@@ -141,6 +145,9 @@ class SlidingWindowManager(WindowBlockManager):
         self, sequences: Items[Sequence], same: ev.BlocksFilled | None = None
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """As with full attention, where a block makes a run longer behind which nothing hangs."""
+        event = None if same is None or self.sliding.shared else self._fill_alike(sequences, same)
+        if event is not None:
+            return [], event
         index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
         filled, others, longer = [], [], set[int]()
         for sequence in sequences:
@@ -153,13 +160,28 @@ class SlidingWindowManager(WindowBlockManager):
                 longer.add(run.id)
                 filled.append(sequence)
         if not others:
-            return super().store_filled(filled, same)
+            return super().store_filled(filled)
         left, _ = super().store_filled(filled)
         if left:
             # Who comes first stores, and the next one finds it.
             rest = {*others, *left}
             others = [sequence for sequence in sequences if sequence in rest]
         return others, None
+
+    def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
+        index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
+        slots, longer = array("i"), set[int]()
+        for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
+            table = sequence.tables[index]
+            before = table[block - 1]
+            run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
+            if run is None or run.end != block or run.children or run.partial:
+                return None
+            if sequence.path_ends[index].end != block:
+                return None
+            longer.add(run.id)
+            slots.append(table[block])
+        return self._emit_alike(same, slots) if len(longer) == len(slots) else None
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""

@@ -14,6 +14,7 @@ from events.ids import BlockIndex
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.types import PRIMARY, SECONDARY
 from kvcache.decide.claims import BlockNames
+from kvcache.decide.decoding import packed_handles
 from kvcache.decide.window_admission import WindowAdmission
 from kvcache.fold.matching import covered, covered_child, match
 from kvcache.fold.retention import DEFAULT, Kept, kept, rows
@@ -88,9 +89,12 @@ class WindowBlockManager(WindowAdmission):
             if tail.end != block or not tail.grows(DEFAULT_PRIORITY, 0):
                 return None
             slots.append(sequence.tables[index][block])
+        return self._emit_alike(same, slots)
+
+    def _emit_alike(self, same: ev.BlocksFilled, slots: array[int]) -> ev.BlocksFilled:
         event = ev.BlocksFilled(
             handles=same.handles,
-            group=index,
+            group=self.index,
             blocks=same.blocks,
             parents=same.parents,
             keys=b"",
@@ -106,8 +110,8 @@ class WindowBlockManager(WindowAdmission):
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
-        size, chain, known = self.tokens_per_block, self._chain, self._known_keys
-        handles, blocks, slots = array("q"), array("I"), array("i")
+        size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
+        blocks, slots = array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
             tail, table = sequence.path_ends[index], sequence.tables[index]
@@ -120,19 +124,20 @@ class WindowBlockManager(WindowAdmission):
             ):
                 others.append(sequence)
                 continue
-            handles.append(sequence.handle)
             blocks.append(block)
             slots.append(table[block])
             if key_bytes:
-                parent = bytes(sequence.keys[self._key_before])
+                parent = bytes(sequence.keys[before])
                 parents.append(parent[:NAME_BYTES])
                 if not known:
-                    symbols = sequence.packed(block * size, (block + 1) * size)
+                    symbols = sequence.packed(block * size, block * size + size)
                     keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
         if not slots:
             return others, None
+        left = set(others)
+        filled = [each for each in sequences if each not in left] if left else sequences
         event = ev.BlocksFilled(
-            handles=handles.tobytes(),
+            handles=packed_handles(filled),
             group=index,
             blocks=blocks.tobytes(),
             parents=b"".join(parents),

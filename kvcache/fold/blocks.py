@@ -103,18 +103,16 @@ class BlockFold(Contents):
 
     def _name_filled(self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]) -> None:
         """Let the sequences know the keys of the blocks that they have filled, where no event has told them yet."""
-        size, given = self.hashing.key_bytes, event.keys
-        if len(given) not in (0, len(blocks) * size):
-            raise InvariantViolated("filled blocks have other names than there are blocks")
-        at, parents = 0, []
-        for sequence, block in zip(filling, blocks, strict=True):
-            keys, end = sequence.keys, (block + 1) * size
-            keys += given[at : at + size]  # nothing, if none is given
-            at += size
-            parents.append(keys[end - 2 * size : end - 2 * size + NAME_BYTES])
-            if len(keys) != end:
-                raise InvariantViolated("a filled block has other names than one")
-        if b"".join(parents) != event.parents:
+        size, given, known = self.hashing.key_bytes, event.keys, [sequence.keys for sequence in filling]
+        if given:
+            if len(given) != len(known) * size:
+                raise InvariantViolated("filled blocks have other names than there are blocks")
+            for keys, at in zip(known, range(0, len(given), size), strict=True):
+                keys += given[at : at + size]
+        if list(map(len, known)) != [block * size + size for block in blocks]:
+            raise InvariantViolated("a filled block has other names than one")
+        before = slice(-2 * size, -2 * size + NAME_BYTES)
+        if b"".join([keys[before] for keys in known]) != event.parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
 
     def _update(self, event: ev.BlocksUpdated) -> None:

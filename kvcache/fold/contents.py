@@ -85,6 +85,10 @@ class Contents:
 
     def root_key(self, namespace: Namespace) -> bytes:
         """The key that the first block of a prompt continues."""
+        for group in self.groups:
+            root = group.tree.roots.get(namespace)
+            if root is not None:
+                return root.key  # made once
         return self.hashing.root_key(namespace)
 
     def roots(self, namespace: Namespace) -> list[Node]:

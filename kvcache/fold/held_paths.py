@@ -134,7 +134,7 @@ class HeldPaths(Group):
         if isinstance(node, Run) and node.end > blocks:
             node = self.split(node, blocks - node.start)
         sequence.path_ends[self.index] = node
-        self._release_between(node, tail, stamp, now)
+        self.release(tail, stamp, now, node)
 
     def pin(self, sequence: Sequence, slots: array[int]) -> Run | None:
         """One more reference on the first cached blocks of a sequence; returns the run with which they end."""
@@ -168,12 +168,8 @@ class HeldPaths(Group):
         self.release(tail, stamp, now)
         return freed
 
-    def release(self, node: Node, stamp: int, now: int) -> None:
-        """One sequence fewer holds the path that ends at `node`."""
-        self._release_between(None, node, stamp, now)
-
-    def _release_between(self, above: Node | None, node: Node, stamp: int, now: int) -> None:
-        """One sequence fewer holds the path that ends at `node`, but for what is above: `above` and before."""
+    def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
+        """One sequence fewer holds the path that ends at `node`, but for `above` and what is before."""
         self.releasing(above, node, stamp)
         for run in self.path(node):
             if run is above:

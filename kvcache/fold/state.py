@@ -116,23 +116,25 @@ class CacheState(EncoderFold):
     # -- sequences
 
     def _add_sequence(self, event: ev.SequenceAdded) -> None:
-        invariant(self.next_handle <= event.handle, "a handle was used twice")
-        invariant(event.handle <= MAX_NUMBER, "no epoch has such a handle")
-        invariant(event.request_id not in self.handles, "a request was admitted twice")
+        handle, request_id, namespace = event.handle, event.request_id, event.namespace
+        if not self.next_handle <= handle <= MAX_NUMBER:
+            raise InvariantViolated("a handle was used twice, or no epoch has it")
+        if request_id in self.handles:
+            raise InvariantViolated("a request was admitted twice")
         tokens = self.tokens_of(event.num_tokens, event.tokens, self.longest)
-        roots = self.roots(event.namespace)
-        invariant(0 <= event.reused < event.num_tokens, "more is reused than there is to compute")
-        sequence = Sequence(event.handle, event.request_id, event.namespace, tokens, roots)
+        if not 0 <= event.reused < event.num_tokens:
+            raise InvariantViolated("more is reused than there is to compute")
+        sequence = Sequence(handle, request_id, namespace, tokens, self.roots(namespace))
         sequence.computed, sequence.retention = event.reused, event.retention
         self.all_kept_alike = self.all_kept_alike and event.retention is None
         self.tell_time(event.clock)
-        self.sequences[event.handle] = sequence
-        self.handles[event.request_id] = event.handle
-        self.refused.pop(event.request_id, None)
-        self.note_rich(event.handle, event.tokens)
-        self.next_handle = event.handle + 1
+        self.sequences[handle] = sequence
+        self.handles[request_id] = handle
+        self.refused.pop(request_id, None)
+        self.note_rich(handle, event.tokens)
+        self.next_handle = handle + 1
         for group in self.groups:
-            group.tree.roots[event.namespace].users += 1
+            group.tree.roots[namespace].users += 1
             group.begin(sequence, event.reused)
 
     def _note_refusal(self, event: ev.AdmissionRefused) -> None:

@@ -38,6 +38,8 @@ def rich_tokens(tokens: bytes, multimodal: Any, extra_ids: Any) -> RichTokens | 
 
     Raises `UsageError`, or `InvalidTokens` for extra ids.
     """
+    if extra_ids is None and type(multimodal) is tuple and not multimodal:
+        return None  # nearly always
     items = () if multimodal is None else _spans(listed(multimodal, "multimodal"), len(tokens) // 4)
     if not items and extra_ids is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace as structs_replace
@@ -22,7 +22,6 @@ from kvcache.inputs.arguments import (
     checked_natural,
     checked_request_id,
     checked_text,
-    listed,
 )
 from kvcache.inputs.multimodal import MultimodalItem, rich_tokens
 from kvcache.inputs.retention import Retention, checked_retention
@@ -30,10 +29,16 @@ from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Bound
 
 
+_PLAIN = Namespace()
+"""Of most requests."""
+
+
 def namespace_of(
     lora_id: int | None, lora_name: str | None, cache_salt: str | None, uses_extra_ids: bool = False
 ) -> Namespace:
     """The namespace of a request; the salt is known by its digest from here on. Raises `UsageError`."""
+    if lora_id is None and lora_name is None and cache_salt is None and not uses_extra_ids:
+        return _PLAIN
     number = None if lora_id is None else checked_integer(lora_id, "a lora_id")
     name = None if lora_name is None else checked_text(lora_name, "a lora_name")
     salt = None if cache_salt is None else salt_digest(checked_text(cache_salt, "a cache_salt"))
@@ -80,8 +85,7 @@ class EncoderInput(NamedTuple):
     """Packed int32, filled up to whole blocks: it never grows, so its last block is as good as full."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
+class CheckedRequest(NamedTuple):
     """A validated request."""
 
     request_id: RequestId
@@ -102,7 +106,7 @@ class CheckedRequest:
 
     def with_symbols(self, table: SymbolTable) -> CheckedRequest:
         """The same with the symbols of this table."""
-        return self if self.rich is None else replace(self, symbols=table.symbols_of(self.rich))
+        return self if self.rich is None else self._replace(symbols=table.symbols_of(self.rich))
 
 
 class RequestChecker:
@@ -128,12 +132,12 @@ class RequestChecker:
         self._names_tell_all = not log_has_tokens
         self.longest_input, self._block_bytes = longest_input, tokens_per_block * TOKEN_BYTES
 
-    def check(self, requests: object) -> list[CheckedRequest]:
-        """Validate a batch, given as a list or iterator.
+    def check(self, requests: Items[Any]) -> list[CheckedRequest]:
+        """Validate a batch.
 
         Raises `UsageError`, `InvalidTokens`, `PromptTooLong`, `DuplicateRequest` or `Unsupported`.
         """
-        batch = [self._checked(request) for request in listed(requests, "requests")]
+        batch = [self._checked(request) for request in requests]
         seen: set[RequestId] = set()
         for request in batch:
             if request.request_id in self._running or request.request_id in seen:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import Any
 
 from events import types as ev
@@ -39,6 +39,12 @@ _REUSED_FULL, _REUSED_PARTIAL, _MISSED = (
     _AT["blocks_reused_full"],
     _AT["blocks_reused_partial"],
     _AT["blocks_missed"],
+)
+_REUSED_PRIMARY, _REUSED_SECONDARY, _REUSED_COPIED, _REUSED_OWN = (
+    _AT["reused_tokens_primary"],
+    _AT["reused_tokens_secondary"],
+    _AT["reused_tokens_partial"],
+    _AT["reused_tokens_own"],
 )
 _DECODE = AllocateReason.DECODE
 _MOVED = {
@@ -144,12 +150,12 @@ class StatsCounter:
         if event.reused:
             # Where the windows differ, what one of them has to bring back is reused from secondary.
             secondary = max(event.reused_secondary)
-            counts[_AT["reused_tokens_primary"]] += event.reused - event.reused_partial - secondary
-            counts[_AT["reused_tokens_secondary"]] += secondary
-            counts[_AT["reused_tokens_partial"]] += event.reused_partial
-            counts[_AT["reused_tokens_own"]] += own
-        for begin, reused in zip(self._begin, reused_blocks(event, self._tokens_per_block), strict=False):
-            full, partial, missed = reused
+            counts[_REUSED_PRIMARY] += event.reused - event.reused_partial - secondary
+            counts[_REUSED_SECONDARY] += secondary
+            counts[_REUSED_COPIED] += event.reused_partial
+            counts[_REUSED_OWN] += own
+        fulls, partial, missed = reused_blocks(event, self._tokens_per_block)
+        for begin, full in zip(self._begin, fulls):  # noqa: B905  an encoder's window reuses by an event of its own
             counts[begin + _REUSED_FULL] += full
             counts[begin + _REUSED_PARTIAL] += partial
             counts[begin + _MISSED] += missed
@@ -202,14 +208,11 @@ class StatsCounter:
             self._add("blocks_removed", group, sum(removed))
 
 
-def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> list[tuple[int, int, int]]:
-    """Blocks of a prompt, per group: reused in full, in part, and missed."""
+def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> tuple[list[int], int, int]:
+    """Blocks of a prompt: reused in full, by group, and those of each group reused in part and missed."""
     blocks, partial = -(-event.num_tokens // tokens_per_block), int(event.reused_partial > 0)
-    missed = blocks - event.reused // tokens_per_block - partial
-    return [
-        ((primary + secondary) // tokens_per_block, partial, missed)
-        for primary, secondary in zip(event.reused_primary, event.reused_secondary, strict=True)
-    ]
+    fulls = [tokens // tokens_per_block for tokens in map(add, event.reused_primary, event.reused_secondary)]
+    return fulls, partial, blocks - event.reused // tokens_per_block - partial
 
 
 def input_blocks(event: ev.EncoderAdded, tokens_per_block: int) -> tuple[int, int]:

@@ -66,7 +66,8 @@ class RequestCounter:
         return taken
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        blocks = tuple(map(sum, zip(*reused_blocks(event, self._size), strict=True)))
+        fulls, partial, missed = reused_blocks(event, self._size)
+        blocks = sum(fulls), partial * len(fulls), missed * len(fulls)
         self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
