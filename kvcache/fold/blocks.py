@@ -108,7 +108,7 @@ class BlockFold(Contents):
             if len(given) != len(known) * size:
                 raise InvariantViolated("filled blocks have other names than there are blocks")
             for keys, at in zip(known, range(0, len(given), size), strict=True):
-                keys += given[at : at + size]
+                keys.extend(given[at : at + size])
         if list(map(len, known)) != [block * size + size for block in blocks]:
             raise InvariantViolated("a filled block has other names than one")
         before = slice(-2 * size, -2 * size + NAME_BYTES)

@@ -28,7 +28,6 @@ from kvcache.inputs.retention import Retention, checked_retention
 from kvcache.inputs.tokens import Tokens, pack_tokens
 from kvcache.layout import Bound
 
-
 _PLAIN = Namespace()
 """Of most requests."""
 
