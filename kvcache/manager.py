@@ -32,7 +32,7 @@ from kvcache.fold.state import CacheState
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
 from kvcache.inputs.arguments import checked_natural, listed, time_from
 from kvcache.inputs.multimodal import MultimodalItem
-from kvcache.inputs.requests import Request, RequestChecker
+from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
 from kvcache.inputs.retention import Retention
 from kvcache.inputs.tokens import Tokens
 from kvcache.layout import warn_of_windows
@@ -285,7 +285,7 @@ class KVCacheManager:
         `PromptTooLong` if there never will be, `DuplicateRequest` if the id is running. `Request` tells about the
         other arguments.
         """
-        request = Request(
+        checked = self._checker.check_one(
             request_id,
             tokens,
             lora_id,
@@ -298,7 +298,7 @@ class KVCacheManager:
             reserve_tokens,
             encoder_tokens,
         )
-        return self._add([request])[0]
+        return self._admit([checked], [cache_salt])[0]
 
     @exclusive
     def add_sequences(self, requests: Items[Request]) -> list[Admission]:
@@ -306,12 +306,11 @@ class KVCacheManager:
 
         `OutOfBlocks.index` is the first request that does not fit.
         """
-        return self._add(listed(requests, "requests"))
-
-    def _add(self, requests: Items[Request]) -> list[Admission]:
+        requests = listed(requests, "requests")
         batch = self._checker.check(requests)
-        if not batch:
-            return []
+        return self._admit(batch, [request.cache_salt for request in requests]) if batch else []
+
+    def _admit(self, batch: list[CheckedRequest], salts: list[str | None]) -> list[Admission]:
         try:
             with self._guard:
                 admitted = self._blocks.admit(batch)
@@ -320,7 +319,7 @@ class KVCacheManager:
                 self._blocks.note_refusal(batch[refusal.index].request_id, refusal)
             raise
         if self._salts.wanted:
-            self._salts.remember(request.cache_salt for request in requests)
+            self._salts.remember(salts)
         return [self._query.admission(sequence, plan) for sequence, plan in admitted]
 
     # -- bytes

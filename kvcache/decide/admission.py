@@ -61,9 +61,9 @@ class Plan(NamedTuple):
     @property
     def reused(self) -> tuple[int, int, int]:
         """Tokens reused from primary in all windows, from secondary in some, and from the start of a copied block."""
-        secondary = max([each.secondary for each in self.windows])
-        full = self.reused_tokens - self.reused_partial
-        return full - secondary, secondary, self.reused_partial
+        tokens, partial = self.reused_tokens, self.reused_partial
+        secondary = max([each.secondary for each in self.windows]) if tokens else 0
+        return tokens - partial - secondary, secondary, partial
 
     @property
     def reused_input(self) -> tuple[int, int]:
@@ -117,9 +117,10 @@ def fitting(
         planned = plan(windows, cross, request)
         plans.append(planned)
         fits = True
-        for claim, each in zip(claims, (*planned.windows, *planned.cross), strict=True):
+        for claim, each in zip(claims, planned.windows + planned.cross, strict=True):
             claim.add(each.found, each.claimed, each.new_blocks)
-            fits = fits and claim.needed <= claim.available
+            if claim.needed > claim.available:
+                fits = False
         if not fits:
             return plans, claims, index
     return plans, claims, None
@@ -194,9 +195,10 @@ def _add(
         )
     )
     sequence = state.sequences[handle]
-    # The widest first: it holds most of the blocks, and so gives their names.
-    for window, of_window in zip(reversed(windows), reversed(each.windows), strict=True):
-        window.claim(sequence, of_window.claimed)
+    if each.reused_tokens:
+        # The widest first: it holds most of the blocks, and so gives their names.
+        for window, of_window in zip(reversed(windows), reversed(each.windows), strict=True):
+            window.claim(sequence, of_window.claimed)
     if request.encoder is not None:
         for window, of_input in zip(cross, each.cross, strict=True):
             blocks = (

@@ -96,8 +96,10 @@ class Growth(WholeCache):
 
     def _store_in_all(self, sequence: Sequence, *, partial: bool = False) -> list[Replacement]:
         """Make what is computed reusable; returns what the sequence's tables point at instead."""
-        replaced = self._store_in(self.windows[0], sequence, partial=partial)
-        for window in self.windows[1:]:
+        if sequence.retention is None and len(self.windows) == 1:
+            return self.windows[0].store(sequence, partial=partial)  # nearly always
+        replaced: list[Replacement] = []
+        for window in self.windows:
             replaced += self._store_in(window, sequence, partial=partial)
         return replaced
 

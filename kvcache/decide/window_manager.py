@@ -134,8 +134,10 @@ class WindowBlockManager(WindowAdmission):
                     keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
         if not slots:
             return others, None
-        left = set(others)
-        filled = [each for each in sequences if each not in left] if left else sequences
+        filled = sequences
+        if others:
+            left = set(others)
+            filled = [each for each in sequences if each not in left]
         event = ev.BlocksFilled(
             handles=packed_handles(filled),
             group=index,
@@ -201,6 +203,9 @@ class WindowBlockManager(WindowAdmission):
 
     def _emit_stored(self, sequence: Sequence, first: int, stop: int) -> None:
         """Store the blocks from `first` up to the token `stop`: by an event for each row that is to be kept alike."""
+        if sequence.retention is None and not sequence.inherited:
+            self._emit_row(sequence, first, stop, DEFAULT)  # nearly always
+            return
         size = self.tokens_per_block
         for begin, end, how in rows(sequence, self.index, first, -(-stop // size), size):
             self._emit_row(sequence, begin, min(end * size, stop), how)
@@ -247,8 +252,7 @@ class WindowBlockManager(WindowAdmission):
     def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:
         """The slots from the block `first` on that become blank when the sequence lets go of them, deepest first."""
         cached = max(sequence.path_ends[self.index].end, sequence.detached[self.index], first)
-        own = sequence.tables[self.index][cached:]
-        own.reverse()
+        own = sequence.tables[self.index][cached:][::-1]
         shared = self._group.shared
         if shared:
             own = array("i", [slot for slot in own if slot not in shared])

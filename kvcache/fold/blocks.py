@@ -16,6 +16,7 @@ from kvcache.fold.contents import Contents, Transfer
 from kvcache.fold.sequence import ONBOARDING, Sequence
 from kvcache.fold.slots import DEFAULT_PRIORITY, PRIORITY_MAX
 
+_NO_KEY = bytearray()
 _RESERVE = ev.AllocateReason.RESERVE
 
 
@@ -94,26 +95,36 @@ class BlockFold(Contents):
         group, sequences = self.groups[event.group], self.sequences
         blocks, slots = array("I", event.blocks), array("i", event.slots)
         filling = [sequences[handle] for handle in array("q", event.handles)]
-        if group.tree.key_bytes:
-            self._name_filled(event, filling, blocks)
-        elif event.keys or event.parents:
-            raise InvariantViolated("filled blocks have other names than there are blocks")
-        group.fill(filling, blocks, slots, event.priority, event.duration)
+        keys = self._name_filled(event, filling, blocks)
+        group.fill(filling, blocks, slots, keys, event.priority, event.duration)
         self.changed_blocks += len(slots)
 
-    def _name_filled(self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]) -> None:
-        """Let the sequences know the keys of the blocks that they have filled, where no event has told them yet."""
-        size, given, known = self.hashing.key_bytes, event.keys, [sequence.keys for sequence in filling]
-        if given:
-            if len(given) != len(known) * size:
-                raise InvariantViolated("filled blocks have other names than there are blocks")
-            for keys, at in zip(known, range(0, len(given), size), strict=True):
-                keys.extend(given[at : at + size])
-        if list(map(len, known)) != [block * size + size for block in blocks]:
-            raise InvariantViolated("a filled block has other names than one")
-        before = slice(-2 * size, -2 * size + NAME_BYTES)
-        if b"".join([keys[before] for keys in known]) != event.parents:
+    def _name_filled(
+        self, event: ev.BlocksFilled, filling: list[Sequence], blocks: array[int]
+    ) -> list[bytes | bytearray]:
+        """The keys of the blocks that these sequences have filled, which they know now if no event had told them."""
+        # Mostly one block or two: a plain loop takes half the time of anything that works on all of them at once.
+        size, given, parents = self.hashing.key_bytes, event.keys, event.parents
+        if not (size or given or parents):
+            return [_NO_KEY] * len(blocks)
+        if len(given) not in (0, len(blocks) * size):
+            raise InvariantViolated("filled blocks have other names than there are blocks")
+        at, above, filled = 0, bytearray(), []
+        for sequence, block in zip(filling, blocks, strict=True):
+            keys, end = sequence.keys, block * size
+            if given:
+                key: bytes | bytearray = given[at : at + size]
+                keys += key
+                at += size
+            else:
+                key = keys[end:]
+            if len(keys) != end + size:
+                raise InvariantViolated("a filled block has other names than one")
+            above += keys[end - size : end - size + NAME_BYTES]
+            filled.append(key)
+        if above != parents:
             raise InvariantViolated("filled blocks continue blocks of other names")
+        return filled
 
     def _update(self, event: ev.BlocksUpdated) -> None:
         _check_level(event.level)

@@ -53,13 +53,18 @@ class GroupState(HeldPaths):
         sequence.path_ends[self.index] = run
 
     def fill(
-        self, filling: list[Sequence], blocks: array[int], slots: array[int], priority: int, duration: int
+        self,
+        filling: list[Sequence],
+        blocks: array[int],
+        slots: array[int],
+        keys: list[bytes | bytearray],
+        priority: int,
+        duration: int,
     ) -> None:
         """Cache the next block of each of these sequences, behind what it alone has cached."""
         index, size, tree, recorded = self.index, self.tokens_per_block, self.tree, self.tokens_recorded
-        block_bytes, key_bytes, owner = tree.block_bytes, tree.key_bytes, self.levels[PRIMARY].run_ids
-        key = bytearray()
-        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
+        block_bytes, owner = tree.block_bytes, self.levels[PRIMARY].run_ids
+        for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             # What ends behind a block is a run: that of a root ends before the first one.
             run: Run = sequence.path_ends[index]  # type: ignore[assignment]
             if not block or run.end != block or sequence.tables[index][block] != slot:
@@ -68,9 +73,7 @@ class GroupState(HeldPaths):
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
             if run.children or run.transfer or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence alone has cached")
-            if key_bytes:
-                key = sequence.keys[-key_bytes:]
-                run.keys += key
+            run.keys += key
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")

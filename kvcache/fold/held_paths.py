@@ -171,9 +171,8 @@ class HeldPaths(Group):
     def release(self, node: Node, stamp: int, now: int, above: Node | None = None) -> None:
         """One sequence fewer holds the path that ends at `node`, but for `above` and what is before."""
         self.releasing(above, node, stamp)
-        for run in self.path(node):
-            if run is above:
-                break
+        run = node
+        while isinstance(run, Run) and run is not above:
             run.refs -= 1
             if run.refs == 0:
                 run.released_at = stamp
@@ -181,6 +180,7 @@ class HeldPaths(Group):
                     run.expiry = now + run.duration
                     self.timed(run.expiry, run.id)
                 self.levels[run.level].unreferenced += len(run.slots)
+            run = run.parent
         if isinstance(node, Run):
             # Only now: while the path was walked, its runs differed in what was released already.
             self._settle_around(node)

@@ -40,9 +40,6 @@ def kept(sequence: Sequence, group: int, block: int, size: int) -> Kept:
 
 def rows(sequence: Sequence, group: int, first: int, last: int, size: int) -> Iterator[tuple[int, int, Kept]]:
     """Consecutive blocks that are to be kept alike: from, up to, and how."""
-    if sequence.retention is None and not sequence.inherited:
-        yield first, last, DEFAULT
-        return
     begin, how = first, kept(sequence, group, first, size)
     for cut in _cuts(sequence, size):
         if begin < cut < last:

@@ -110,6 +110,8 @@ class Sequence(SequenceTokens):
     @property
     def stored_blocks(self) -> int:
         """Leading blocks that are cached, in the window with the fewest."""
+        if len(self.path_ends) == 1:
+            return self.path_ends[0].end
         ends = [tail.end for tail in self.path_ends]
         if self.encoder is not None:
             ends.pop()  # cross attention, of which it has none

@@ -246,14 +246,19 @@ class SlidingGroup(SlidingTree):
         sequence.path_ends[self.index].end = last
 
     def fill(
-        self, filling: list[Sequence], blocks: array[int], slots: array[int], priority: int, duration: int
+        self,
+        filling: list[Sequence],
+        blocks: array[int],
+        slots: array[int],
+        keys: list[bytes | bytearray],
+        priority: int,
+        duration: int,
     ) -> None:
         """Cache the next block of each of these sequences, behind the last block of a leaf."""
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
-        block_bytes, key_bytes = tree.block_bytes, tree.key_bytes
-        key = bytearray()
-        for sequence, block, slot in zip(filling, blocks, slots, strict=True):
+        block_bytes = tree.block_bytes
+        for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot:
                 raise InvariantViolated("a filled block is not the sequence's")
@@ -262,9 +267,7 @@ class SlidingGroup(SlidingTree):
             run = runs.get(position >> DEPTH_BITS)
             if run is None or run.end != block or run.children or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence has cached")
-            if key_bytes:
-                key = sequence.keys[block * key_bytes :]
-                run.keys += key
+            run.keys += key
             symbols = sequence.packed(block * size, block * size + size) if recorded else key
             if len(symbols) != block_bytes:
                 raise InvariantViolated("a filled block is not full")

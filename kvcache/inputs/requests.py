@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace as structs_replace
@@ -75,6 +76,9 @@ class Request:
     where it is equal."""
 
 
+_fields = attrgetter(*Request.__dataclass_fields__)
+
+
 class EncoderInput(NamedTuple):
     """What an encoder reads, validated."""
 
@@ -136,7 +140,10 @@ class RequestChecker:
 
         Raises `UsageError`, `InvalidTokens`, `PromptTooLong`, `DuplicateRequest` or `Unsupported`.
         """
-        batch = [self._checked(request) for request in requests]
+        for request in requests:
+            if not isinstance(request, Request):
+                raise UsageError(f"each request must be a Request, not {type(request).__name__}")
+        batch = [self._checked(*_fields(request)) for request in requests]
         seen: set[RequestId] = set()
         for request in batch:
             if request.request_id in self._running or request.request_id in seen:
@@ -146,40 +153,62 @@ class RequestChecker:
             self._refuse_ambiguous(batch)
         return batch
 
+    def check_one(self, *request: Any) -> CheckedRequest:
+        """Validate one request, given by the fields of a `Request`, in their order. Raises as `check`."""
+        checked = self._checked(*request)
+        if checked.request_id in self._running:
+            raise DuplicateRequest(checked.request_id, in_batch=False)
+        if self._knows_lora_ids_only:
+            self._refuse_ambiguous([checked])
+        return checked
+
     def refuse_running(self, request_id: RequestId) -> None:
         """Raise `DuplicateRequest` for an id that is taken."""
         if request_id in self._running:
             raise DuplicateRequest(request_id, in_batch=False)
 
-    def _checked(self, request: Any) -> CheckedRequest:
-        if not isinstance(request, Request):
-            raise UsageError(f"each request must be a Request, not {type(request).__name__}")
-        request_id = checked_request_id(request.request_id)
-        uses_extra_ids = request.extra_ids is not None
-        namespace, encoder = self.with_encoder(
-            namespace_of(request.lora_id, request.lora_name, request.cache_salt, uses_extra_ids),
-            request.encoder_tokens,
-        )
-        reserve_tokens = request.reserve_tokens
+    def _checked(
+        self,
+        request_id: Any,
+        tokens: Any,
+        lora_id: Any,
+        lora_name: Any,
+        cache_salt: Any,
+        multimodal: Any,
+        extra_ids: Any,
+        resumed: Any,
+        retention: Any,
+        reserve_tokens: Any,
+        encoder_tokens: Any,
+    ) -> CheckedRequest:
+        request_id = checked_request_id(request_id)
+        own = namespace_of(lora_id, lora_name, cache_salt, extra_ids is not None)
+        namespace, encoder = self.with_encoder(own, encoder_tokens)
         if reserve_tokens is not None and checked_natural(reserve_tokens, "reserve_tokens") < 1:
             raise UsageError("reserve_tokens must be at least 1, or None for the whole prompt")
         # Whoever gets slots chunk by chunk need not have all of them at once.
         limit = self.longest_prompt if reserve_tokens is None else self.longest_sequence
         try:
-            symbols = pack_tokens(request.tokens, limit.tokens)
+            symbols = pack_tokens(tokens, limit.tokens)
         except PromptTooLong as error:
             raise limit.exceeded_by(error.length) from None
         if not symbols:
             raise InvalidTokens("the prompt is empty: at least one token is needed")
         if len(symbols) > limit.tokens * TOKEN_BYTES:
             raise limit.exceeded_by(len(symbols) // TOKEN_BYTES)
-        rich = rich_tokens(symbols, request.multimodal, request.extra_ids)
-        resumed = checked_flag(request.resumed, "resumed")
-        retention = checked_retention(request.retention)
-        checked = CheckedRequest(
-            request_id, namespace, symbols, rich, resumed, retention, reserve_tokens, encoder
+        rich = rich_tokens(symbols, multimodal, extra_ids)
+        if rich is not None:
+            symbols = self._symbols.symbols_of(rich)
+        return CheckedRequest(
+            request_id,
+            namespace,
+            symbols,
+            rich,
+            checked_flag(resumed, "resumed"),
+            checked_retention(retention),
+            reserve_tokens,
+            encoder,
         )
-        return checked.with_symbols(self._symbols)
 
     def with_encoder(
         self, namespace: Namespace, tokens: Tokens | None

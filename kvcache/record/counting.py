@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any
 
 from events import types as ev
@@ -146,19 +146,22 @@ class StatsCounter:
         counts = self._counts
         counts[_REQUESTS] += 1
         counts[_PROMPT] += event.num_tokens
-        own = self._own.admit(event)
-        if event.reused:
-            # Where the windows differ, what one of them has to bring back is reused from secondary.
-            secondary = max(event.reused_secondary)
-            counts[_REUSED_PRIMARY] += event.reused - event.reused_partial - secondary
-            counts[_REUSED_SECONDARY] += secondary
-            counts[_REUSED_COPIED] += event.reused_partial
-            counts[_REUSED_OWN] += own
-        fulls, partial, missed = reused_blocks(event, self._tokens_per_block)
-        for begin, full in zip(self._begin, fulls):  # noqa: B905  an encoder's window reuses by an event of its own
-            counts[begin + _REUSED_FULL] += full
-            counts[begin + _REUSED_PARTIAL] += partial
+        own, reused = self._own.admit(event), event.reused
+        partial, missed = started_and_missed(event, self._tokens_per_block)
+        # An encoder's window is not among these: it reuses by an event of its own.
+        of_windows = zip(self._begin, event.reused_primary, event.reused_secondary)  # noqa: B905
+        for begin, primary, secondary in of_windows:
             counts[begin + _MISSED] += missed
+            if reused:
+                counts[begin + _REUSED_FULL] += (primary + secondary) // self._tokens_per_block
+                counts[begin + _REUSED_PARTIAL] += partial
+        if reused:
+            # Where the windows differ, what one of them has to bring back is reused from secondary.
+            secondary, copied = max(event.reused_secondary), event.reused_partial
+            counts[_REUSED_PRIMARY] += reused - copied - secondary
+            counts[_REUSED_SECONDARY] += secondary
+            counts[_REUSED_COPIED] += copied
+            counts[_REUSED_OWN] += own
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
         full, missed = input_blocks(event, self._tokens_per_block)
@@ -208,11 +211,10 @@ class StatsCounter:
             self._add("blocks_removed", group, sum(removed))
 
 
-def reused_blocks(event: ev.SequenceAdded, tokens_per_block: int) -> tuple[list[int], int, int]:
-    """Blocks of a prompt: reused in full, by group, and those of each group reused in part and missed."""
+def started_and_missed(event: ev.SequenceAdded, tokens_per_block: int) -> tuple[int, int]:
+    """Blocks of a prompt in each group: of which only the start was reused, and that had to be computed whole."""
     blocks, partial = -(-event.num_tokens // tokens_per_block), int(event.reused_partial > 0)
-    fulls = [tokens // tokens_per_block for tokens in map(add, event.reused_primary, event.reused_secondary)]
-    return fulls, partial, blocks - event.reused // tokens_per_block - partial
+    return partial, blocks - event.reused // tokens_per_block - partial
 
 
 def input_blocks(event: ev.EncoderAdded, tokens_per_block: int) -> tuple[int, int]:

@@ -32,7 +32,7 @@ class FirstUses:
             first = view[at].tobytes()
             view[at] = 0
         else:
-            first = bytes([fresh[slot] for slot in taken])
+            first = bytes(map(fresh.__getitem__, taken))
             for slot in taken:
                 fresh[slot] = 0
         self.left[group] -= first.count(1)

@@ -12,7 +12,7 @@ from itertools import repeat
 from events import types as ev
 from events.bus import EventBus
 from events.types import PRIMARY, RequestId
-from kvcache.record.counting import input_blocks, reused_blocks
+from kvcache.record.counting import input_blocks, started_and_missed
 from kvcache.record.first_uses import FirstUses
 from kvcache.stats import RequestStats
 
@@ -66,8 +66,10 @@ class RequestCounter:
         return taken
 
     def _on_added(self, event: ev.SequenceAdded) -> None:
-        fulls, partial, missed = reused_blocks(event, self._size)
-        blocks = sum(fulls), partial * len(fulls), missed * len(fulls)
+        partial, missed = started_and_missed(event, self._size)
+        reused, windows = [*event.reused_primary, *event.reused_secondary], len(event.reused_primary)
+        full = sum([tokens // self._size for tokens in reused])
+        blocks = full, partial * windows, missed * windows
         self._running[event.handle] = _Running(event.request_id, event.num_tokens, event.reused, blocks)
 
     def _on_input(self, event: ev.EncoderAdded) -> None:
