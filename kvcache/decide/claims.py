@@ -86,7 +86,9 @@ class SlidingClaims(Claims):
             self._is_claimed = np.zeros(len(self._group.refs), np.bool_)
             self._is_claimed[np.concatenate(self._before)] = True
         for blocks in claimed:
-            at = indexes(self._group.places(blocks.level, blocks.slots))
+            at = indexes(blocks.slots)
+            if blocks.level == SECONDARY:
+                at += self._group.levels[PRIMARY].size
             if self._is_claimed is None:
                 self._before.append(at)
             else:

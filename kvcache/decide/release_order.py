@@ -5,7 +5,7 @@ to secondary in it, so a queue per priority needs no sorting: a release is appen
 blocks that were held again, evicted or moved since are passed over when their turn comes.
 
 What is released in primary, a few blocks at nearly every step, is only noted, and queued all together when something is
-to be evicted: blocks that were held again by then never get there.
+to be evicted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from events.types import PRIMARY, SECONDARY
 from kvcache.errors import invariant
 from kvcache.fold.places import FEW, indexes
 from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.fold.watcher import Watcher
 
 Key = tuple[int, int, int]
@@ -137,17 +138,12 @@ class ReleaseOrder(Watcher):
 
     def _queue_noted(self) -> None:
         if self._noted:
-            at, stamps = self._still_noted()
+            at, stamps = indexes(self._noted), _view(self._noted_stamps)
             self._noted, self._noted_stamps = array("i"), array("q")
             self._queue(PRIMARY, at, stamps)
 
-    def _still_noted(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-        at, stamps = indexes(self._noted), _view(self._noted_stamps)
-        still = self._group.views["released_at"][at] == stamps
-        return (at, stamps) if np.count_nonzero(still) == len(at) else (at[still], stamps[still])
-
     def _queue(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> None:
-        if self._queued[level] > 4 * self._group.levels[level].size + _MUCH:
+        if self._queued[level] + len(at) > 4 * self._group.levels[level].size + _MUCH:
             self._forget_stale(level)
         self._queued[level] += len(at)
         if not self._append(level, at, stamps):
@@ -161,18 +157,24 @@ class ReleaseOrder(Watcher):
 
     def _append(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> bool:
         """Append blocks to their queues; False: one should have come earlier."""
-        columns = self._group.views
-        priorities, depths = (
-            columns["priorities"][at],
-            self._group.depths_at(at) if level == SECONDARY else None,
-        )
-        alike = len(at) == 0 or np.count_nonzero(priorities == priorities[0]) == len(at)
-        for priority in priorities[:1].tolist() if alike else np.unique(priorities).tolist():
-            queue = self._queues[level].setdefault(priority, _Queue())
-            part = slice(None) if alike else priorities == priority
-            if not queue.append(at[part], stamps[part], None if depths is None else depths[part]):
+        if not len(at):
+            return True
+        depths = self._group.depths_at(at) if level == SECONDARY else None
+        if self._group.kept_alike:
+            return self._queue_of(level, DEFAULT_PRIORITY).append(at, stamps, depths)
+        priorities = self._group.views["priorities"][at]
+        for priority in np.unique(priorities).tolist():
+            part = priorities == priority
+            of_part = None if depths is None else depths[part]
+            if not self._queue_of(level, priority).append(at[part], stamps[part], of_part):
                 return False
         return True
+
+    def _queue_of(self, level: int, priority: int) -> _Queue:
+        queue = self._queues[level].get(priority)
+        if queue is None:
+            queue = self._queues[level][priority] = _Queue()
+        return queue
 
     def _rebuild(self, level: int) -> None:
         """Queue all candidates anew."""
@@ -284,7 +286,8 @@ class ReleaseOrder(Watcher):
                 invariant(alike, "a block is queued with another priority than it has")
                 queued += left
             if level.index == PRIMARY:
-                queued += array("i", self._still_noted()[0].astype(np.int32).tobytes())
+                noted = zip(self._noted, self._noted_stamps, strict=True)
+                queued.extend([place for place, stamp in noted if group.released_at[place] == stamp])
             invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
 
 

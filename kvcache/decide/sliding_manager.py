@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 
 from events import types as ev
@@ -81,28 +81,26 @@ class SlidingWindowManager(WindowBlockManager):
         `ends` says of each how many tokens there are up to the next one that is computed (`Sequence.num_next`).
         """
         index, size, window = self.index, self.tokens_per_block, self.window
-        leaving, counts, slots = [], [], array("i")
+        leaving, counts, slots = [], array("I"), array("i")
         uncached: list[array[int]] = []
         for sequence, num_next in zip(sequences, ends, strict=True):
             first = sequence.detached[index]
             # The next token to be computed sees what lies in the window before it.
-            count = (num_next - window) // size - first
-            if count <= 0:
+            last = (num_next - window) // size
+            if last <= first:
                 continue
-            table, end = sequence.tables[index], sequence.path_ends[index].end
             leaving.append(sequence)
-            counts.append(count)
-            if count == 1:  # decoding, nearly always
-                slots.append(table[first])
-            else:
-                slots += table[first : first + count]
-            if end < first + count:
-                uncached.append(table[max(end, first) : first + count])
+            counts.append(last - first)
+            slots += sequence.tables[index][first:last]
+            end = sequence.path_ends[index].end
+            if end < last:
+                uncached.append(sequence.tables[index][max(end, first) : last])
         if leaving:
             self._emit(
                 ev.BlocksDetached(
                     handles=packed_handles(leaving),
-                    counts=b"" if counts.count(1) == len(counts) else array("I", counts).tobytes(),
+                    # One each is left out: decoding, nearly always.
+                    counts=counts.tobytes() if len(slots) > len(leaving) else b"",
                     group=index,
                     slots=slots.tobytes(),
                     freed=self._unshared(uncached).tobytes() if uncached else b"",
@@ -141,47 +139,19 @@ class SlidingWindowManager(WindowBlockManager):
             self._store_partial(sequence, full, stop)
         return replaced
 
-    def store_filled(
-        self, sequences: Items[Sequence], same: ev.BlocksFilled | None = None
-    ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
-        """As with full attention, where a block makes a run longer behind which nothing hangs."""
-        event = None if same is None or self.sliding.shared else self._fill_alike(sequences, same)
-        if event is not None:
-            return [], event
-        index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
-        filled, others, longer = [], [], set[int]()
-        for sequence in sequences:
-            block = sequence.path_ends[index].end
-            before = sequence.tables[index][block - 1] if block else DETACHED
+    def _growing(self) -> Callable[[array[int], int], bool]:
+        runs, positions, longer = self.sliding.tree.runs, self.sliding.positions, set[int]()
+
+        def grows(table: array[int], block: int) -> bool:
+            """Whether a block makes a run longer behind which nothing hangs, and that no other one makes longer."""
+            before = table[block - 1] if block else DETACHED
             run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
             if run is None or run.end != block or run.children or run.partial or run.id in longer:
-                others.append(sequence)
-            else:
-                longer.add(run.id)
-                filled.append(sequence)
-        if not others:
-            return super().store_filled(filled)
-        left, _ = super().store_filled(filled)
-        if left:
-            # Who comes first stores, and the next one finds it.
-            rest = {*others, *left}
-            others = [sequence for sequence in sequences if sequence in rest]
-        return others, None
-
-    def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
-        index, runs, positions = self.index, self.sliding.tree.runs, self.sliding.positions
-        slots, longer = array("i"), set[int]()
-        for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
-            table = sequence.tables[index]
-            before = table[block - 1]
-            run = runs.get(positions[before] >> DEPTH_BITS) if before >= 0 else None
-            if run is None or run.end != block or run.children or run.partial:
-                return None
-            if sequence.path_ends[index].end != block:
-                return None
+                return False
             longer.add(run.id)
-            slots.append(table[block])
-        return self._emit_alike(same, slots) if len(longer) == len(slots) else None
+            return True
+
+        return grows
 
     def _store_full(self, sequence: Sequence, first: int, full: int, replaced: list[Replacement]) -> None:
         """Store full blocks; where one is cached already, hold that one."""

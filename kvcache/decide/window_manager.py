@@ -7,6 +7,7 @@ is counted before the first event of a call; after that no step can fail.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from events import types as ev
@@ -83,18 +84,17 @@ class WindowBlockManager(WindowAdmission):
 
     def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
         """Store what an earlier window has stored; None: not all of these sequences go on here as they do there."""
-        index, slots = self.index, array("i")
+        index, slots, grows = self.index, array("i"), self._growing()
         for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
-            tail = sequence.path_ends[index]
-            if tail.end != block or not tail.grows(DEFAULT_PRIORITY, 0):
+            tail, table = sequence.path_ends[index], sequence.tables[index]
+            if tail.end != block:
                 return None
-            slots.append(sequence.tables[index][block])
-        return self._emit_alike(same, slots)
-
-    def _emit_alike(self, same: ev.BlocksFilled, slots: array[int]) -> ev.BlocksFilled:
+            if not (tail.grows(DEFAULT_PRIORITY, 0) if grows is None else grows(table, block)):
+                return None
+            slots.append(table[block])
         event = ev.BlocksFilled(
             handles=same.handles,
-            group=self.index,
+            group=index,
             blocks=same.blocks,
             parents=same.parents,
             keys=b"",
@@ -105,12 +105,19 @@ class WindowBlockManager(WindowAdmission):
         self._emit(event)
         return event
 
+    def _growing(self) -> Callable[[array[int], int], bool] | None:
+        """Whether a sequence with this table may extend what is cached by this block, asked once of each sequence that
+        fills one; None: what its path ends with knows.
+        """
+        return None
+
     def _fill(
         self, sequences: Items[Sequence], priority: int = DEFAULT_PRIORITY, duration: int = 0
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
+        grows = self._growing()
         blocks, slots = array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
@@ -118,7 +125,7 @@ class WindowBlockManager(WindowAdmission):
             block = tail.end
             if (
                 block != len(table) - 2
-                or not tail.grows(priority, duration)
+                or not (tail.grows(priority, duration) if grows is None else grows(table, block))
                 or (rich and sequence.handle in rich)
                 or (key_bytes and len(sequence.keys) != block * key_bytes + known)
             ):

@@ -186,8 +186,8 @@ class BlockFold(Contents):
         self.tell_time(event.clock)
         slots, freed = self.groups[event.group].detach(sequences, counts, self.releases, self.clock)
         self.releases += len(sequences)
-        agree = slots.tobytes() == event.slots and freed.tobytes() == event.freed
-        invariant(agree, "other blocks were let go of than the window has left behind")
+        if slots.tobytes() != event.slots or freed.tobytes() != event.freed:
+            raise InvariantViolated("other blocks were let go of than the window has left behind")
 
     def _return(self, event: ev.BlocksReturned) -> None:
         counts, slots, group = array("I", event.counts), array("i", event.slots), self.groups[event.group]

@@ -20,6 +20,7 @@ from kvcache.errors import InvariantViolated, invariant
 from kvcache.fold.group import CachedPart, Group
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.retention import Kept
+from kvcache.fold.slots import DEFAULT_PRIORITY
 
 HOLE = -1
 """In a run, the place of a block that is not cached."""
@@ -28,6 +29,7 @@ NOBODY = -1
 DEPTH_BITS = 28
 """Of a position: the others are the run's id. No prompt has so many blocks."""
 _DEPTH = (1 << DEPTH_BITS) - 1
+_FIRST = np.zeros(1, np.intp)
 FEW = 8
 """Up to so many blocks a loop is faster than numpy, whose `count_nonzero` takes a quarter of `all` or `any`."""
 Segment = tuple[Run, int, int]
@@ -43,7 +45,7 @@ class Places(Group):
     must be.
     """
 
-    __slots__ = (*_COLUMNS, "keeps_time", "views")
+    __slots__ = (*_COLUMNS, "keeps_time", "kept_alike", "views")
 
     def __init__(self, *created: Any, tokens_recorded: bool) -> None:
         super().__init__(*created, tokens_recorded=tokens_recorded)
@@ -63,6 +65,8 @@ class Places(Group):
         """By place: the copy that brings it here, 0 when it has landed."""
         self.keeps_time = False
         """Whether any block has been kept for a time."""
+        self.kept_alike = True
+        """Whether all blocks that were ever cached have the default priority."""
         # The same memory, for many places at a time.
         self.views = {name: _view(getattr(self, name)) for name in _COLUMNS}
 
@@ -118,16 +122,15 @@ class Places(Group):
         at = indexes(places)
         found = self.views["positions"][at]
         cuts = np.flatnonzero(found[1:] - found[:-1] != 1) + 1
-        runs, positions = self.tree.runs, self.positions
-        segments: list[Segment] = []
-        begin = 0
-        for end in [*cuts.tolist(), len(places)]:
+        firsts = found[np.concatenate((_FIRST, cuts))]
+        numbers, depths = (firsts >> DEPTH_BITS).tolist(), (firsts & _DEPTH).tolist()
+        runs, segments, begin = self.tree.runs, list[Segment](), 0
+        for number, depth, end in zip(numbers, depths, [*cuts.tolist(), len(places)], strict=True):
             # As `find` does it, which takes twice as long.
-            position = positions[places[begin]]
-            owner = runs.get(position >> DEPTH_BITS)
+            owner = runs.get(number)
             if owner is None:
                 raise InvariantViolated("a slot that an event names is not cached")
-            index = (position & _DEPTH) - owner.end + len(owner.slots)
+            index = depth - owner.end + len(owner.slots)
             segments.append((owner, index, index + end - begin))
             begin = end
         return segments
@@ -237,6 +240,7 @@ class Places(Group):
             for name, number in zip(_EXPORTED, columns, strict=True):
                 getattr(self, name)[place] = number
             self.keeps_time = self.keeps_time or self.durations[place] > 0
+            self.kept_alike = self.kept_alike and self.priorities[place] == DEFAULT_PRIORITY
             self.levels[level].unreferenced += not self.refs[place]
 
 

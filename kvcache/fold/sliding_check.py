@@ -15,6 +15,7 @@ from kvcache.fold.places import HOLE, position_of
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.fold.slots import DEFAULT_PRIORITY
 
 _TRACES = ("refs", "released_at", "transfers", "durations", "expiries")
 """Columns that are 0 where nothing is cached."""
@@ -32,6 +33,8 @@ def check_places(group: SlidingGroup, run: Run) -> None:
         invariant(released != (group.refs[place] > 0), "a block is held and released, or neither")
         expires = group.expiries[place] > 0
         timed = expires == (released and group.durations[place] > 0)
+        alike = not group.kept_alike or group.priorities[place] == DEFAULT_PRIORITY
+        invariant(alike, "a block has another priority than all are said to have")
         invariant(timed, "a block expires that is held, or kept for good")
 
 

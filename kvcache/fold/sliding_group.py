@@ -19,6 +19,7 @@ from kvcache.fold.places import DEPTH_BITS, FEW, HOLE, NOBODY, indexes
 from kvcache.fold.prefix_tree import Node, PathEnd, Run
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
+from kvcache.fold.slots import DEFAULT_PRIORITY
 
 
 class SlidingGroup(SlidingTree):
@@ -129,15 +130,15 @@ class SlidingGroup(SlidingTree):
                 raise InvariantViolated("a sequence lets go of blocks that it has not got")
             slot = table[first]
             slots.append(slot)
-            if first >= sequence.path_ends[index].end:
-                freed += self.return_uncached(array("i", (slot,)))
-            else:
-                refs[slot] -= 1
-                if not refs[slot]:
-                    released_at[slot] = released
-                    idle.append(slot)
             table[first] = DETACHED
             sequence.detached[index] = first + 1
+            if first >= sequence.path_ends[index].end:
+                freed += self.return_uncached(array("i", (slot,)))
+            elif refs[slot] > 1:
+                refs[slot] -= 1
+            else:
+                refs[slot], released_at[slot] = 0, released
+                idle.append(slot)
         if idle:
             self._free(idle, now)
         return slots, freed
@@ -240,6 +241,7 @@ class SlidingGroup(SlidingTree):
         self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)
         self.views["refs"][at_slots], self.views["priorities"][at_slots] = 1, priority
+        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         if duration:
             self.keeps_time = True
             self.views["durations"][at_slots] = duration
@@ -257,13 +259,13 @@ class SlidingGroup(SlidingTree):
         """Cache the next block of each of these sequences, behind the last block of a leaf."""
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
+        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         block_bytes = tree.block_bytes
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
-            if not block or end.end != block or table[block] != slot:
+            if not block or end.end != block or table[block] != slot or table[block - 1] < 0:
                 raise InvariantViolated("a filled block is not the sequence's")
-            before = table[block - 1]
-            position = positions[before] if before >= 0 else NOBODY
+            position = positions[table[block - 1]]
             run = runs.get(position >> DEPTH_BITS)
             if run is None or run.end != block or run.children or run.partial:
                 raise InvariantViolated("a filled block does not continue what its sequence has cached")
@@ -285,6 +287,7 @@ class SlidingGroup(SlidingTree):
         self, level: int, slots: array[int], old_priority: int, priority: int, duration: int | None
     ) -> None:
         """Change how cached blocks are kept that sequences hold."""
+        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         for place in self.places(level, slots):
             held = self.positions[place] != NOBODY and self.refs[place] > 0
             invariant(
@@ -297,6 +300,7 @@ class SlidingGroup(SlidingTree):
 
     def expire(self, level: int, slots: array[int], old_priority: int, priority: int, stamp: int) -> int:
         """The time is over for which these blocks had a priority; returns the last stamp: each has its own."""
+        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         places = self.places(level, slots)
         for released, place in enumerate(places, stamp + 1):
             timed = self.expiries[place] > 0 and not self.refs[place]

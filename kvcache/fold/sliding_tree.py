@@ -110,8 +110,9 @@ class SlidingTree(Places):
         """These blocks are not cached any more; what nothing cached hangs behind goes with them."""
         segments = self.replace(places, array("i", [HOLE]) * len(places))
         self.clear_places(places)
-        for run, _, _ in segments:
-            if not run.children and run.slots[-1] == HOLE and run.id in self.tree.runs:
+        # Content behind which nothing is cached is forgotten at once, so a run is cut off only where it lost its last.
+        for run in [run for run, _, end in segments if end == len(run.slots)]:
+            if not run.children and run.id in self.tree.runs:
                 self._trim(run)
 
     def _trim(self, run: Run) -> None:
