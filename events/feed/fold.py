@@ -139,35 +139,28 @@ class Feed(CacheFold[Change]):
 
     def _fill(self, event: ev.BlocksFilled) -> None:
         group, size, keys, parents = event.group, self.tokens_per_block, event.keys, event.parents
-        columns = self._columns[group][PRIMARY]
+        columns, key_bytes = self._columns[group][PRIMARY], self._key_bytes
         # Then all parents are visible and all symbols are tokens, which is nearly always so.
         usual = not (self._hidden[group] or self._symbols.pages)
         key_at = parent_at = 0
-        named = bool(keys)
-        blocks, slots = map(_unpack_numbers, (event.blocks, event.slots))
+        blocks, slots = _unpack_numbers(event.blocks), _unpack_numbers(event.slots)
         for (handle,), (block,), (slot,) in zip(_unpack_handles(event.handles), blocks, slots, strict=True):
             sequence = self._sequences[handle]
-            names, name_at = sequence.names, block * NAME_BYTES
-            if not named:
+            names, name_at, namespace = sequence.names, block * NAME_BYTES, sequence.namespace
+            if not keys:
                 name = bytes(names[name_at : name_at + NAME_BYTES])
             else:
                 name = keys[key_at : key_at + NAME_BYTES]
+                key_at += key_bytes
                 if len(names) == name_at:
                     names += name
                 else:
                     sequence.name(block, name)
-            stored = Stored(
-                group,
-                PRIMARY,
-                name,
-                parents[parent_at : parent_at + NAME_BYTES],
-                sequence.packed(block * size, (block + 1) * size),
-                size,
-                sequence.namespace,
-            )
-            key_at += self._key_bytes
+            parent = parents[parent_at : parent_at + NAME_BYTES]
             parent_at += NAME_BYTES
-            if usual and not sequence.namespace.uses_extra_ids:
+            tokens = sequence.packed(block * size, block * size + size)
+            stored = Stored(group, PRIMARY, name, parent, tokens, size, namespace)
+            if usual and not namespace.uses_extra_ids:
                 columns.write_one(slot, stored, ANNOUNCED)
                 self._changes.append(stored)
             else:
