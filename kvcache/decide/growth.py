@@ -167,11 +167,13 @@ class Growth(WholeCache):
         if not batch.even:
             self._decoding = None
             return self._append(batch.sequences, tokens, None)
-        due = batch.due
+        due, changed, handles = batch.due, dict[RequestId, StoreResult](), b""
         if due is not None:
-            self._grow(batch.sequences, due, packed_handles(due), None)
+            handles = packed_handles(due)
+            self._grow(batch.sequences, due, handles, None)
         self._emit(ev.TokensAppended(handles=batch.handles, counts=b"", tokens=tokens))
-        changed = self._store_filled(due) if due is not None else {}
+        if due is not None:
+            changed = self._store_filled(due, handles)
         if self._sliding:
             for number, sliding in enumerate(self._sliding):
                 leaving = batch.leaving(number)
@@ -180,12 +182,12 @@ class Growth(WholeCache):
         batch.advance()
         return changed
 
-    def _store_filled(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
+    def _store_filled(self, sequences: list[Sequence], handles: bytes) -> dict[RequestId, StoreResult]:
         """Store the block that each of these has filled; returns the sequences whose tables have changed."""
         replaced: dict[Sequence, list[Replacement]] | None = None
         filled: ev.BlocksFilled | None = None
         for window in self.windows:
-            others, filled = window.store_filled(sequences, filled)
+            others, filled = window.store_filled(sequences, handles, filled)
             for sequence in others:
                 replaced = replaced or {}
                 replaced.setdefault(sequence, []).extend(self._store_in(window, sequence))

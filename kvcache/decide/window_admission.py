@@ -16,7 +16,7 @@ from events import types as ev
 from events.ids import BlockIndex, GroupIndex, Slot
 from events.packed import names_of_keys
 from events.tokens.names import chain_symbols
-from events.types import PRIMARY, SECONDARY, Event, Namespace
+from events.types import PRIMARY, SECONDARY, SLIDING, Event, Namespace
 from kvcache.decide.claims import BlockNames, Claims, CopySource
 from kvcache.decide.eviction import Evictor
 from kvcache.decide.eviction_order import EvictionOrder
@@ -61,6 +61,7 @@ class WindowAdmission:
         """Within `store_filled`: key bytes of the filled block that are known, since the first window has made them."""
         self._key_before = slice(-self._known_keys - self.key_bytes, -self._known_keys or None)
         """And where the key of the block before is, among the sequence's."""
+        self._slides = state.created.groups[index].kind == SLIDING
         self.adopted = False
         """Whether the last `store` has come to hold blocks that another sequence had stored."""
         self._follow(offload_min_priority, order)

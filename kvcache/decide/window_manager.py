@@ -49,18 +49,19 @@ class WindowBlockManager(WindowAdmission):
         return swaps
 
     def store_filled(
-        self, sequences: Items[Sequence], same: ev.BlocksFilled | None = None
+        self, sequences: list[Sequence], handles: bytes, same: ev.BlocksFilled | None = None
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """The usual case of `store`, many at a time: decoding has filled one block behind what a sequence had cached.
 
-        Returns those for which this is not the case, for whom nothing was done; and what was emitted if that was one
-        event for all: the next window takes it as `same`, for it stores blocks of the same sequences and names.
+        `handles` are those of the sequences. Returns those for which this is not the case, for whom nothing was done;
+        and what was emitted if that was one event for all: the next window takes it as `same`, for it stores blocks of
+        the same sequences and names.
         """
         if not self._reuse or self._group.shared:
             return list(sequences), None
         if self._state.all_kept_alike:
             event = self._fill_alike(sequences, same) if same is not None else None
-            return ([], event) if event is not None else self._fill(sequences)
+            return ([], event) if event is not None else self._fill(sequences, handles)
         alike: dict[tuple[int, int], list[Sequence]] = {}
         index, size = self.index, self.tokens_per_block
         how: tuple[int, int]
@@ -76,7 +77,11 @@ class WindowBlockManager(WindowAdmission):
                 alike[how].append(sequence)
             else:
                 alike[how] = [sequence]
-        others = [other for how, several in alike.items() for other in self._fill(several, *how)[0]]
+        others = [
+            other
+            for how, several in alike.items()
+            for other in self._fill(several, packed_handles(several), *how)[0]
+        ]
         if len(alike) > 1 and others:
             # Who comes first stores, and the next one finds it.
             others = [sequence for sequence in sequences if sequence in others]
@@ -84,7 +89,7 @@ class WindowBlockManager(WindowAdmission):
 
     def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:
         """Store what an earlier window has stored; None: not all of these sequences go on here as they do there."""
-        index, slots, grows = self.index, array("i"), self._growing()
+        index, slots, grows = self.index, array("i"), self._growing() if self._slides else None
         for sequence, block in zip(sequences, array("I", same.blocks), strict=True):
             tail, table = sequence.path_ends[index], sequence.tables[index]
             if tail.end != block:
@@ -105,19 +110,19 @@ class WindowBlockManager(WindowAdmission):
         self._emit(event)
         return event
 
-    def _growing(self) -> Callable[[array[int], int], bool] | None:
+    def _growing(self) -> Callable[[array[int], int], bool]:
         """Whether a sequence with this table may extend what is cached by this block, asked once of each sequence that
-        fills one; None: what its path ends with knows.
+        fills one. Where no window slides, that with which its path ends knows.
         """
-        return None
+        raise NotImplementedError("of sliding windows only")
 
     def _fill(
-        self, sequences: Items[Sequence], priority: int = DEFAULT_PRIORITY, duration: int = 0
+        self, sequences: list[Sequence], handles: bytes, priority: int = DEFAULT_PRIORITY, duration: int = 0
     ) -> tuple[list[Sequence], ev.BlocksFilled | None]:
         """`store_filled` of blocks that are to be kept alike."""
         index, key_bytes, rich = self.index, self.key_bytes, self._rich
         size, chain, known, before = self.tokens_per_block, self._chain, self._known_keys, self._key_before
-        grows = self._growing()
+        grows = self._growing() if self._slides else None
         blocks, slots = array("I"), array("i")
         parents, keys, others = [], [], []
         for sequence in sequences:
@@ -141,12 +146,11 @@ class WindowBlockManager(WindowAdmission):
                     keys.append(chain(sequence.namespace, parent, symbols, len(symbols)))
         if not slots:
             return others, None
-        filled = sequences
         if others:
             left = set(others)
-            filled = [each for each in sequences if each not in left]
+            handles = packed_handles([each for each in sequences if each not in left])
         event = ev.BlocksFilled(
-            handles=packed_handles(filled),
+            handles=handles,
             group=index,
             blocks=blocks.tobytes(),
             parents=b"".join(parents),

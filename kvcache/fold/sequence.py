@@ -105,6 +105,8 @@ class Sequence(SequenceTokens):
     @property
     def stored(self) -> tuple[int, ...]:
         """Per group: leading blocks that are cached."""
+        if len(self.path_ends) == 1:
+            return (self.path_ends[0].end,)
         return tuple([tail.end for tail in self.path_ends])
 
     @property

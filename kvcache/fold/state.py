@@ -181,7 +181,8 @@ class CacheState(EncoderFold):
         self.tell_time(event.clock)
         for index, group in enumerate(self.groups):
             freed = group.end(sequence, self.releases, self.clock)
-            invariant(freed.tobytes() == event.freed[index], "other slots were freed")
+            if freed.tobytes() != event.freed[index]:
+                raise InvariantViolated("other slots were freed")
             root = group.tree.roots[sequence.namespace]
             root.users -= 1
             group.tree.drop_unused(root)
