@@ -153,8 +153,8 @@ class KVCacheManager:
             guard, self.config, self.layout, state, self._blocks, self._checker, readiness, self._pools
         )
         self._running = Running(guard, self._blocks, self._checker, readiness)
-        for often in ("store_context_blocks", "add_tokens", "remove_sequence"):
-            setattr(self, often, getattr(self._running, often))  # without the detour by the class
+        # Called once per step: without the detour by the class.
+        self.add_tokens = self._running.add_tokens  # type: ignore[method-assign]
         self._tables = Tables(
             guard, self.config.tokens_per_block, self._blocks, self._query, readiness, self._pools
         )

@@ -250,7 +250,8 @@ class TestRunner:
             sink.fails = {fails}
             runner.put(make_batch(0))
             wait_for_state(runner, "failing")
-            assert [log["event"] for log in logs][2:] == ["sink_fails"]
+            # Without silence every further try that fails is told of, and there may have been some.
+            assert {log["event"] for log in logs[2:]} == {"sink_fails"}
             runner.close()
         assert runner.stats().state == "closed"
 
