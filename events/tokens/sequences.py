@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from operator import add, attrgetter
 from typing import Any
 
 from events.packed import NAME_BYTES, TOKEN_BYTES
@@ -61,12 +60,9 @@ class SequenceTokens:
         return self.tokens[:]
 
 
-_tokens_of, _sampled_of = attrgetter("_tokens"), attrgetter("sampled")
-
-
 def lengths(sequences: Sequence[SequenceTokens]) -> list[int]:
-    """`num_tokens` of each, made from C."""
-    return list(map(add, map(len, map(_tokens_of, sequences)), map(len, map(_sampled_of, sequences))))
+    """`num_tokens` of each, without the detour by the property."""
+    return [len(each._tokens) + len(each.sampled) for each in sequences]
 
 
 class NamedTokens(SequenceTokens):
@@ -142,7 +138,7 @@ class RunningTokens:
         """Other sequences than before are decoded together from now on."""
         sequences = list(map(self._sequences.__getitem__, array("q", handles)))
         self._began(sequences)
-        self.handles, self._sampled = handles, list(map(_sampled_of, sequences))
+        self.handles, self._sampled = handles, [each.sampled for each in sequences]
 
     def _append_many(self, event: TokensAppended) -> None:
         self.forget_row()

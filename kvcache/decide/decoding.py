@@ -7,14 +7,15 @@ and not for every token: a step in which nothing fills costs a list comparison a
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence as Items
-from operator import attrgetter
 
 from events.tokens.sequences import lengths
 from events.types import RequestId
 from kvcache.errors import invariant
 from kvcache.fold.sequence import Sequence, go_on_evenly, not_decoding
+
+PLAIN_IDS = frozenset((str, int))
+"""Types of ids that are looked up as they are."""
 
 
 class DecodeBatch:
@@ -30,6 +31,7 @@ class DecodeBatch:
         "even",
         "handles",
         "ids",
+        "kinds",
         "sequences",
     )
 
@@ -42,6 +44,9 @@ class DecodeBatch:
         windows: Items[int] = (),
     ) -> None:
         self.ids = list(ids)
+        kinds: list[type] = list(map(type, ids))
+        self.kinds = kinds if PLAIN_IDS.issuperset(kinds) else None
+        """Their types: what is no id may equal one (1.0, True), or do anything when it is compared."""
         self.sequences = sequences
         self.handles = packed_handles(sequences)
         """Packed int64."""
@@ -51,9 +56,9 @@ class DecodeBatch:
         self._steps = 0
         ends = lengths(sequences)
         self._steps_left = limit - max(ends, default=0)
-        self._due: defaultdict[int, list[Sequence]] = defaultdict(list)
+        self._due: dict[int, list[Sequence]] = {}
         for end, sequence in zip(ends, sequences, strict=True):
-            self._due[-end % tokens_per_block].append(sequence)
+            self._due.setdefault(-end % tokens_per_block, []).append(sequence)
         self._windows = windows
         self._beginning = not_decoding(sequences) if windows else []
         """Nobody may have said before how far their prompts are computed."""
@@ -88,9 +93,6 @@ class DecodeBatch:
         self._steps += 1
 
 
-_handle_of = attrgetter("handle")
-
-
 def packed_handles(sequences: Items[Sequence]) -> bytes:
     """Handles as a column of an event."""
-    return array("q", list(map(_handle_of, sequences))).tobytes()
+    return array("q", [each.handle for each in sequences]).tobytes()

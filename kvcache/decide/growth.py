@@ -16,7 +16,7 @@ from events.ids import GroupIndex
 from events.tokens.sequences import lengths
 from events.types import CROSS, CROSS_WINDOW, Event, RequestId
 from kvcache.config import KVCacheConfig
-from kvcache.decide.decoding import DecodeBatch, packed_handles
+from kvcache.decide.decoding import PLAIN_IDS, DecodeBatch, packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.expiry import Expiry
 from kvcache.decide.retention import restate
@@ -33,8 +33,6 @@ from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
 
-_PLAIN_IDS = frozenset((str, int))
-"""Types of ids that are looked up as they are."""
 EVICT_AHEAD = 64
 """Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting one
 or two of its own."""
@@ -127,7 +125,7 @@ class Growth(WholeCache):
     def running(self, request_ids: list[RequestId]) -> list[Sequence]:
         """The sequences of these requests; raises as `sequence` does, and `UsageError` for one named twice."""
         handles, sequences = self._state.handles, self._state.sequences
-        if not _PLAIN_IDS.issuperset(map(type, request_ids)):
+        if not PLAIN_IDS.issuperset(map(type, request_ids)):
             request_ids = [checked_request_id(request_id) for request_id in request_ids]
         try:
             running = list(map(sequences.__getitem__, map(handles.__getitem__, request_ids)))
@@ -141,11 +139,11 @@ class Growth(WholeCache):
         """The sequences that get one token each: the batch of the last step, if they are the same."""
         batch = self._decoding
         # The row of sequences that the fold appends to is the batch's as long as nothing else has happened to them.
-        # Types before ids: what is no id may equal one (1.0, True), or do anything when it is compared.
+        # Types before ids, for what is no id may equal one.
         if (
             batch is None
             or self._state.running.handles != batch.handles
-            or not _PLAIN_IDS.issuperset(map(type, request_ids))
+            or batch.kinds != list(map(type, request_ids))
             or batch.ids != request_ids
         ):
             windows = [window.window for window in self._sliding]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Items
-from itertools import compress
-from operator import attrgetter
 
 from events.ids import Handle
 from events.tokens.sequences import SequenceTokens
@@ -124,9 +122,6 @@ class Sequence(SequenceTokens):
         return self if self.tables[group] or self.encoder is None else self.encoder
 
 
-_counted = attrgetter("_computed")
-
-
 def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
     """Whether the next token of each of these is appended as always: all before it count as computed, and have just
     the slots that they need.
@@ -140,7 +135,7 @@ def go_on_evenly(sequences: Items[Sequence], tokens_per_block: int) -> bool:
 
 def not_decoding(sequences: Items[Sequence]) -> list[Sequence]:
     """Those of which it is counted how many tokens are computed."""
-    return list(compress(sequences, map(_FOLLOWS.__ne__, map(_counted, sequences))))
+    return [each for each in sequences if each._computed != _FOLLOWS]
 
 
 def decode_on(sequences: Items[Sequence]) -> None:
