@@ -51,6 +51,10 @@ class SequenceTokens:
             return memoryview(self._tokens)[first:stop].tobytes()
         return self._tokens[first:stop].tobytes()
 
+    def copied(self, first: int, stop: int) -> bytearray:
+        """The same, for who will append to it."""
+        return bytearray(memoryview(self.tokens)[first:stop])
+
     def cut(self, num_tokens: int) -> None:
         """Take back all tokens but the first ones."""
         del self.tokens[num_tokens:]

@@ -80,6 +80,13 @@ class Group:
             return sequence.packed(first * size, (last - 1) * size + last_tokens)
         return bytes(sequence.keys[first * key_bytes : last * key_bytes])
 
+    def new_content(self, sequence: Sequence, first: int, last: int, last_tokens: int) -> bytearray:
+        """The same for the tree to keep: copied only once, as a prompt is too long for the processor's caches."""
+        size, key_bytes = self.tokens_per_block, self.tree.key_bytes
+        if self.tokens_recorded:
+            return sequence.copied(first * size, (last - 1) * size + last_tokens)
+        return sequence.keys[first * key_bytes : last * key_bytes]
+
     def keys_between(self, node: Node, begin: int, end: int) -> bytes:
         """The keys of the blocks from `begin` up to `end` on the path that ends in a node."""
         size = self.tree.key_bytes

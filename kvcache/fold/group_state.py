@@ -35,7 +35,7 @@ class GroupState(HeldPaths):
         """Cache a sequence's own blocks behind the path that it holds."""
         node, last, key_bytes = sequence.path_ends[self.index], first + len(slots), self.tree.key_bytes
         invariant(node.end == first, "stored blocks do not continue the sequence's cached prefix")
-        symbols = self.content(sequence, first, last, last_tokens)
+        symbols = self.new_content(sequence, first, last, last_tokens)
         keys = sequence.keys[first * key_bytes : last * key_bytes]
         # The usual case: one sequence stores on, and its run gets longer. Else a new run hangs behind what it holds.
         if isinstance(node, Run) and node.grows(priority, duration):
@@ -45,7 +45,7 @@ class GroupState(HeldPaths):
             run.keys += keys
             run.end += len(slots)
         else:
-            run = self.tree.new_run(node, bytearray(symbols), slots, keys)
+            run = self.tree.new_run(node, symbols, slots, keys)
             run.refs, run.priority, run.duration = 1, priority, duration
             self.tree.link(run)
         run.partial = last_tokens % self.tokens_per_block

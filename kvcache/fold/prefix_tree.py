@@ -266,7 +266,7 @@ def runs_below(top: Node) -> list[Run]:
     return found
 
 
-def common_bytes(run: Run, symbols: bytes, start: int, stop: int, begin: int = 0) -> int:
+def common_bytes(run: Run, symbols: bytes | bytearray, start: int, stop: int, begin: int = 0) -> int:
     """Length of the common prefix of a run's content from `begin` on and ``symbols[start:stop]``, in bytes."""
     # Compared as numbers, all at once; `argmax` of booleans is the first True, or 0 if there is none.
     count = min(len(run.symbols) - begin, stop - start) // TOKEN_BYTES

@@ -236,7 +236,7 @@ class SlidingGroup(SlidingTree):
         node, at, depth = self.position(sequence, first)
         # What the window has left behind and nobody has cached since is noted as content only.
         places = array("i", [HOLE]) * (first - depth) + slots
-        content = self.content(sequence, depth, last, last_tokens)
+        content = self.new_content(sequence, depth, last, last_tokens)
         keys = sequence.keys[depth * key_bytes : last * key_bytes]
         self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)

@@ -45,9 +45,12 @@ class SlidingTree(Places):
         return node, at, position // size
 
     def lay(
-        self, node: Node, at: int, content: bytes, places: array[int], keys: bytearray, partial: int
+        self, node: Node, at: int, content: bytearray, places: array[int], keys: bytearray, partial: int
     ) -> None:
-        """Note blocks from a position on: in holes as far as they are known there, the rest as new ones."""
+        """Note blocks from a position on: in holes as far as they are known there, the rest as new ones.
+
+        Whoever calls this leaves content, places and keys to the tree.
+        """
         size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
         while done < len(places):
             if at < _length(node):
@@ -61,10 +64,12 @@ class SlidingTree(Places):
                     self._fill_holes(node, at, places[done : done + same])
                     at, done = at + same, done + same
                 continue
-            child = node.children.get(content[done * size : (done + 1) * size])
+            child = node.children.get(bytes(content[done * size : (done + 1) * size]))
             if child is None:
-                rest = content[done * size :]
-                self._append(node, rest, places[done:], keys[done * key_bytes :], partial)
+                if done:
+                    content, places = content[done * size :], places[done:]
+                    keys = keys[done * key_bytes :]
+                self._append(node, content, places, keys, partial)
                 return
             node, at = child, 0
 
@@ -76,7 +81,9 @@ class SlidingTree(Places):
         if places:
             self._note(run, at, places)
 
-    def _append(self, node: Node, content: bytes, places: array[int], keys: bytearray, partial: int) -> None:
+    def _append(
+        self, node: Node, content: bytearray, places: array[int], keys: bytearray, partial: int
+    ) -> None:
         """New blocks behind a node's last one: a leaf gets longer, or a run is hung below it."""
         if isinstance(node, Run) and not node.children and not node.partial:
             run, at = node, len(node.slots)
@@ -85,7 +92,7 @@ class SlidingTree(Places):
             run.keys += keys
             run.end += len(places)
         else:
-            run, at = self.tree.new_run(node, bytearray(content), places[:], keys), 0
+            run, at = self.tree.new_run(node, content, places, keys), 0
             self.tree.link(run)
         run.partial = partial
         self._note(run, at, places)
