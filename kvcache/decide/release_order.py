@@ -50,31 +50,26 @@ class _Queue:
                 del column[:head]
             self.head = 0
 
-    def keep(self, at: npt.NDArray[np.intp]) -> None:
-        """Of the entries from `head` on keep these; all others are stale."""
-        self.places = array("i", _view(self.places)[self.head :][at].tobytes())
-        self.stamps = array("q", _view(self.stamps)[self.head :][at].tobytes())
+    def keep(self, there: npt.NDArray[np.bool_]) -> None:
+        """Of the entries from `head` on keep those where this is so; all others are stale."""
+        self.places = _chosen(self.places[self.head :], there)
+        self.stamps = _chosen(self.stamps[self.head :], there)
         if self.depths:
-            self.depths = array("q", _view(self.depths)[self.head :][at].tobytes())
+            self.depths = _chosen(self.depths[self.head :], there)
         self.head = 0
 
-    def append(
-        self,
-        places: npt.NDArray[np.intp],
-        stamps: npt.NDArray[np.int64],
-        depths: npt.NDArray[np.int64] | None,
-    ) -> bool:
+    def append(self, places: array[int], stamps: array[int], depths: array[int] | None) -> bool:
         """Append entries; False: they are not in order, or should have come earlier.
 
         In primary, where blocks come as they are released, only the stamps can be out of order.
         """
         last = self.stamps[-1] if self.stamps else 0
-        if stamps[0] < last or (depths is not None and not self._in_order(stamps, depths)):
+        if stamps[0] < last or (depths is not None and not self._in_order(_view(stamps), _view(depths))):
             return False
-        self.places.frombytes(places.astype(np.int32).tobytes())
-        self.stamps.frombytes(stamps.tobytes())
+        self.places += places
+        self.stamps += stamps
         if depths is not None:
-            self.depths.frombytes(depths.tobytes())
+            self.depths += depths
         return True
 
     def _in_order(self, stamps: npt.NDArray[np.int64], depths: npt.NDArray[np.int64]) -> bool:
@@ -119,8 +114,7 @@ class ReleaseOrder(Watcher):
     def released(self, level: int, places: array[int]) -> None:
         """Make these blocks candidates."""
         if level != PRIMARY:
-            at = indexes(places)
-            self._queue(level, at, self._group.views["released_at"][at])
+            self._queue(level, places, _gathered(self._group.views["released_at"], indexes(places)))
             return
         released_at = self._group.released_at
         self._noted += places
@@ -138,35 +132,38 @@ class ReleaseOrder(Watcher):
 
     def _queue_noted(self) -> None:
         if self._noted:
-            at, stamps = indexes(self._noted), _view(self._noted_stamps)
+            places, stamps = self._noted, self._noted_stamps
             self._noted, self._noted_stamps = array("i"), array("q")
-            self._queue(PRIMARY, at, stamps)
+            self._queue(PRIMARY, places, stamps)
 
-    def _queue(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> None:
-        if self._queued[level] + len(at) > 4 * self._group.levels[level].size + _MUCH:
+    def _queue(self, level: int, places: array[int], stamps: array[int]) -> None:
+        if self._queued[level] + len(places) > 4 * self._group.levels[level].size + _MUCH:
             self._forget_stale(level)
-        self._queued[level] += len(at)
-        if not self._append(level, at, stamps):
+        self._queued[level] += len(places)
+        if not self._append(level, places, stamps):
             self._rebuild(level)
 
     def _forget_stale(self, level: int) -> None:
         queues = self._queues[level]
         for queue in queues.values():
-            queue.keep(self._still(level, queue, queue.head, len(queue.places))[0])
+            queue.keep(self._still(level, queue, queue.head, len(queue.places)))
         self._queued[level] = sum(len(queue.places) for queue in queues.values())
 
-    def _append(self, level: int, at: npt.NDArray[np.intp], stamps: npt.NDArray[np.int64]) -> bool:
+    def _append(self, level: int, places: array[int], stamps: array[int]) -> bool:
         """Append blocks to their queues; False: one should have come earlier."""
-        if not len(at):
+        if not places:
             return True
-        depths = self._group.depths_at(at) if level == SECONDARY else None
+        depths = None
+        if level == SECONDARY:
+            depths = array("q", self._group.depths_at(indexes(places)).tobytes())
         if self._group.kept_alike:
-            return self._queue_of(level, DEFAULT_PRIORITY).append(at, stamps, depths)
-        priorities = self._group.views["priorities"][at]
+            return self._queue_of(level, DEFAULT_PRIORITY).append(places, stamps, depths)
+        priorities = self._group.views["priorities"][indexes(places)]
         for priority in np.unique(priorities).tolist():
             part = priorities == priority
-            of_part = None if depths is None else depths[part]
-            if not self._queue_of(level, priority).append(at[part], stamps[part], of_part):
+            of_part = None if depths is None else _chosen(depths, part)
+            queue = self._queue_of(level, priority)
+            if not queue.append(_chosen(places, part), _chosen(stamps, part), of_part):
                 return False
         return True
 
@@ -187,7 +184,8 @@ class ReleaseOrder(Watcher):
         order = np.lexsort(keys)
         self._queues[level], self._queued[level] = {}, len(idle)
         idle = idle[order]
-        in_order = self._append(level, idle, columns["released_at"][idle])
+        places = array("i", idle.astype(np.int32).tobytes())
+        in_order = self._append(level, places, _gathered(columns["released_at"], idle))
         invariant(in_order, "what was sorted is not in order")
 
     # -- what goes next
@@ -233,34 +231,32 @@ class ReleaseOrder(Watcher):
             missing = wanted - len(found)
             # Some may be stale; the more were, the more are looked at.
             end = min(stop, begin + missing + FEW + begin - queue.head)
-            at, places = self._still(level, queue, begin, end)
+            places, there = queue.places[begin:end], self._still(level, queue, begin, end)
+            if np.count_nonzero(there) < len(there):
+                places = _chosen(places, there)
             if spares:
                 free = [place not in spares for place in places]
                 if spared is None and not all(free):
-                    spared = begin + int(at[free.index(False)])
-                at, places = at[free], array("i", compress(places, free))
+                    spared = begin + int(there.nonzero()[0][free.index(False)])
+                there[there] = free
+                places = array("i", compress(places, free))
             if len(places) > missing:
-                end = begin + int(at[missing])
+                end = begin + (missing if len(places) == len(there) else int(there.nonzero()[0][missing]))
             found += places[:missing]
             begin = end
         return found, begin if spared is None else min(begin, spared)
 
-    def _still(
-        self, level: int, queue: _Queue, begin: int, end: int
-    ) -> tuple[npt.NDArray[np.intp], array[int]]:
-        """Of some entries those that are not stale: their indexes from `begin` on, and their places.
+    def _still(self, level: int, queue: _Queue, begin: int, end: int) -> npt.NDArray[np.bool_]:
+        """Which of some entries are not stale.
 
         A release is told by its stamp, which a block has until it is held again or not cached any more.
         """
-        columns, places = self._group.views, queue.places[begin:end]
-        at = indexes(places)
-        there = columns["released_at"][at] == _view(queue.stamps[begin:end])
+        at = indexes(queue.places[begin:end])
+        there: npt.NDArray[np.bool_] = self._group.views["released_at"][at] == _view(queue.stamps[begin:end])
         if level == SECONDARY:
             # Where a block lay, another one of its release may have been moved to since.
             there &= self._group.depths_at(at) == _view(queue.depths[begin:end])
-        if np.count_nonzero(there) < len(there):
-            places = array("i", at[there].astype(np.int32).tobytes())
-        return np.flatnonzero(there), places
+        return there
 
     def check(self) -> None:
         """Compare the queues of each level with all candidates; changes nothing."""
@@ -274,9 +270,10 @@ class ReleaseOrder(Watcher):
             for priority, queue in queues.items():
                 depths = queue.depths if level.index == SECONDARY else [0] * len(queue.places)
                 entries = list(zip(queue.stamps, depths, strict=True))
-                _, missed = self._still(level.index, queue, 0, queue.head)
-                invariant(not missed, "a block cannot be evicted: passed over")
-                left = self._still(level.index, queue, queue.head, len(entries))[1]
+                missed = self._still(level.index, queue, 0, queue.head)
+                invariant(not missed.any(), "a block cannot be evicted: passed over")
+                there = self._still(level.index, queue, queue.head, len(entries))
+                left = _chosen(queue.places[queue.head :], there)
                 keys = [self.key(place) for place in left]
                 invariant(
                     entries == sorted(entries) and keys == sorted(keys),
@@ -289,6 +286,15 @@ class ReleaseOrder(Watcher):
                 noted = zip(self._noted, self._noted_stamps, strict=True)
                 queued.extend([place for place, stamp in noted if group.released_at[place] == stamp])
             invariant(sorted(queued) == idle, "a block cannot be evicted: unheard of")
+
+
+def _gathered(column: npt.NDArray[np.int64], at: npt.NDArray[np.intp]) -> array[int]:
+    return array("q", column[at].tobytes())
+
+
+def _chosen(column: array[int], there: npt.NDArray[np.bool_]) -> array[int]:
+    """The entries of a column where this is so."""
+    return array(column.typecode, _view(column)[there].tobytes())
 
 
 def _view(column: array[Any]) -> npt.NDArray[Any]:

@@ -29,7 +29,6 @@ NOBODY = -1
 DEPTH_BITS = 28
 """Of a position: the others are the run's id. No prompt has so many blocks."""
 _DEPTH = (1 << DEPTH_BITS) - 1
-_FIRST = np.zeros(1, np.intp)
 FEW = 8
 """Up to so many blocks a loop is faster than numpy, whose `count_nonzero` takes a quarter of `all` or `any`."""
 Segment = tuple[Run, int, int]
@@ -121,18 +120,17 @@ class Places(Group):
             return [(run, index, index + 1)]
         at = indexes(places)
         found = self.views["positions"][at]
-        cuts = np.flatnonzero(found[1:] - found[:-1] != 1) + 1
-        firsts = found[np.concatenate((_FIRST, cuts))]
-        numbers, depths = (firsts >> DEPTH_BITS).tolist(), (firsts & _DEPTH).tolist()
+        lasts = (found[1:] - found[:-1] != 1).nonzero()[0]
+        firsts = (*found[:1].tolist(), *found[lasts + 1].tolist())
         runs, segments, begin = self.tree.runs, list[Segment](), 0
-        for number, depth, end in zip(numbers, depths, [*cuts.tolist(), len(places)], strict=True):
+        for first, last in zip(firsts, (*lasts.tolist(), len(places) - 1), strict=False):  # of none, no first
             # As `find` does it, which takes twice as long.
-            owner = runs.get(number)
+            owner = runs.get(first >> DEPTH_BITS)
             if owner is None:
                 raise InvariantViolated("a slot that an event names is not cached")
-            index = depth - owner.end + len(owner.slots)
-            segments.append((owner, index, index + end - begin))
-            begin = end
+            index = (first & _DEPTH) - owner.end + len(owner.slots)
+            segments.append((owner, index, index + last + 1 - begin))
+            begin = last + 1
         return segments
 
     def replace(self, places: array[int], to: array[int]) -> list[Segment]:
