@@ -182,10 +182,15 @@ class SlidingWindowManager(WindowBlockManager):
         size, block_bytes = self.tokens_per_block, self.sliding.tree.block_bytes
         node, at, depth = self.sliding.position(sequence, first)
         known, useless = array("i"), array("i")
-        if not (isinstance(node, Run) and at < len(node.slots)) and not node.children:
-            return known  # nothing follows, as behind most prompts
+        if depth < first:
+            return known  # nobody knows what is before it
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            if not node.children:
+                return known  # nothing follows, as behind most prompts
+            if self.sliding.content(sequence, first, first + 1, size) not in node.children:
+                full = first + 1  # a prompt that begins otherwise, and is too long to be copied for nothing
         content = self.sliding.content(sequence, first, full, size)
-        while depth == first and len(known) < full - first:
+        while len(known) < full - first:
             done = len(known) * block_bytes
             length = len(node.slots) if isinstance(node, Run) else 0
             if at == length:

@@ -83,9 +83,10 @@ class SlidingGroup(SlidingTree):
             self.views["released_at"][idle] = 0
             if self.keeps_time:
                 self.views["expiries"][idle] = 0
-            below = int(np.count_nonzero(idle >= self.levels[PRIMARY].size))
-            self.levels[PRIMARY].unreferenced -= len(idle) - below
-            self.levels[SECONDARY].unreferenced -= below
+            primary, secondary = self.levels
+            below = int(np.count_nonzero(idle >= primary.size)) if secondary.size else 0
+            primary.unreferenced -= len(idle) - below
+            secondary.unreferenced -= below
             counts[at] += 1
             return
         refs, released_at = self.refs, self.released_at

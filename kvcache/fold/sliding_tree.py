@@ -49,7 +49,7 @@ class SlidingTree(Places):
     ) -> None:
         """Note blocks from a position on: in holes as far as they are known there, the rest as new ones.
 
-        Whoever calls this leaves content, places and keys to the tree.
+        Whoever calls this leaves content, places and keys to the tree. Holes come first among the places.
         """
         size, key_bytes, done = self.tree.block_bytes, self.tree.key_bytes, 0
         while done < len(places):
@@ -98,11 +98,11 @@ class SlidingTree(Places):
         self._note(run, at, places)
 
     def _note(self, run: Run, at: int, places: array[int]) -> None:
-        """Where these blocks of a run are."""
+        """Where these blocks of a run are, of which the first ones may be holes."""
         cached = indexes(places)
         first = position_of(run) + run.start + at
         positions = np.arange(first, first + len(cached))
-        if cached.min() == HOLE:
+        if places[0] == HOLE:
             there = cached != HOLE
             cached, positions = cached[there], positions[there]
         self.views["positions"][cached] = positions
