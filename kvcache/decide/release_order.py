@@ -237,8 +237,7 @@ class ReleaseOrder(Watcher):
             if spares:
                 free = [place not in spares for place in places]
                 if spared is None and not all(free):
-                    spared = begin + int(there.nonzero()[0][free.index(False)])
-                there[there] = free
+                    spared = begin + free.index(False)  # or behind, where stale ones were passed over
                 places = array("i", compress(places, free))
             if len(places) > missing:
                 end = begin + (missing if len(places) == len(there) else int(there.nonzero()[0][missing]))

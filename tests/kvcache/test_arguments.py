@@ -103,11 +103,34 @@ def test_what_equals_an_id_is_no_request_of_the_step_before(ids: list[Any]) -> N
     """True, 1.0 and others equal 1, and yet do not continue the steps of request 1."""
     manager = cache()
     manager.add_sequence(0, [1])
-    manager.add_tokens(ids, [3] * len(ids))
+    for _ in range(2):  # the first step, after which all decode, is not like those that follow
+        manager.add_tokens(ids, [3] * len(ids))
     for kind in (bool, float, complex, Fraction):
         like: list[Any] = [kind(each) if type(each) is int else each for each in ids]
         refused(manager, partial(manager.add_tokens, like, [3] * len(like)))
     manager.add_tokens(ids, [3] * len(ids))
+
+
+class Alike(str):
+    """Equals all others of its kind."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+
+def test_an_id_that_equals_others_names_its_own_request() -> None:
+    """A string of another type stands for what it says, at each step anew."""
+    manager = cache()
+    manager.add_sequence("b", [1])
+    for _ in range(3):
+        manager.add_tokens([Alike("a")], [3])
+    manager.add_tokens([Alike("b")], [3])
+    assert manager.sequence_lengths(["a", "b"]).tolist() == [6, 2]
 
 
 def test_integers_of_numpy_are_ids() -> None:
