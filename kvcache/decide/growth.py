@@ -165,7 +165,8 @@ class Growth(WholeCache):
         if not batch.even:
             self._decoding = None
             return self._append(batch.sequences, tokens, None)
-        due, changed, handles = batch.due, dict[RequestId, StoreResult](), b""
+        changed: dict[RequestId, StoreResult] = {}
+        due, handles = batch.due, b""
         if due is not None:
             handles = packed_handles(due)
             self._grow(batch.sequences, due, handles, None)

@@ -91,10 +91,13 @@ class SlidingWindowManager(WindowBlockManager):
                 continue
             leaving.append(sequence)
             counts.append(last - first)
-            slots += sequence.tables[index][first:last]
-            end = sequence.path_ends[index].end
+            table, end = sequence.tables[index], sequence.path_ends[index].end
+            if last == first + 1:
+                slots.append(table[first])
+            else:
+                slots += table[first:last]
             if end < last:
-                uncached.append(sequence.tables[index][max(end, first) : last])
+                uncached.append(table[max(end, first) : last])
         if leaving:
             self._emit(
                 ev.BlocksDetached(
@@ -140,7 +143,8 @@ class SlidingWindowManager(WindowBlockManager):
         return replaced
 
     def _growing(self) -> Callable[[array[int], int], bool]:
-        runs, positions, longer = self.sliding.tree.runs, self.sliding.positions, set[int]()
+        runs, positions = self.sliding.tree.runs, self.sliding.positions
+        longer: set[int] = set()
 
         def grows(table: array[int], block: int) -> bool:
             """Whether a block makes a run longer behind which nothing hangs, and that no other one makes longer."""

@@ -54,7 +54,8 @@ class Places(Group):
         number, so that blocks which follow each other in a run differ by 1. -1 where no block is cached; then the other
         columns mean nothing."""
         self.refs = array("i", [0]) * size
-        self.priorities = array("i", [0]) * size
+        self.priorities = array("i", [DEFAULT_PRIORITY]) * size
+        """By place: as of a `Run`. Not written as long as `kept_alike`."""
         self.durations = array("q", [0]) * size
         self.expiries = array("q", [0]) * size
         """By place: as of a `Run`. Both are 0 where no block is cached."""
@@ -75,7 +76,8 @@ class Places(Group):
         if len(slots) <= FEW:
             there = all(0 <= slot < size for slot in slots)
         else:
-            there = bool(np.frombuffer(slots, np.uint32).max() < size)  # negative ones are beyond all others
+            # Negative ones are beyond all others.
+            there = not np.count_nonzero(np.frombuffer(slots, np.uint32) >= size)
         invariant(there, "an event names a slot that the level has not")
         return array("i", [slot + self.levels[PRIMARY].size for slot in slots]) if level else slots
 
@@ -115,35 +117,33 @@ class Places(Group):
 
     def segments(self, places: array[int]) -> list[Segment]:
         """Cached blocks as consecutive ones of runs."""
-        if len(places) == 1:
-            run, index = self.find(places[0])
-            return [(run, index, index + 1)]
-        at = indexes(places)
-        found = self.views["positions"][at]
-        lasts = (found[1:] - found[:-1] != 1).nonzero()[0]
-        firsts = (*found[:1].tolist(), *found[lasts + 1].tolist())
-        runs, segments, begin = self.tree.runs, list[Segment](), 0
-        for first, last in zip(firsts, (*lasts.tolist(), len(places) - 1), strict=False):  # of none, no first
+        segments: list[Segment] = []
+        done, runs, positions = 0, self.tree.runs, self.positions
+        while done < len(places):
             # As `find` does it, which takes twice as long.
-            owner = runs.get(first >> DEPTH_BITS)
+            position = positions[places[done]]
+            owner = runs.get(position >> DEPTH_BITS)
             if owner is None:
                 raise InvariantViolated("a slot that an event names is not cached")
-            index = (first & _DEPTH) - owner.end + len(owner.slots)
-            segments.append((owner, index, index + last + 1 - begin))
-            begin = last + 1
+            slots = owner.slots
+            begin = (position & _DEPTH) - owner.end + len(slots)
+            # What follows in the run is compared, for that is quicker than looking up where each block is.
+            end = begin + _common(slots, begin, places, done)
+            segments.append((owner, begin, end))
+            done += end - begin
         return segments
 
     def replace(self, places: array[int], to: array[int]) -> list[Segment]:
         """Let runs have cached blocks in other places, or no more; returns the segments."""
         segments, done = self.segments(places), 0
         for run, begin, end in segments:
-            count = end - begin
-            if count == 1:  # what decoding leaves behind, mostly
+            if end == begin + 1:  # what decoding leaves behind, mostly
                 if run.slots[begin] != places[done]:
                     raise InvariantViolated("an event names a block twice")
                 run.slots[begin] = to[done]
                 done += 1
                 continue
+            count = end - begin
             if run.slots[begin:end] != places[done : done + count]:
                 raise InvariantViolated("an event names a block twice")
             run.slots[begin:end] = to[done : done + count]
@@ -250,6 +250,19 @@ def position_of(run: Run) -> int:
 def indexes(places: array[int]) -> npt.NDArray[np.intp]:
     """Places as numpy takes them as indexes, without converting them anew for every column."""
     return np.frombuffer(places, np.int32).astype(np.intp)
+
+
+def _common(slots: array[int], begin: int, places: array[int], done: int) -> int:
+    """How many slots of a run from `begin` on are these places from `done` on, of which the first one is."""
+    most = min(len(slots) - begin, len(places) - done)
+    if most == 1 or slots[begin + 1] != places[done + 1]:
+        return 1
+    if slots[begin : begin + most] == places[done : done + most]:
+        return most
+    differs = np.frombuffer(slots, np.int32, most, begin * 4) != np.frombuffer(
+        places, np.int32, most, done * 4
+    )
+    return int(differs.argmax())
 
 
 def _view(column: array[Any]) -> npt.NDArray[Any]:

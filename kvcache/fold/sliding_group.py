@@ -21,6 +21,9 @@ from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
 from kvcache.fold.slots import DEFAULT_PRIORITY
 
+_BLANK = {"positions": NOBODY, "priorities": DEFAULT_PRIORITY}
+"""What columns hold where nothing was ever cached; the others 0."""
+
 
 class SlidingGroup(SlidingTree):
     """A window in which a sequence holds the blocks that its next token sees."""
@@ -241,8 +244,10 @@ class SlidingGroup(SlidingTree):
         keys = sequence.keys[depth * key_bytes : last * key_bytes]
         self.lay(node, at, content, places, keys, last_tokens % self.tokens_per_block)
         at_slots = indexes(slots)
-        self.views["refs"][at_slots], self.views["priorities"][at_slots] = 1, priority
+        self.views["refs"][at_slots] = 1
         self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
+        if not self.kept_alike:
+            self.views["priorities"][at_slots] = priority
         if duration:
             self.keeps_time = True
             self.views["durations"][at_slots] = duration
@@ -260,8 +265,8 @@ class SlidingGroup(SlidingTree):
         """Cache the next block of each of these sequences, behind the last block of a leaf."""
         index, tree, size, recorded = self.index, self.tree, self.tokens_per_block, self.tokens_recorded
         positions, refs, priorities, runs = self.positions, self.refs, self.priorities, tree.runs
-        self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         block_bytes = tree.block_bytes
+        alike = self.kept_alike = self.kept_alike and priority == DEFAULT_PRIORITY
         for sequence, block, slot, key in zip(filling, blocks, slots, keys, strict=True):
             end, table = sequence.path_ends[index], sequence.tables[index]
             if not block or end.end != block or table[block] != slot or table[block - 1] < 0:
@@ -278,7 +283,9 @@ class SlidingGroup(SlidingTree):
             run.slots.append(slot)
             run.end = end.end = block + 1
             positions[slot] = position + 1
-            refs[slot], priorities[slot] = 1, priority
+            refs[slot] = 1
+            if not alike:
+                priorities[slot] = priority
             if duration:
                 self.keeps_time, self.durations[slot] = True, duration
 
@@ -391,6 +398,6 @@ class SlidingGroup(SlidingTree):
             if refs > 1:
                 self.shared[slot] = refs
         for name, view in self.views.items():
-            view.fill(NOBODY if name == "positions" else 0)
+            view.fill(_BLANK.get(name, 0))
         self.forget_all()
         return counts, unnamed
