@@ -17,8 +17,8 @@ import pytest
 from kvcache.integrations.transformers import OLDEST
 from tests.places import ROOT
 
-RELEASES = ("4.56.0", "4.57.6", "5.0.0", "5.23.0")
-"""The oldest and the newest, and the last and first of two major ones."""
+RELEASES = ("4.56.0", "4.57.6", "5.0.0", "5.23.0", "5.24.0")
+"""The oldest and the newest, the last and first of two major ones, and the last that knows no `cache=`."""
 
 
 @pytest.mark.long

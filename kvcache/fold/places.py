@@ -211,6 +211,11 @@ class Places(Group):
             at = indexes(places)
             self.views["durations"][at], self.views["expiries"][at] = 0, 0
 
+    def clear_columns(self) -> None:
+        """Nothing is anywhere any more."""
+        for name, view in self.views.items():
+            view.fill({"positions": NOBODY, "priorities": DEFAULT_PRIORITY}.get(name, 0))
+
     def exported(self, places: array[int]) -> tuple[array[int], bytes]:
         """Slots instead of places, and seven numbers per block: level, priority, duration, expiry, stamp,
         references, copy.

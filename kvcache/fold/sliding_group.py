@@ -21,9 +21,6 @@ from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_tree import SlidingTree
 from kvcache.fold.slots import DEFAULT_PRIORITY
 
-_BLANK = {"positions": NOBODY, "priorities": DEFAULT_PRIORITY}
-"""What columns hold where nothing was ever cached; the others 0."""
-
 
 class SlidingGroup(SlidingTree):
     """A window in which a sequence holds the blocks that its next token sees."""
@@ -397,7 +394,6 @@ class SlidingGroup(SlidingTree):
             unnamed += 1
             if refs > 1:
                 self.shared[slot] = refs
-        for name, view in self.views.items():
-            view.fill(_BLANK.get(name, 0))
+        self.clear_columns()
         self.forget_all()
         return counts, unnamed

@@ -147,7 +147,8 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _of(batch: Batch, arguments: dict[str, Any]) -> bool:
-    past = arguments.get("past_key_values")
+    # From 5.24 on the argument is called otherwise.
+    past = arguments.get("cache", arguments.get("past_key_values"))
     return isinstance(past, PagedRequest) and past._batch is batch
 
 
