@@ -65,7 +65,8 @@ clean:
 	    echo 'With another Python: make $(MAKECMDGOALS) PYTHON=python3.13'; rm -rf .venv; exit 1; }; \
 	else \
 	  $(PIP) 'torch==$(TORCH)+cpu' 2>/dev/null || { \
-	    echo 'No CPU build in the index: installing the published one, which may be several GB and take minutes'; \
+	    echo "pip's index has no CPU build: downloading the CUDA build, about 3 GB, which may take minutes. To avoid that:"; \
+	    echo '  make $(MAKECMDGOALS) PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu'; \
 	    $(PIP) 'torch==$(TORCH)'; }; \
 	fi
 	@touch $@

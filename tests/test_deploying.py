@@ -126,7 +126,7 @@ def test_one_name_of_the_image() -> None:
     assert container("kv-events")["image"] == tag
     ignored = (DEPLOY.parents[1] / ".containerignore").read_text().splitlines()
     project = tomllib.loads((DEPLOY.parents[1] / "pyproject.toml").read_text())
-    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
     assert {f"!{name}" for name in packages} <= set(ignored)
 
 

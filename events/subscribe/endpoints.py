@@ -39,7 +39,7 @@ class InsecureEndpoint(EventsError):
     endpoint: str
     text = (
         "{endpoint}: whoever reaches it from another machine could pretend to be a worker: give keys "
-        "(docs/settings.md#encryption), or say that the network itself keeps others out (--insecure, insecure=True)"
+        "(`kvcache docs settings`), or say that the network itself keeps others out (--insecure, insecure=True)"
     )
 
 

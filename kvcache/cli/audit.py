@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Also what evictions cost, how long blocks live, and which prefixes serve most."
     )
     parser.epilog = (
-        "docs/audit.md defines the reasons; `kvcache explain` tells of one request. Of ages the median is told, "
+        "`kvcache docs audit` defines the reasons; `kvcache explain` tells of one request. Of ages the median is told, "
         "and in brackets what a tenth lies below and above; they are at most 2.4 % off.\n\n"
         + moments.FORMS_HELP
     )

@@ -23,7 +23,7 @@ class BrokerListening:
         for name in _OF_ZMQ:
             if getattr(args, name):
                 reason = f"--{name.replace('_', '-')} is for publishers over ZeroMQ: leave it out"
-                raise UsageError(f"{reason}; docs/brokers.md has the options of a broker's address")
+                raise UsageError(f"{reason}; `kvcache docs brokers` has the options of a broker's address")
         reads = NativeBrokerSubscriber if args.format == "native" else BrokerSubscriber
         self._subscriber = cast("BrokerSubscriber", reads(args.endpoint[0]))
         self._endpoint = str(self._subscriber.endpoint)

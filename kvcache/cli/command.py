@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 
 from kvcache.cli import messages
-from kvcache.cli.output import Output
+from kvcache.cli.output import PLAIN, Output
 from kvcache.cli.parser import build_parser
 from kvcache.cli.process import forget
 
@@ -45,8 +45,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that has no sign for a letter is no reason to fail.
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=PLAIN)
     given = sys.argv[1:] if argv is None else argv
     # Looked for by hand: what is wrong with the arguments must come in this form, too.
     messages.configure(as_json="--log-json" in given)

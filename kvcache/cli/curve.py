@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "How many blocks a log's prompts would reuse by size of the cache, if they came one after the other and what "
         "is used least recently were evicted. With two levels, sizes are of both together."
     )
-    parser.epilog = "docs/curve.md says what is counted, and in what a running cache differs."
+    parser.epilog = "`kvcache docs curve` says what is counted, and in what a running cache differs."
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory; it must have token ids")
     parser.add_argument(
         "--sample",

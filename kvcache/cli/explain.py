@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Explain one request of a log: when it was refused, admitted and ended, and for each part of its prompt "
         "whether it was reused, and if not, why."
     )
-    parser.epilog = "docs/audit.md defines the reasons. `kvcache audit` counts them over all requests."
+    parser.epilog = "`kvcache docs audit` defines the reasons. `kvcache audit` counts them over all requests."
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument("--request", metavar="ID", required=True, help="the request, by the engine's id")
     times.add_option(parser)

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Write what a log tells as tables: requests, blocks (their lives), evictions, steps, occupancy."
     )
-    parser.epilog = "docs/export.md has every column, and queries. Nothing is at PATH until all is written."
+    parser.epilog = (
+        "`kvcache docs export` has every column, and queries. Nothing is at PATH until all is written."
+    )
     parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
     parser.add_argument("--to", required=True, choices=sorted(FORMATS), help="the format")
     parser.add_argument(

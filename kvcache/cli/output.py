@@ -6,6 +6,7 @@ On a terminal rich draws it if it is installed; otherwise, and in pipes, it is p
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
@@ -24,6 +25,19 @@ Row = Sequence[str]
 _GAP = "  "
 """Before each column."""
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
+
+_PLAIN_LETTERS = str.maketrans("█▒·–…µ×→±", "#+.-~ux>~")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(_PLAIN_LETTERS)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+PLAIN = "kvcache.plain"
+"""An error handler for streams that cannot encode a character: bars and dashes keep their width, others are escaped."""
+codecs.register_error(PLAIN, _plain)
 
 
 class Output:

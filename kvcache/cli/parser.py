@@ -31,6 +31,7 @@ COMMANDS = {
     "subscribe": "listen to a live stream of KV events",
     "config": "the settings that an engine gets here, or their schema",
     "doctor": "what this machine offers, and what is missing",
+    "docs": "the pages of the documentation",
     "completion": "a completion script for bash, zsh, fish or tcsh",
 }
 """Each is a module, and what it is for."""

@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "With --table, and of several publishers: a table of workers instead, renewed all the time."
     )
     parser.epilog = (
-        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. docs/json.md has\n"
-        "what Missed, Restated and Restarted say, and the keys of the table; docs/wire.md what its columns mean."
+        "An event's address is BATCH.INDEX. Lines for people hold no token ids; --json does. \n"
+        "`kvcache docs json` has what Missed, Restated and Restarted say, and the keys of the table;\n"
+        "`kvcache docs wire` what its columns mean."
     )
     add = parser.add_argument
     add(

@@ -37,7 +37,7 @@ between what was used once and again; belady and returns, which know the prompts
 come, as no cache does; and those of other packages (entry points kvcache.eviction_orders). They order the blocks of
 windows with full attention.
 
-docs/whatif.md says what is played, and what becomes of requests that do not fit.
+`kvcache docs whatif` says what is played, and what becomes of requests that do not fit.
 """
 _MOST = 256
 """Combinations that are played at once."""

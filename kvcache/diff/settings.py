@@ -24,13 +24,14 @@ class ChangedSetting:
 
 def changed_settings(a: CacheCreated, b: CacheCreated) -> list[ChangedSetting]:
     """The settings in which two caches differ, and what followed from them: the blocks of each window and level."""
-    one, other = dict(_settings(a)), dict(_settings(b))
+    one, other = dict(settings_of(a)), dict(settings_of(b))
     names = [*one, *(name for name in other if name not in one)]
     pairs = ((name, one.get(name, _NOTHING), other.get(name, _NOTHING)) for name in names)
     return [ChangedSetting(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
-def _settings(created: CacheCreated) -> Iterator[tuple[str, Any]]:
+def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, JSON value) of each setting a cache was created with, and of what followed from them."""
     try:
         config = json.loads(created.config)
     except (ValueError, RecursionError):

@@ -77,6 +77,29 @@ def reuse_over_time(audit: Audit, clock: Clock) -> Chart:
     return chart(data, clock.title, "prompt tokens", barmode="stack", hovermode="x unified")
 
 
+def hit_rate_over_time(audit: Audit, clock: Clock) -> Chart:
+    """The reused share of the prompt tokens, as a line over time; a gap where nothing was admitted."""
+    timeline = audit.over_time
+    start = timeline.start or 0
+    totals = timeline.rows.sum(axis=1)
+    reused = timeline.rows[:, [reason for reason in Reason if reason.is_reuse]].sum(axis=1)
+    line = {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "hit rate",
+        "x": [clock.of(start + int((part + 0.5) * timeline.width)) for part in range(len(totals))],
+        "y": [
+            round(int(part) / int(total), 5) if total else None
+            for part, total in zip(reused, totals, strict=True)
+        ],
+        "line": {"color": BLUE},
+        "marker": {"color": BLUE, "size": 4},
+        "hovertemplate": "%{y:.1%} reused<extra></extra>",
+    }
+    percent = {"tickformat": ".0%", "title": {"text": "token hit rate"}, "range": [0, 1.02]}
+    return chart([line], clock.title, percent, height=240, showlegend=False)
+
+
 def occupancy(samples: Sequence[Sample], shelf: Shelf, bills: Sequence[Bill], clock: Clock) -> Chart:
     """Blocks of one level of one window, as areas over time, and the evictions that cost most."""
     there = [sample for sample in samples if shelf in sample.filled]
@@ -204,9 +227,9 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
         "type": "icicle",
         "ids": ["all", *(str(each.number) for each in found)],
         "parents": ["", *("all" if each.parent is None else str(each.parent) for each in found)],
-        "labels": ["all that are shown", *(f"tokens {each.first:,}–{each.stop - 1:,}" for each in found)],
+        "labels": ["all that are shown", *map(_prefix_label, found)],
         "values": [0, *(each.tokens_served for each in found)],
-        "text": ["", *(f"{each.times:,} times" for each in found)],
+        "text": ["", *(f"{each.times:,} times, {each.tokens_served:,} tokens" for each in found)],
         "branchvalues": "remainder",
         "tiling": {"orientation": "v"},
         "textinfo": "label+text",
@@ -220,6 +243,12 @@ def prefixes(found: Sequence[Prefix]) -> Chart:
     }
     layout = {"uniformtext": {"minsize": 11, "mode": "hide"}, "height": 360}
     return {"data": [tree], "layout": {**layout, "margin": {"l": 4, "r": 4, "t": 4, "b": 4}}}
+
+
+def _prefix_label(prefix: Prefix) -> str:
+    """Positions in the prompt and the start of the last block's name, which differs where positions do not."""
+    named = f"<br>block {prefix.name[:8]}…" if prefix.name else ""
+    return f"tokens {prefix.first:,}–{prefix.stop - 1:,}{named}"
 
 
 def hit_rates(sizes: Sequence[tuple[int, float, float | None]], marks: Sequence[tuple[int, str]]) -> Chart:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
+from typing import Any
 
 from events.log import LogEnd, LogReader
 from events.types import RequestId
@@ -14,6 +15,7 @@ from kvcache.audit.epochs import EpochClock, laid_out
 from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.totals import Audit, Totals
+from kvcache.diff.settings import settings_of
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed
 from kvcache.report.lanes import Lane, Lanes
@@ -41,6 +43,8 @@ class Gathered:
     set_back: list[int]
     """Batches with which epochs began whose clock had begun again: they are shifted behind those before them."""
     audit: Audit
+    settings: list[tuple[str, Any]]
+    """(dotted name, JSON value) of each setting of the cache, of the last epoch."""
     occupancy: Occupancy
     num_lanes: int
     """Of all requests, those without a lane here included."""
@@ -66,6 +70,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
         times.note(batch.ts)
         progress(batch.seq)
     end = reader.end
+    created = replayed.state.created
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
     # What it no longer needs is most of the memory.
     del history, replayed
@@ -84,6 +89,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
         end=end,
         set_back=clock.set_back,
         audit=audit,
+        settings=[] if created is None else list(settings_of(created)),
         occupancy=occupancy,
         num_lanes=len(ordered),
         lanes=ordered[:MOST_LANES],

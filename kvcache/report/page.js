@@ -168,7 +168,7 @@
     const widest = Math.max(1, ...shown.map((lane) => sum(lanes.tokens[lane])));
     const items = shown.map((lane) => laneItem(lane, fromStart ? 0 : begin(lane), longest, widest));
     byId("lanes").replaceChildren(...items);
-    byId("shown").textContent =
+    byId("shown").textContent = !all.length ? `No request's id contains “${wanted}”.` :
       `${number(shown.length)} of ${number(all.length)} requests; the upper bars are ${number(widest)} tokens wide, the lower ones ${seconds(longest)}`;
   }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -51,6 +52,7 @@ def overview_of(found: Gathered) -> Parts:
     _add_levels(parts, found, clock)
     _add_ages(parts, found)
     _add_prefixes(parts, found)
+    _add_settings(parts, found)
     return parts
 
 
@@ -94,6 +96,32 @@ def headlines(found: Gathered) -> list[tuple[str, str, str]]:
             )
         )
     return rows
+
+
+def _add_settings(parts: Parts, found: Gathered) -> None:
+    if not found.settings:
+        return
+    rows = [[printable(name), _value(value)] for name, value in found.settings]
+    listed = folded("All settings", table("Settings of the cache", ["setting", "value"], rows))
+    parts.add("settings", "Settings of the cache", paragraph(_sizes(found)) + listed)
+
+
+def _sizes(found: Gathered) -> str:
+    """The size of each window in words; of a log that was opened more than once, at its end."""
+    known = dict(found.settings)
+    sizes = [
+        f"{primary:,} primary and {secondary:,} secondary blocks of window {window:,}"
+        for window, primary, secondary in known["windows"]
+    ]
+    return (
+        f"At the end of the log: {'; '.join(sizes)}; {known.get('tokens_per_block', '?')} tokens per block."
+    )
+
+
+def _value(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return printable(value if isinstance(value, str) else json.dumps(value))
 
 
 def _add_misses(parts: Parts, found: Gathered) -> None:
@@ -141,7 +169,15 @@ def _add_time(parts: Parts, found: Gathered, clock: Clock) -> None:
     )
     columns = ["from", "tokens", *names]
     listed = table("Prompt tokens over time", columns, rows, columns)
-    parts.add("time", "Reuse over time", drawn + folded("As a table", listed))
+    audit = found.audit
+    rate = parts.figure(
+        "rate",
+        charts.hit_rate_over_time(audit, clock),
+        "Token hit rate over time",
+        "The reused share of the prompt tokens admitted in each bar's time; over the whole log "
+        f"{_part(audit.reused, audit.prompt_tokens)}.",
+    )
+    parts.add("time", "Reuse over time", rate + drawn + folded("As a table", listed))
 
 
 def _add_levels(parts: Parts, found: Gathered, clock: Clock) -> None:

@@ -48,6 +48,6 @@ def _refuse_clear(
         files = " and ".join(f"{name}=" for name in needed)
         reason = (
             f"what it sends are prompts, and {far.address} lies beyond this machine: encrypt it with {files} "
-            "(docs/settings.md), or say insecure=1 where the network itself keeps others out"
+            "(`kvcache docs settings`), or say insecure=1 where the network itself keeps others out"
         )
         raise SinkURLError(str(url), reason)

@@ -168,7 +168,7 @@ class TestStructure:
         assert "busy: what its cache did" in page.text
         assert len(page.all("h1")) == len(page.all("main")) == 1
         names = [each["id"] for each in page.all("section")]
-        assert names == ["headlines", "misses", "time", "levels", "ages", "prefixes", "requests"]
+        assert names == ["headlines", "misses", "time", "levels", "ages", "prefixes", "settings", "requests"]
         ids = {each["id"] for _, each in page.tags if "id" in each}
         assert {each["aria-labelledby"] for each in page.all("section")} <= ids
         assert {str(each["href"])[1:] for each in page.all("a")} <= ids
@@ -230,6 +230,33 @@ class TestNumbers:
         assert lanes[:2] == [sums["reused from primary"], sums["reused from secondary"]]
         assert lanes[2] == sums["computed again: evicted"]
         assert sum(lanes) == audit.prompt_tokens
+
+    def test_the_hit_rate_over_time_is_the_audits(self, busy: Path, page: Page) -> None:
+        """Weighted by the tokens of each part of the time, the points of the line add up to what was reused."""
+        audit = audit_batches((batch, True) for batch in LogReader(busy))
+        [line] = page.data["charts"]["rate"]["data"]
+        tokens = audit.over_time.rows.sum(axis=1).tolist()
+        assert [rate is None for rate in line["y"]] == [not total for total in tokens]
+        reused = sum((rate or 0) * total for rate, total in zip(line["y"], tokens, strict=True))
+        assert reused == pytest.approx(audit.reused, rel=1e-3)
+        assert page.data["charts"]["rate"]["layout"]["yaxis"]["tickformat"] == ".0%"
+
+    def test_the_settings_are_the_logs(self, page: Page) -> None:
+        """Sizes in a sentence, and every setting in the table."""
+        sentence = next(text for text in page.text if text.startswith("At the end of the log: "))
+        assert "80 primary and 20 secondary blocks" in sentence
+        at = page.text.index("tokens_per_block")
+        assert page.text[at + 1] == "16"
+        assert {"log.fsync", "eviction_policy", "hash_algorithm"} <= set(page.text)
+
+    def test_prefixes_at_the_same_position_have_different_labels(self, busy: Path, page: Page) -> None:
+        """A label has the start of the name of the prefix's last block."""
+        [tree] = page.data["charts"]["prefixes"]["data"]
+        prefixes = gather(busy).audit.prefixes
+        assert len(prefixes) == len(tree["labels"]) - 1
+        for prefix, label in zip(prefixes, tree["labels"][1:], strict=True):
+            assert prefix.name is not None
+            assert label == f"tokens {prefix.first:,}–{prefix.stop - 1:,}<br>block {prefix.name[:8]}…"
 
     def test_every_reason_has_one_colour(self) -> None:
         """Each is in exactly one group."""
@@ -366,7 +393,7 @@ def test_a_log_without_requests_has_a_report(tmp_path: Path) -> None:
     assert page.data["facts"]["prompt_tokens"] == 0
     assert page.data["lanes-data"]["ids"] == []
     sections = [each["id"] for each in page.all("section")]
-    assert sections == ["headlines", "misses", "levels", "curve", "whatif"]
+    assert sections == ["headlines", "misses", "levels", "settings", "curve", "whatif"]
 
 
 class TestHarm:
@@ -551,7 +578,7 @@ class TestBeside:
             page.text
         )
         assert "primary_blocks" in page.text
-        assert "log.fsync" not in page.text
+        assert page.text.count("log.fsync") == 1, "only among the settings of the cache"
 
     def test_they_take_what_the_commands_print(self, busy: Path, tmp_path: Path, kvcache: Kvcache) -> None:
         """The JSON of both commands is understood, and their numbers are on the page."""
@@ -664,7 +691,12 @@ class TestBrowser:
             heading, *_ = Page(html).data["explanations"]["0"][0]
             assert shown.startswith(heading)
             press_keys(browser)
-            marker = "document.querySelector('.scatterlayer .points path').getBoundingClientRect()"
+            search = "document.querySelector('#controls input')"
+            browser.eval(f"{search}.value = 'nobody'; {search}.dispatchEvent(new Event('input'))")
+            assert browser.eval("document.getElementById('shown').textContent") == (
+                "No request's id contains “nobody”."
+            )
+            marker = "document.querySelector('[data-chart^=level] .scatterlayer .points path').getBoundingClientRect()"
             browser.eval("document.documentElement.style.scrollBehavior = 'auto'")
             browser.eval(f"scrollBy(0, {marker}.top - 300)")
             assert browser.click(marker, "document.activeElement.parentElement.id.startsWith('eviction-')")
