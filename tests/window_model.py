@@ -276,10 +276,10 @@ class Window:
         return changed
 
     def fork(self, parent: Hashable, child: Hashable, sequence: Running, new: int) -> None:
-        """The child holds what is computed, and has so many blocks of its own for the rest."""
-        table, (blocks, begun) = self.tables[parent], divmod(sequence.computed, self.size)
+        """The child holds what is computed, and has so many blocks of its own for the rest: copies."""
+        table, blocks = self.tables[parent], sequence.computed // self.size
         shared = [self.hold(entry) if isinstance(entry, tuple) else entry for entry in table[:blocks]]
-        if begun:
+        if new:
             self.copies[child] = blocks, self.kept(parent, sequence, blocks)
         elif parent in self.copies:
             self.copies[child] = self.copies[parent]
@@ -305,7 +305,7 @@ class Window:
         return {entry for held in (*others, *self.pins.values()) for entry in held}
 
     def rewind(self, request_id: Hashable, sequence: Running, needed: int, stamp: int, now: int) -> None:
-        table, (blocks, begun) = self.tables[request_id], divmod(sequence.computed, self.size)
+        table, blocks = self.tables[request_id], sequence.computed // self.size
         if self.copies.get(request_id, (0,))[0] > blocks:
             del self.copies[request_id]
         # A prompt may have no block yet for the next token to be computed.
@@ -314,7 +314,7 @@ class Window:
             first, kept = blocks, self.kept(request_id, sequence, blocks)
             if isinstance(last, tuple):
                 kept = self.cached[last].priority, self.cached[last].duration
-            if begun:
+            if blocks < needed:
                 self.copies[request_id] = blocks, kept
         for entry in reversed(table[first:]):
             self.release(entry, stamp, now)

@@ -34,7 +34,10 @@ class BlocksReused(Event, frozen=True):
 
 
 class BlocksCopied(Event, frozen=True):
-    """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence."""
+    """The first `num_tokens` tokens of a block were copied to a primary slot of the sequence.
+
+    Of a branch these are all of its tokens in the block, also those that are not known to be computed.
+    """
 
     handle: Handle
     group: GroupIndex

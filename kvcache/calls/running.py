@@ -166,8 +166,9 @@ class Running:
         """Branch a running sequence: `child_id` has the same tokens, and both go on, as for beam search or n-best.
 
         What is computed is stored first, as by `store_context_blocks` (the result says what that changed in the
-        parent's tables). The child holds the same blocks, and has its own ones for what is not computed yet: the block
-        that is computed in part is copied (`start_transfers`); what is reserved for the parent it has not. Raises
+        parent's tables). The child holds the same blocks, and has its own ones for the tokens after them: these are
+        copied (`start_transfers`) with all K/V that they hold, so it does not matter whether the engine has computed
+        the last token, or drafts, before this call. What is reserved for the parent the child has not. Raises
         `OutOfBlocks` if these cannot be had, `DuplicateRequest`, and as `store_context_blocks` does where the parent's
         own copies have not been started or have failed.
         """
@@ -182,8 +183,9 @@ class Running:
     def rewind(self, request_id: RequestId, num_tokens: int) -> None:
         """Take back all but the first `num_tokens` tokens of a running sequence, as after rejected drafts.
 
-        What was stored stays cached. The last token that is left is to be computed anew: where its block is cached, the
-        sequence gets a copy of what is before it (`start_transfers`), so block tables read before are stale. The slots
+        What was stored stays cached. Where the block of the last token that is left is cached, the sequence gets a copy
+        of it (`start_transfers`), so block tables read before are stale. The last token does not count as computed any
+        more; its K/V is still there, and may be computed anew. The slots
         that become blank are the next to be taken; what was reserved behind the tokens goes with them. Raises
         `OutOfBlocks` if there is no block for the copy, and `UsageError` where a sliding window has let go of what the
         token sees.

@@ -18,6 +18,7 @@ from events.packed import names_of_keys
 from events.tokens.names import chain_symbols
 from events.types import PRIMARY, SECONDARY, SLIDING, Event, Namespace
 from kvcache.decide.claims import BlockNames, Claims, CopySource
+from kvcache.decide.decoding import packed_handles
 from kvcache.decide.eviction import Evictor
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.release_order import ReleaseOrder
@@ -184,15 +185,30 @@ class WindowAdmission:
                 handles=handles, counts=b"", group=self.index, slots=slots, why=ev.AllocateReason.COPY
             )
         )
-        transfer, tokens = self._state.next_transfer, source.num_tokens
+        self._copy(sequence, source, target, block)
+
+    def copy_blocks(self, sequence: Sequence, sources: Items[CopySource], why: ev.AllocateReason) -> None:
+        """Give a sequence copies of its own, behind the blocks that it has, of blocks that others may read."""
+        if len(sources) == 1:
+            self.copy_partial(sequence, sources[0], {each.slot for each in sources if each.cached})
+        elif sources:
+            first, count = len(sequence.tables[self.index]), len(sources)
+            self.allocate(packed_handles([sequence]), count, [count], why)
+            targets = sequence.tables[self.index][first:]
+            # Of what the copies inherit the last one's is kept: that of the block that is stored next.
+            for block in reversed(range(count)):
+                self._copy(sequence, sources[block], targets[block], first + block)
+
+    def _copy(self, sequence: Sequence, source: CopySource, target: int, block: int) -> None:
+        transfer = self._state.next_transfer
         self._emit(
             ev.BlocksCopied(
                 handle=sequence.handle,
                 group=self.index,
                 source_level=source.level,
-                source=Slot(slot),
+                source=source.slot,
                 target=Slot(target),
-                num_tokens=tokens,
+                num_tokens=source.num_tokens,
                 block=BlockIndex(block),
                 transfer=transfer,
                 priority=source.kept.priority,

@@ -580,6 +580,71 @@ def test_branches_read_their_own(wrap: Wrap, reuse: bool) -> None:
     assert engine.manager.num_free_blocks == 24
 
 
+@pytest.mark.parametrize("windows", [(64,), (6, 64)], ids=["full", "sliding"])
+@pytest.mark.parametrize("prompt", range(3, 8))
+def test_beams_branch_when_their_last_token_is_scored(prompt: int, windows: tuple[int, ...]) -> None:
+    """As in the example: compute, branch, start copies, append. Each reads its own K/V, and so do later prompts."""
+    engine = FakeEngine(
+        tokens_per_block=4,
+        primary_blocks=48,
+        max_sequence_length=64,
+        max_attention_window=windows,
+        num_layers=len(windows),
+        debug_fill_blank=True,
+    )
+    manager, beams = engine.manager, ["0"]
+    engine.admit(Request("0", list(range(prompt))))
+    for step in range(9):
+        for beam in beams:
+            engine.write(beam, manager._blocks.sequence(beam).num_tokens)
+        child, gone = str(step + 1), beams[0] if len(beams) == 3 else None
+        engine.fork(beams[-1], child)
+        if gone is not None:
+            engine.end(gone, store=False)
+        beams = [*beams[gone is not None :], child]
+        engine.start_transfers()
+        manager.add_tokens(beams, [20 + number for number in range(len(beams))])
+        engine.verify_running()
+        engine.verify()
+    for beam in beams:
+        tokens = manager._blocks.sequence(beam).tokens.tolist()
+        engine.end(beam)
+        (again,) = engine.admit(Request(f"{beam} again", tokens))
+        assert again.reused_tokens == len(tokens) - 1
+        engine.start_transfers()
+        assert engine.finds(f"{beam} again", again.reused_tokens)
+
+
+@pytest.mark.parametrize("computed", ["prompt", "drafts"])
+def test_a_branch_has_what_nobody_was_told_of(computed: str) -> None:
+    """A whole prompt, or drafts over several blocks, are computed and not reported when a sequence branches."""
+    engine = FakeEngine(tokens_per_block=4, primary_blocks=24)
+    engine.admit(Request("a", list(range(1, 12))))
+    if computed == "drafts":
+        engine.decode(["a"], [20])
+        engine.manager.add_tokens(["a"], [21, 22, 23, 24, 25, 26], [6], draft=True)
+    engine.write("a", engine.manager._blocks.sequence("a").num_tokens)
+    engine.fork("a", "b")
+    engine.start_transfers()
+    engine.manager.add_tokens(["a", "b"], [7, 8])
+    engine.verify()
+    engine.verify_running()
+
+
+@pytest.mark.parametrize("left", range(4, 10))
+def test_the_last_token_that_is_left_keeps_its_kv(left: int) -> None:
+    """After a rewind into a cached block the next token may come at once: nothing is computed anew."""
+    engine = FakeEngine(tokens_per_block=4, primary_blocks=8, debug_fill_blank=True)
+    engine.admit(Request("a", list(range(1, 12))))
+    engine.forward("a")
+    engine.rewind("a", left)
+    engine.start_transfers()
+    engine.manager.add_tokens(["a"], [30])
+    engine.verify_running()
+    engine.decode(["a"], [31])
+    engine.verify()
+
+
 @pytest.mark.parametrize("wrap", [at_once, late], ids=["at once", "late"])
 def test_who_goes_back_leaves_what_is_cached_as_it_is(wrap: Wrap) -> None:
     """Tokens are taken back into a cached block and others appended: each reads its own, and so do later prompts."""

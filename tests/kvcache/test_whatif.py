@@ -607,7 +607,7 @@ def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: st
     assert 0 <= tally.reused_tokens <= tally.prompt_tokens
 
 
-@pytest.mark.parametrize("seed", [0, 4, 5, 8])
+@pytest.mark.parametrize("seed", [0, 4, 7, 8])
 def test_lost_batches_are_refused_wherever_the_gap_stands(seed: int, tmp_path: Path) -> None:
     """The writer puts it behind what the batch continues: that cannot be applied either."""
     log = random_log(seed, tmp_path, branches=seed % 2 == 1)
