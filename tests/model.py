@@ -258,9 +258,6 @@ class Model:
             for each in ids
             if each in storing and not draft
         }
-        for request_id, length in zip(ids, lengths, strict=True):
-            for window in self.windows:
-                del window.tables[request_id][self.blocks_for(length) :]
         self.detach(ids)
         return {each: swaps for each, swaps in swapped.items() if any(swaps)}
 
@@ -271,13 +268,20 @@ class Model:
         return even and sequence.computed >= len(sequence.tokens) - 1
 
     def grow(self, ids: Sequence[Hashable], blocks: Sequence[int]) -> list[Hashable]:
-        """Have tables of so many blocks, or longer ones; returns which had to grow. Raises `Refused`."""
+        """Have tables of so many blocks; returns which had to grow. Raises `Refused`."""
         growth: list[int] = []
-        for index, (request_id, wanted) in enumerate(zip(ids, blocks, strict=True)):
+        for request_id, wanted in zip(ids, blocks, strict=True):
             growth.append(max(0, wanted - self.blocks_of(request_id)))
-            if any(sum(growth) > window.available() for window in self.windows):
+        returned = sum(
+            max(0, self.blocks_of(request_id) - wanted)
+            for request_id, wanted in zip(ids, blocks, strict=True)
+        )
+        for index in range(len(ids)):
+            if any(sum(growth[: index + 1]) > window.available() + returned for window in self.windows):
                 raise Refused(index)
         for window in self.windows:
+            for request_id, wanted in zip(ids, blocks, strict=True):
+                del window.tables[request_id][wanted:]
             if sum(growth) > window.blank(PRIMARY):
                 window.evict(max(sum(growth), min(window.ahead, window.available())))
             for request_id, more in zip(ids, growth, strict=True):
@@ -295,9 +299,6 @@ class Model:
             else:
                 wanted.append(self.blocks_for(len(sequence.tokens) + count))
         self.grow(ids, wanted)
-        for request_id, blocks in zip(ids, wanted, strict=True):
-            for window in self.windows:
-                del window.tables[request_id][blocks:]
 
     def detach(self, ids: Sequence[Hashable]) -> None:
         """Sequences let go of what the windows have left."""

@@ -297,7 +297,7 @@ class Window:
         others = self.held_by_others(request_id)
         if all(isinstance(entry, int) and entry not in others for entry in table[blocks : blocks + 1]):
             return True
-        freed = [entry for entry in table[blocks:] if isinstance(entry, int) and entry not in others]
+        freed = [entry for entry in table[blocks:] if entry not in others]
         return self.available() + len(freed) >= needed - blocks
 
     def held_by_others(self, request_id: Hashable) -> set[Entry]:

@@ -59,22 +59,33 @@ class Query:
         """How many requests of the batch, from the first on, could be admitted together now."""
         return self._blocks.count_fitting(self._checker.check(listed(requests, "requests")))
 
-    def remaining_blocks_to_completion(self, request_id: RequestId, max_new_tokens: int) -> int:
+    def remaining_blocks_to_completion(
+        self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
+    ) -> int:
         """Blocks that a sequence needs at most, beside those it has, to grow by `max_new_tokens` tokens, one by one.
 
         In the window that needs the most, which may not be the one with the fewest free blocks: what each window needs,
-        to compare with `num_free_blocks_per_window`, is told by `remaining_blocks_per_window`.
+        to compare with `num_free_blocks_per_window`, is told by `remaining_blocks_per_window`. Of a prompt that has not
+        got all its slots (`reserve_tokens`), `chunk_tokens` says in which chunks at most it gets the others; None: at
+        once.
         """
-        return max(self.remaining_blocks_per_window(request_id, max_new_tokens).values())
+        return max(self.remaining_blocks_per_window(request_id, max_new_tokens, chunk_tokens).values())
 
     @exclusive
-    def remaining_blocks_per_window(self, request_id: RequestId, max_new_tokens: int) -> dict[int, int]:
+    def remaining_blocks_per_window(
+        self, request_id: RequestId, max_new_tokens: int, chunk_tokens: int | None = None
+    ) -> dict[int, int]:
         """The same for each window, by its tokens."""
         max_new_tokens = checked_integer(max_new_tokens, "max_new_tokens")
         if max_new_tokens < 0:
             raise UsageError("max_new_tokens must not be negative")
+        if chunk_tokens is not None and checked_integer(chunk_tokens, "chunk_tokens") < 1:
+            raise UsageError("chunk_tokens must be at least 1")
         sequence = self._blocks.sequence(request_id)
-        return {each.window: each.blocks_to_grow(sequence, max_new_tokens) for each in self._blocks.windows}
+        return {
+            each.window: each.blocks_to_grow(sequence, max_new_tokens, chunk_tokens)
+            for each in self._blocks.windows
+        }
 
     @exclusive
     def match(

@@ -24,7 +24,6 @@ from kvcache.guard import Guard, exclusive
 from kvcache.inputs.arguments import checked_natural
 from kvcache.inputs.requests import CheckedRequest, Request, RequestChecker
 from kvcache.results import Computing, Demand
-from kvcache.sizes import blocks_at_most
 
 
 class Scheduling:
@@ -42,7 +41,7 @@ class Scheduling:
 
         It fits if `Demand.needed` is free in each window. Of several prompts what they have in common would be
         counted for each of them: `can_add` tells how many fit together. Raises what admitting it would, but for
-        `OutOfBlocks`.
+        `OutOfBlocks`. A prompt with `reserve_tokens` is taken to get the rest of its slots by chunks of as many.
         """
         more_tokens = checked_natural(max_new_tokens, "max_new_tokens")
         checked, size = self._checked(request), self._state.tokens_per_block
@@ -60,8 +59,11 @@ class Scheduling:
             full = (planned.reused_tokens - planned.reused_partial) // size
             more = window.blocks_for(total) - full - each.new_blocks
             if isinstance(window, SlidingWindowManager):
-                has = primary + secondary + each.new_blocks - window.kept_of(each.claimed, total)
-                more = max(0, min(more, blocks_at_most(total, window.window, size) - has))
+                reused, length = planned.reused_tokens, full + each.new_blocks
+                left, kept = min(window.sliding.first_seen(reused), full), window.kept_of(each.claimed, total)
+                more = window.blocks_to_come(
+                    checked.num_tokens, reused, total, length, left, kept, checked.reserve_tokens
+                )
             completion[window.window] = needed[window.window] + more
         for cross, each in zip(self._blocks.cross, planned.cross, strict=True):
             claims = cross.claims()

@@ -112,7 +112,7 @@ class BlockManager(Growth):
         needed, available = [], []
         for window in self.windows:
             first = window.first_to_leave(sequence, num_tokens)
-            freed = len(window.freed_by(sequence, first)) // SLOT_BYTES
+            freed = len(window.freed_by(sequence, first)) // SLOT_BYTES + window.released_by(sequence, first)
             needed.append(max(0, needed_blocks(sequence, num_tokens, window.tokens_per_block) - first))
             available.append(window.primary.available + freed)
         if any(more > there for more, there in zip(needed, available, strict=True)):

@@ -220,12 +220,18 @@ class Growth(WholeCache):
     ) -> dict[RequestId, StoreResult]:
         """None: one token each."""
         size = self._state.tokens_per_block
-        growing = self._growing(sequences, counts)
-        more = {sequence for sequence, _ in growing}
-        filling = (
-            [] if draft else [each for each in sequences if each in more or not go_on_evenly([each], size)]
-        )
-        self._allocate(sequences, growing, ev.AllocateReason.DECODE)
+        wanted = [
+            self._blocks_for(sequence.num_tokens + count)
+            for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True)
+        ]
+        filling: list[Sequence] = []
+        if not draft:
+            filling = [
+                each
+                for each, blocks in zip(sequences, wanted, strict=True)
+                if blocks > len(each.tables[0]) or not go_on_evenly([each], size)
+            ]
+        self._resize(sequences, wanted, ev.AllocateReason.DECODE)
         self._emit(
             ev.TokensAppended(
                 handles=packed_handles(sequences),
@@ -235,7 +241,6 @@ class Growth(WholeCache):
             )
         )
         changed = self._store(filling)
-        self._return([(each, self._blocks_for(each.num_tokens)) for each in sequences])
         for window in self._sliding:
             window.detach(sequences, [each.num_next for each in sequences], self._expiry.told())
         return changed
@@ -249,17 +254,28 @@ class Growth(WholeCache):
                 stop = max(self.slots_of(sequence), min(sequence.computed + count, sequence.num_tokens))
             elif stop > limit.tokens:
                 raise limit.exceeded_by(stop)
-            wanted.append((sequence, self._blocks_for(stop)))
-        growing = [(each, blocks - len(each.tables[0])) for each, blocks in wanted]
-        self._allocate(sequences, [item for item in growing if item[1] > 0], ev.AllocateReason.RESERVE)
-        self._return(wanted)
+            wanted.append(self._blocks_for(stop))
+        self._resize(sequences, wanted, ev.AllocateReason.RESERVE)
 
-    def _return(self, kept: Items[tuple[Sequence, int]]) -> None:
-        """Give back what these sequences have behind their first so many blocks."""
-        surplus = [(each, len(each.tables[0]) - blocks) for each, blocks in kept]
-        surplus = [item for item in surplus if item[1] > 0]
-        if not surplus:
-            return
+    def _resize(self, sequences: list[Sequence], wanted: Items[int], why: ev.AllocateReason) -> None:
+        """Have so many blocks for each sequence of a call, or refuse for all: some return theirs, then others grow."""
+        growing: list[Sequence] = []
+        taken, surplus = list[int](), list[tuple[Sequence, int]]()
+        for sequence, blocks in zip(sequences, wanted, strict=True):
+            more = blocks - len(sequence.tables[0])
+            if more > 0:
+                growing.append(sequence)
+                taken.append(more)
+            elif more < 0:
+                surplus.append((sequence, -more))
+        if surplus:
+            self._refuse_beyond(sequences, growing, taken, sum(blocks for _, blocks in surplus))
+            self._return(surplus)
+        if growing:
+            self._grow(sequences, growing, packed_handles(growing), taken, why)
+
+    def _return(self, surplus: Items[tuple[Sequence, int]]) -> None:
+        """Give back so many blocks of each of these sequences, the last ones."""
         handles = packed_handles([sequence for sequence, _ in surplus])
         counts = array("I", [blocks for _, blocks in surplus]).tobytes()
         for window in self.windows:
@@ -273,23 +289,6 @@ class Growth(WholeCache):
     def _store(self, sequences: Items[Sequence]) -> dict[RequestId, StoreResult]:
         """Store what the arrival of tokens has completed; returns the sequences whose tables have changed."""
         return _changed({sequence: self._store_in_all(sequence) for sequence in sequences})
-
-    def _growing(self, sequences: list[Sequence], counts: array[int] | None) -> list[tuple[Sequence, int]]:
-        """The sequences that need more blocks, and how many."""
-        blocks_for = self._blocks_for
-        more = [
-            (sequence, blocks_for(sequence.num_tokens + count) - len(sequence.tables[0]))
-            for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True)
-        ]
-        return [(sequence, blocks) for sequence, blocks in more if blocks > 0]
-
-    def _allocate(
-        self, sequences: list[Sequence], growing: list[tuple[Sequence, int]], why: ev.AllocateReason
-    ) -> None:
-        """Allocate so many blocks to some of the sequences of a call, or refuse for all of them."""
-        if growing:
-            more = [sequence for sequence, _ in growing]
-            self._grow(sequences, more, packed_handles(more), [blocks for _, blocks in growing], why)
 
     def _grow(
         self,
@@ -312,17 +311,24 @@ class Growth(WholeCache):
         self, sequences: list[Sequence], growing: list[Sequence], needed: int, blocks: list[int] | None
     ) -> None:
         """Have so many blank slots in all windows."""
-        available = tuple(window.primary.available for window in self.windows)
-        if needed > min(available):
-            taken = list(accumulate(blocks or [1] * len(growing)))
-            first = growing[bisect_right(taken, min(available))]
-            raise self._out_of_blocks(sequences.index(first), (needed,) * len(available), available)
+        self._refuse_beyond(sequences, growing, blocks)
         for window in self.windows:
             if needed > len(window.primary.blank):
                 size, left = window.primary.size, window.primary.available
                 window.free_up(
                     max(needed, min(EVICT_AHEAD, size // EVICT_AHEAD_SHARE, left)), growing[0].handle
                 )
+
+    def _refuse_beyond(
+        self, sequences: list[Sequence], growing: list[Sequence], blocks: list[int] | None, returned: int = 0
+    ) -> None:
+        """Raise `OutOfBlocks` if these blocks (None: one each) cannot be had when so many have been returned."""
+        needed = len(growing) if blocks is None else sum(blocks)
+        available = tuple(window.primary.available + returned for window in self.windows)
+        if needed > min(available):
+            taken = list(accumulate(blocks or [1] * len(growing)))
+            first = growing[bisect_right(taken, min(available))]
+            raise self._out_of_blocks(sequences.index(first), (needed,) * len(available), available)
 
 
 def _changed(replaced: dict[Sequence, list[Replacement]]) -> dict[RequestId, StoreResult]:

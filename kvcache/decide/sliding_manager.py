@@ -52,12 +52,33 @@ class SlidingWindowManager(WindowBlockManager):
         run, _ = self.sliding.find(self.sliding.places(blocks.level, blocks.slots[:1])[0])
         return self._names(self.sliding.keys_between(run, known, blocks.first))
 
-    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
         """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens, one by one."""
-        held = len(sequence.tables[self.index]) - sequence.detached[self.index]
-        # A new block is taken before the one is let go of that the window has left behind.
-        most = self.blocks_for(self.window) + 1 + self._kept_by_others(sequence, num_tokens)
-        return max(0, min(super().blocks_to_grow(sequence, num_tokens), most - held))
+        length, left = len(sequence.tables[self.index]), sequence.detached[self.index]
+        kept, now = self._kept_by_others(sequence, num_tokens), sequence.num_tokens
+        return self.blocks_to_come(now, sequence.computed, now + num_tokens, length, left, kept, chunk)
+
+    def blocks_to_come(
+        self, now: int, computed: int, total: int, length: int, left: int, kept: int, chunk: int | None
+    ) -> int:
+        """Blocks that a sequence of `now` tokens takes at most, one after the other, until it has `total`.
+
+        It has `length` blocks, of which the window has left the first `left`; `kept` others stay with somebody else
+        when the window leaves them. Where it has slots for a part of its prompt only, it gets the others for chunks of
+        at most `chunk` tokens (None: all at once).
+        """
+        size, window = self.tokens_per_block, self.window
+        # A new block is taken before that is released which the window has left.
+        most, stored = self.blocks_for(window) + 1, left
+        if length * size < now:
+            ahead = min(now - computed, now if chunk is None else chunk)
+            # A chunk and what its first token sees begin and end inside of blocks.
+            most = max(most, self.blocks_for(window + ahead - 2) + 1)
+            # The last chunk, which need not be stored before the next token comes, begins here at the earliest.
+            last = max(computed, (self.blocks_for(now) - 1) * size + 1 - ahead)
+            stored = max(left, (last + 1 - window) // size)
+        most = max(most, self.blocks_for(min(now + 1, total)) - stored)
+        return max(0, min(self.blocks_for(total) - length, most + kept - (length - left)))
 
     def _kept_by_others(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks that its window leaves behind while a sequence grows by so many tokens, and that do not come free."""
@@ -66,6 +87,11 @@ class SlidingWindowManager(WindowBlockManager):
         last, refs = self.sliding.first_seen(sequence.num_tokens + num_tokens - 1), self.sliding.refs
         kept = sum(refs[slot] > 1 for slot in table[first : min(cached, last)])
         return kept + sum(slot in self.sliding.shared for slot in table[cached:last])
+
+    def released_by(self, sequence: Sequence, first: int) -> int:
+        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        first, end = max(first, sequence.detached[self.index]), sequence.path_ends[self.index].end
+        return sum(self.sliding.refs[slot] == 1 for slot in sequence.tables[self.index][first:end])
 
     def kept_of(self, claimed: Items[BlockNames], num_tokens: int) -> int:
         """The same of a prompt that holds these blocks and grows to so many tokens."""

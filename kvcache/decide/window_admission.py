@@ -90,8 +90,12 @@ class WindowAdmission:
         """Blocks that so many tokens take."""
         return -(-num_tokens // self.tokens_per_block)
 
-    def blocks_to_grow(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens."""
+    def blocks_to_grow(self, sequence: Sequence, num_tokens: int, chunk: int | None = None) -> int:
+        """Blocks that a sequence needs at most, beside those that it has, to grow by so many tokens.
+
+        A prompt that has slots for a part of its tokens gets the others by chunks of at most `chunk` tokens (None: at
+        once).
+        """
         return max(0, self.blocks_for(sequence.num_tokens + num_tokens) - len(sequence.tables[self.index]))
 
     def _names(self, keys: bytes) -> bytes:

@@ -268,3 +268,8 @@ class WindowBlockManager(WindowAdmission):
         if shared:
             own = array("i", [slot for slot in own if slot not in shared])
         return own.tobytes()
+
+    def released_by(self, sequence: Sequence, first: int) -> int:
+        """Cached blocks from the block `first` on that can be had when the sequence releases them."""
+        path = self.group.path(sequence.path_ends[self.index])
+        return sum(max(0, run.end - max(run.start, first)) for run in path if run.refs == 1)

@@ -129,6 +129,24 @@ class TestReserve:
         assert (manager.fingerprint(), events) == (before, [])
         assert "7, 7" not in str(raised.value)
 
+    @pytest.mark.parametrize("window", [None, 4])
+    def test_what_one_returns_another_takes(self, window: Any) -> None:
+        """In one call, where nothing else is free: of a reservation that moves, and of tokens that did not need all."""
+        manager, _ = cache(primary_blocks=4, max_attention_window=window)
+        manager.add_sequence("a", [1, 2, 3])
+        manager.add_sequence("b", [5, 6, 7])
+        manager.reserve(["a"], [6])
+        manager.reserve(["a", "b"], [0, 6])
+        assert (len(table(manager, "a")), len(table(manager, "b"))) == (1, 3)
+        manager.add_tokens(["a", "b"], [4, 5, 8], [2, 1])
+        assert (len(table(manager, "a")), len(table(manager, "b"))) == (2, 1)
+        before = manager.fingerprint()
+        with pytest.raises(OutOfBlocks) as raised:
+            manager.reserve(["b", "a"], [0, 9])
+        assert (raised.value.index, raised.value.needed[0], raised.value.available[0]) == (1, 2, 1)
+        assert manager.fingerprint() == before
+        manager.check()
+
     def test_no_room(self) -> None:
         """The first that does not fit is named, and nobody gets anything."""
         manager, _ = cache(primary_blocks=4)
@@ -139,6 +157,34 @@ class TestReserve:
             manager.reserve(["a", "b"], [4, 8])
         assert (raised.value.index, raised.value.needed, raised.value.available) == (1, (3,), (2,))
         assert manager.fingerprint() == before
+
+
+class TestRewind:
+    @pytest.mark.parametrize("window", [8, 5])
+    def test_it_takes_the_block_that_it_leaves(self, window: int) -> None:
+        """Where no other is free, the cached block becomes the copy of its own beginning."""
+        manager, _ = cache(primary_blocks=2, max_sequence_length=8, max_attention_window=window)
+        manager.add_sequence("a", range(1, 9))
+        manager.store_context_blocks("a", 8)
+        left = table(manager, "a")[1]
+        assert manager.num_free_blocks == 0
+        manager.rewind("a", 7)
+        assert table(manager, "a")[1] == left
+        manager.check()
+
+    def test_it_is_refused_where_another_holds_that_block(self) -> None:
+        """Nothing changes then."""
+        manager, _ = cache(primary_blocks=2, max_sequence_length=8)
+        manager.add_sequence("a", range(1, 9))
+        manager.store_context_blocks("a", 8)
+        manager.fork("a", "b")
+        before = manager.fingerprint()
+        with pytest.raises(OutOfBlocks):
+            manager.rewind("a", 7)
+        assert manager.fingerprint() == before
+        manager.remove_sequence("b")
+        manager.rewind("a", 7)
+        manager.check()
 
 
 class TestDrafts:

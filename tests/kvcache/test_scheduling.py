@@ -70,7 +70,7 @@ class Watched:
         assert {window: before[window] - blocks for window, blocks in self.free.items()} == demand.needed
         assert admitted[0].reused_tokens == demand.reused_tokens
         self.check_reused(demand, held)
-        left = manager.remaining_blocks_per_window(request.request_id, 3)
+        left = manager.remaining_blocks_per_window(request.request_id, 3, request.reserve_tokens)
         assert demand.to_completion == {w: demand.needed[w] + left[w] for w in left}
         return admitted
 
@@ -295,6 +295,99 @@ def test_nothing_takes_more_than_its_demand_up_to_completion(
     for group in manager.layout.groups:
         most = demand.to_completion[group.window]
         assert taken[group.window] == most if group.kind == "full" else taken[group.window] <= most
+
+
+class Promised:
+    """A small cache in which others hold some blocks, and one request that has as many as it was promised."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = r = random.Random(seed)
+        windows = r.choice([(1,), (2,), (3,), (5,), (8,), (13,), (48,), (3, 48), (1, 6), (5, 11)])
+        self.size = r.choice([1, 2, 4, 8])
+        self.manager = cache(
+            max_sequence_length=48,
+            tokens_per_block=self.size,
+            primary_blocks=r.randint(max(3, 40 // self.size), 64 // self.size + 6),
+            max_attention_window=windows,
+            num_layers=len(windows),
+            max_pinned_share=1.0,
+            enable_block_reuse=r.random() < 0.9,
+        )
+        self.others = 0
+
+    def others_come(self) -> None:
+        """Some of them share what the request begins with, and end, run on or have branched or pinned it."""
+        r, manager = self.random, self.manager
+        for _ in range(r.randint(0, 2)):
+            self.others += 1
+            tokens = [1] * r.randint(1, 12) + [2] * r.randint(0, 4)
+            try:
+                run(manager, f"other {self.others}", tokens)
+                if r.random() < 0.3:
+                    manager.fork(f"other {self.others}", f"branch {self.others}")
+            except OutOfBlocks:
+                return
+            if r.random() < 0.3:
+                manager.pin(f"other {self.others}")
+            if r.random() < 0.6:
+                manager.remove_sequence(f"other {self.others}")
+
+    def leave(self, promised: dict[int, int]) -> bool:
+        """Take what is free beyond what was promised; whether so much was free."""
+        manager = self.manager
+        while True:
+            free = manager.num_free_blocks_per_window()
+            spare = min(free[window] - blocks for window, blocks in promised.items())
+            if spare <= 0:
+                return spare == 0
+            self.others += 1
+            blocks = min(spare, manager.max_prompt_tokens // self.size)
+            manager.add_sequence(f"other {self.others}", [100 + self.others] * (blocks * self.size))
+
+    def run(self) -> str:
+        """Admit the request with exactly what it was promised; at some point leave it what remains to be taken."""
+        r, manager = self.random, self.manager
+        self.others_come()
+        prompt, new = [1] * r.randint(1, 28), r.randint(1, 12)
+        request = Request("asked", prompt, reserve_tokens=r.choice([None, None, 1, 3, 7, 14]))
+        try:
+            promised = manager.demand(request, new).to_completion
+        except PromptTooLong:
+            return "too long"
+        if not self.leave(promised) or manager.demand(request, new).to_completion != promised:
+            return "no room"
+        manager.add_sequences([request])
+        chunk = request.reserve_tokens or len(prompt)
+        done = manager._blocks.sequence("asked").computed
+        while (slots := len(manager.block_table("asked", manager.layout.groups[0].window)) * self.size) < len(
+            prompt
+        ):
+            self.ask_again(new, chunk)
+            done = r.randint(min(done + 1, slots), slots)
+            manager.store_context_blocks("asked", done)
+            manager.reserve(["asked"], [r.randint(1, chunk)])
+        if r.random() < 0.5:
+            manager.store_context_blocks("asked", r.randint(done, len(prompt)))
+        for token in range(new):
+            self.ask_again(new - token, None)
+            manager.add_tokens(["asked"], [token])
+        return "chunks" if chunk < len(prompt) else "at once"
+
+    def ask_again(self, new: int, chunk: int | None) -> None:
+        """What remains is promised as well."""
+        left = self.manager.remaining_blocks_per_window("asked", new, chunk)
+        free = self.manager.num_free_blocks_per_window()
+        assert all(blocks <= free[window] for window, blocks in left.items())
+        if self.random.random() < 0.2:
+            self.leave(left)
+
+
+def test_what_was_promised_is_enough() -> None:
+    """Where nobody has another block than was said to be taken at most, a request comes to its end: with windows,
+    chunks, prompts that are never stored, and blocks that others hold.
+    """
+    seen = Counter(Promised(seed).run() for seed in range(200))
+    assert min(seen["chunks"], seen["at once"]) > 40, seen
 
 
 def test_who_computes_a_prefix_is_told_until_it_is_stored() -> None:
