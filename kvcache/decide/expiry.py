@@ -27,6 +27,8 @@ class _Alike(NamedTuple):
     priority: int
 
 
+AT_ONCE = 1024
+"""Blocks that expire in one step: many retentions may end at the same time, and a step is not to wait for all."""
 _MUCH = 1024
 """Entries that are not worth an effort."""
 _END_NS = 2**62 - 1
@@ -102,18 +104,29 @@ class Expiry:
         return self.waiting[0][0] <= self.now() if self.waiting else False
 
     def expire(self) -> None:
-        """Record whose time is over: by one event for all that were kept alike."""
+        """Record whose time is over: by one event for all that were kept alike.
+
+        Of more than `AT_ONCE` blocks only those whose time was over first, and what expires with the last one of these.
+        So it does not matter how blocks are cut into runs, and in which order runs are found.
+        """
         now, over = self.now(), defaultdict[_Alike, dict[int, Run | None]](dict)
-        while self.waiting and self.waiting[0][0] <= now:
+        blocks = last = 0
+        while self.waiting and self.waiting[0][0] <= (now if blocks < AT_ONCE else last):
             expiry, index, number = heappop(self.waiting)
             group = self._state.groups[index]
+            run = None
             if isinstance(group, SlidingGroup):
-                if group.expiries[number] == expiry:
-                    over[_Alike(index, group.slot_of(number)[0], group.priorities[number])][number] = None
+                if group.expiries[number] != expiry:
+                    continue
+                alike = _Alike(index, group.slot_of(number)[0], group.priorities[number])
             else:
                 run = group.tree.runs.get(number)
-                if run is not None and run.expiry == expiry:
-                    over[_Alike(index, run.level, run.priority)][number] = run
+                if run is None or run.expiry != expiry:
+                    continue
+                alike = _Alike(index, run.level, run.priority)
+            if number not in over[alike]:
+                over[alike][number], last = run, expiry
+                blocks += len(run.slots) if run is not None else 1
         # All are noted before the first is told: that joins runs.
         events = [self._event(alike, over[alike], now) for alike in sorted(over)]
         for event in events:

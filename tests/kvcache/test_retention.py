@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from events.log import LogReader
@@ -90,6 +91,45 @@ def test_time_runs_from_the_last_release_on_and_a_new_holder_stops_it() -> None:
     assert 80 in rig.priorities
     rig.wait(1)
     assert rig.priorities == {35}
+
+
+def expired(manager: KVCacheManager, ticks: strategies.Ticks) -> list[list[tuple[int, list[int]]]]:
+    """What expires in each of the next steps, as priority before and slots, until nothing does any more."""
+    told: list[Any] = []
+    manager.bus.subscribe(told.append)
+    steps = []
+    ticks.now += 100 * strategies.MS
+    while manager._blocks.upkeep_due:
+        told.clear()
+        manager.flush()
+        manager.check()
+        updates = [event for event in told if isinstance(event, BlocksUpdated)]
+        steps.append(
+            [(event.old_priority, np.frombuffer(event.slots, np.int32).tolist()) for event in updates]
+        )
+    return steps
+
+
+@pytest.mark.parametrize("windows", [(100,), (8,), (8, 100)])
+def test_step_ends_the_times_of_a_bounded_number_of_blocks(
+    windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest overdue first, and what has one time together; a manager that goes on from the state does alike."""
+    monkeypatch.setattr("kvcache.decide.expiry.AT_ONCE", 6)
+    rig = Rig(200 if len(windows) == 1 else (200, 200), windows=windows, checkpoint_spacing=10**6)
+    for name in range(12):
+        if name % 3:
+            rig.ticks.now += strategies.MS  # every third one ends with the one before
+        prompt = [name // 2 % 4, *([5] * 3), *([name] * 4)]
+        rig.run(name, prompt, keep((0, None, 60 + 10 * (name % 2), 10)))
+    resumed = KVCacheManager.resume(rig.manager.state, monotonic_ns=(ticks := strategies.Ticks()))
+    steps = expired(rig.manager, rig.ticks)
+    assert {block[-1] for block in strategies.cached_blocks(rig.manager.state).values()} == {35}
+    sizes = [sum(len(slots) for _, slots in step) for step in steps]
+    assert len(sizes) > 2
+    assert all(6 <= size < 6 + 2 * 2 * len(windows) for size in sizes[:-1])
+    assert steps == expired(resumed, ticks)
+    assert resumed.fingerprint() == rig.manager.fingerprint()
 
 
 def test_without_durations_no_event_tells_the_time() -> None:
