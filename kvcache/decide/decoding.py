@@ -79,7 +79,8 @@ class DecodeBatch:
         leaving = self._due.get((self._steps - self._windows[window] + 1) % self._period, ())
         if self._steps or not self._beginning:
             return leaving
-        return [each for each in self.sequences if each in leaving or each in self._beginning]
+        chosen = {*leaving, *self._beginning}
+        return [each for each in self.sequences if each in chosen]
 
     def check(self) -> None:
         """Raise `InvariantViolated` if the batch's own count has left what the sequences say."""

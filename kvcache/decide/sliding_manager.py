@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from events import types as ev
@@ -14,6 +14,7 @@ from kvcache.decide.decoding import packed_handles
 from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.decide.sliding_eviction import SlidingEvictor
 from kvcache.decide.window_manager import WindowBlockManager
+from kvcache.fold.matching import covered, covered_child
 from kvcache.fold.places import DEPTH_BITS, HOLE
 from kvcache.fold.prefix_tree import Node, Run, common_bytes
 from kvcache.fold.sequence import DETACHED, Sequence
@@ -247,43 +248,30 @@ class SlidingWindowManager(WindowBlockManager):
         head = sequence.packed(full * self.tokens_per_block, stop)
         node, at, depth = self.sliding.position(sequence, full)
         if depth == full:
-            if any(self._begins(run, index, head) for run, index in _following(node, at)):
+            if self._begins(node, at, head):
                 return
             useless = self._covered_by(node, at, head)
             if useless:
                 self._sliding_evictor.supersede(useless, sequence.handle)
         self._emit_stored(sequence, full, stop)
 
-    def _begins(self, run: Run, index: int, head: bytes) -> bool:
-        """Whether a cached block begins with these tokens."""
-        begin = index * self.sliding.tree.block_bytes
-        return run.slots[index] != HOLE and run.symbols[begin : begin + len(head)] == head
+    def _begins(self, node: Node, at: int, head: bytes) -> bool:
+        """Whether a cached block at this position begins with these tokens."""
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            return covered(node, head)
+        begin = at * self.sliding.tree.block_bytes
+        return node.slots[at] != HOLE and node.symbols[begin : begin + len(head)] == head
 
     def _covered_by(self, node: Node, at: int, head: bytes) -> array[int]:
         """The place of the shorter block at this position that a block of this content makes useless."""
-        if not self._partial_reuse:
+        if not (isinstance(node, Run) and at < len(node.slots)):
+            shorter = covered_child(node, head)
+            return array("i") if shorter is None else shorter.slots[:]
+        if not node.partial or at < len(node.slots) - 1:
             return array("i")
-        size = self.sliding.tree.block_bytes
-        return array(
-            "i",
-            [
-                run.slots[index]
-                for run, index in _following(node, at)
-                if run.partial and index == len(run.slots) - 1 and run.slots[index] != HOLE
-                if len(run.symbols) - index * size < len(head)
-                and head.startswith(run.symbols[index * size :])
-            ],
-        )
+        content = node.symbols[at * self.sliding.tree.block_bytes :]
+        return node.slots[at:] if len(content) < len(head) and head.startswith(content) else array("i")
 
     def names_at(self, places: array[int]) -> bytes:
         """The names of cached blocks."""
         return self.sliding.names_of(places)
-
-
-def _following(node: Node, at: int) -> Iterator[tuple[Run, int]]:
-    """The blocks that hang behind a position: the next one of its run, or the first of each child."""
-    if isinstance(node, Run) and at < len(node.slots):
-        yield node, at
-        return
-    for child in node.children.values():
-        yield child, 0

@@ -84,7 +84,8 @@ class WindowBlockManager(WindowAdmission):
         ]
         if len(alike) > 1 and others:
             # Who comes first stores, and the next one finds it.
-            others = [sequence for sequence in sequences if sequence in others]
+            left = set(others)
+            others = [sequence for sequence in sequences if sequence in left]
         return others, None
 
     def _fill_alike(self, sequences: Items[Sequence], same: ev.BlocksFilled) -> ev.BlocksFilled | None:

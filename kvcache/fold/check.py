@@ -20,7 +20,7 @@ from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.pin import Pin
-from kvcache.fold.prefix_tree import Root, Run, runs_below
+from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_check import arriving, check_places, check_references
 from kvcache.fold.sliding_group import SlidingGroup
@@ -108,6 +108,7 @@ def runs_of(group: AnyGroup) -> Iterator[Run]:
             seen += 1
             invariant(group.tree.runs.get(run.id) is run, "a run is not registered")
             yield run
+        _check_order(root)
     invariant(seen == len(group.tree.runs), "a run is registered that the tree does not hold")
 
 
@@ -122,10 +123,15 @@ def check_shape(group: AnyGroup, run: Run) -> None:
     invariant(len(run.keys) == blocks * tree.key_bytes, "a run's keys have another length")
     invariant(parent.children.get(run.head) is run, "a parent does not know its child")
     invariant(bytes(run.symbols[: tree.block_bytes]) == run.head, "a run's first block is noted wrongly")
-    invariant(run.order == sorted(run.children), "children are out of order")
+    _check_order(run)
     invariant(not (run.partial and run.children), "a block hangs behind a partial one")
     invariant(isinstance(parent, Root | Run), "a run hangs below nothing")
     invariant(not tree.may_join(run), "two runs with one state were not joined")
+
+
+def _check_order(node: Node) -> None:
+    cached = [head for head, child in node.children.items() if child.slots[0] >= 0]
+    invariant(node.order == sorted(cached), "children are out of order")
 
 
 def _check_states(group: GroupState, run: Run) -> None:

@@ -126,29 +126,33 @@ def match(tree: PrefixTree, top: Node | None, symbols: bytes, stop: int, *, part
             return found
         node = child
     if partial and position < stop:
-        found.partial = _partial_child(tree, node, symbols[position : min(position + size, stop)])
+        child, tokens = closest_child(node, symbols[position : min(position + size, stop)])
+        if child is not None:
+            found.partial = PartialMatch(_piece(child, 0, 1, tree.key_bytes), tokens)
     return found
 
 
-def _partial_child(tree: PrefixTree, node: Node, wanted: bytes) -> PartialMatch | None:
-    """The child whose first block has the longest prefix in common: a neighbour in the order of contents."""
+def closest_child(node: Node, wanted: bytes) -> tuple[Run | None, int]:
+    """The child whose first block is cached and has the most leading tokens in common, and how many: a neighbour in
+    the order of contents.
+    """
     at = bisect_left(node.order, wanted)
     best, best_tokens = None, 0
     for head in node.order[max(at - 1, 0) : at + 1]:
         tokens = common_prefix(head, wanted) // TOKEN_BYTES
         if tokens > best_tokens:
             best, best_tokens = node.children[head], tokens
-    return PartialMatch(_piece(best, 0, 1, tree.key_bytes), best_tokens) if best is not None else None
+    return best, best_tokens
 
 
 def covered(node: Node, symbols: bytes) -> bool:
-    """Whether a child's first block begins with these symbols."""
+    """Whether a child's first block is cached and begins with these symbols."""
     at = bisect_left(node.order, symbols)
     return at < len(node.order) and node.order[at].startswith(symbols)
 
 
 def covered_child(node: Node, symbols: bytes) -> Run | None:
-    """The child whose (partial) only block is the beginning of these symbols."""
+    """The child whose (partial) only block is cached and the beginning of these symbols, but not all of them."""
     at = bisect_left(node.order, symbols)
     if at and symbols.startswith(node.order[at - 1]):
         return node.children[node.order[at - 1]]

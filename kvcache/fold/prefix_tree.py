@@ -8,14 +8,14 @@ A run is split where prefixes diverge and where the state differs, and joined wi
 become equal again. In a split and in a join the *deeper* part keeps its identity: sequences point at the
 deepest run that they hold, and children point up, so that neither has to be visited.
 
-Children are found by the content of their whole first block (exact), and listed in the order of that content
-(the longest common prefix with any sibling is at a neighbour of the insertion point).
+Children are found by the content of their whole first block (exact). Those whose first block is cached are listed in
+the order of that content (the longest common prefix with any of them is at a neighbour of the insertion point).
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Node:
     def __init__(self, end: int) -> None:
         self.children: dict[bytes, Run] = {}
         self.order: list[bytes] = []
-        """The keys of `children`, sorted."""
+        """The keys of the `children` whose first block is cached, sorted: with full attention of all."""
         self.end = end
         """Blocks from the start of the prompt to the end of this node."""
 
@@ -65,7 +65,14 @@ class Root(Node):
 class PathEnd(Node):
     """How many blocks of its path a sequence has cached, not where in the tree they lie: enough for sliding windows."""
 
-    __slots__ = ()
+    __slots__ = ("left",)
+
+    def __init__(self, end: int) -> None:
+        super().__init__(end)
+        self.left = (0, -1)
+        """Where the last of these blocks lay when the window left it behind, and the stamp of that release: it is there
+        as long as the place has that stamp. Not exported, as it only spares a search.
+        """
 
     def grows(self, priority: int, duration: int) -> bool:
         """Nothing here forbids it: the run in which the path ends may."""
@@ -184,8 +191,8 @@ class PrefixTree:
         parent = run.parent
         invariant(run.head not in parent.children, "a sibling with the same first block exists")
         parent.children[run.head] = run
-        # Sorted, so that the child with the longest common prefix is a neighbour of where a prompt would stand.
-        parent.order.insert(bisect_left(parent.order, run.head), run.head)
+        if run.slots[0] >= 0:
+            list_child(run)
         if isinstance(parent, Run) and parent.level == run.level:
             parent.same_level_children += 1
         self.runs[run.id] = run
@@ -195,7 +202,8 @@ class PrefixTree:
         parent = run.parent
         invariant(not run.children, "a run with children cannot be taken off")
         del parent.children[run.head]
-        del parent.order[bisect_left(parent.order, run.head)]
+        if run.slots[0] >= 0:
+            delist_child(run)
         del self.runs[run.id]
         if isinstance(parent, Run):
             if parent.level == run.level:
@@ -230,7 +238,7 @@ class PrefixTree:
         # It begins as `run` did, so it takes its place under the same key, and `parent.order` stays as it is.
         parent.children[upper.head] = upper
         upper.children = {run.head: run}
-        upper.order = [run.head]
+        upper.order = [run.head] if run.slots[0] >= 0 else []
         run.parent = upper
         self.runs[upper.id] = upper
         return upper
@@ -255,15 +263,32 @@ class PrefixTree:
         return upper
 
 
+def list_child(run: Run) -> None:
+    """Note in its parent that the first block of a run is cached."""
+    # Sorted, so that the child with the longest common prefix is a neighbour of where a prompt would stand.
+    insort(run.parent.order, run.head)
+
+
+def delist_child(run: Run) -> None:
+    """Note in its parent that the first block of a run is not cached any more."""
+    order = run.parent.order
+    del order[bisect_left(order, run.head)]
+
+
 def runs_below(top: Node) -> list[Run]:
     """All runs below a node, parents before children, in a fixed order."""
-    found: list[Run] = []
-    stack: list[Run] = [top.children[head] for head in reversed(top.order)]
+    found, stack = list[Run](), _children(top)
     while stack:
         run = stack.pop()
         found.append(run)
-        stack.extend(run.children[head] for head in reversed(run.order))
+        stack += _children(run)
     return found
+
+
+def _children(node: Node) -> list[Run]:
+    """All children, the last one in order first."""
+    heads = node.order if len(node.order) == len(node.children) else sorted(node.children)
+    return [node.children[head] for head in reversed(heads)]
 
 
 def common_bytes(run: Run, symbols: bytes | bytearray, start: int, stop: int, begin: int = 0) -> int:

@@ -110,9 +110,12 @@ class SlidingGroup(SlidingTree):
             table, first = sequence.tables[index], sequence.detached[index]
             invariant(0 < count <= len(table) - first, "a sequence lets go of blocks that it has not got")
             own = table[first : first + count]
-            cached = min(max(sequence.path_ends[index].end - first, 0), count)
+            end: PathEnd = sequence.path_ends[index]  # type: ignore[assignment]
+            cached = min(max(end.end - first, 0), count)
             stamp += 1
             slots += own
+            if cached and first + cached == end.end:
+                end.left = own[cached - 1], stamp
             self._release(own[:cached], stamp, now)
             freed += self.return_uncached(own[cached:])
             table[first : first + count] = array("i", [DETACHED]) * count
@@ -130,10 +133,13 @@ class SlidingGroup(SlidingTree):
             if first >= len(table):
                 raise InvariantViolated("a sequence lets go of blocks that it has not got")
             slot = table[first]
+            end: PathEnd = sequence.path_ends[index]  # type: ignore[assignment]
             slots.append(slot)
             table[first] = DETACHED
             sequence.detached[index] = first + 1
-            if first >= sequence.path_ends[index].end:
+            if first + 1 == end.end:
+                end.left = slot, released
+            if first >= end.end:
                 freed += self.return_uncached(array("i", (slot,)))
             elif refs[slot] > 1:
                 refs[slot] -= 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +10,7 @@ import numpy as np
 from events.ids import LevelIndex
 from events.packed import TOKEN_BYTES
 from events.types import PRIMARY, SECONDARY, Namespace
-from kvcache.fold.matching import PartialMatch, Piece, match
+from kvcache.fold.matching import PartialMatch, Piece, closest_child, match
 from kvcache.fold.places import HOLE, indexes
 from kvcache.fold.prefix_tree import Node, Run, common_prefix
 from kvcache.fold.sliding_group import SlidingGroup
@@ -72,38 +70,31 @@ class SlidingMatch:
         """The cached block behind the path with the longest prefix in common with what follows."""
         size = self._group.tree.block_bytes
         wanted = self._symbols[self.blocks * size : min((self.blocks + 1) * size, self._stop)]
-        best, best_tokens = None, 0
-        for run, at in self._following(wanted):
-            tokens = common_prefix(bytes(run.symbols[at * size : (at + 1) * size]), wanted) // TOKEN_BYTES
-            if tokens > best_tokens:
-                best, best_tokens = (run, at), tokens
-        if best is None:
+        run, at, tokens = self._closest(wanted)
+        if run is None or not tokens:
             return None
-        run, at = best
         keys = bytes(run.keys[at * key_bytes : (at + 1) * key_bytes])
         (piece,) = self._cut(run.start + at, run.slots[at : at + 1], keys)
-        return PartialMatch(piece, best_tokens)
+        return PartialMatch(piece, tokens)
 
-    def _following(self, wanted: bytes) -> Iterator[tuple[Run, int]]:
-        """Of the cached blocks behind the path those that may have the longest prefix in common with `wanted`."""
+    def _closest(self, wanted: bytes) -> tuple[Run | None, int, int]:
+        """The cached block behind the path with the most leading tokens in common with `wanted`: its run, its index in
+        that, and how many tokens.
+        """
         node: Node | None = self._root
         for run, take in self.runs:
             if run.start < self.blocks:
                 node = run if run.start + take >= self.blocks or take == len(run.slots) else None
-        if (node.end if node is not None else -1) < self.blocks:
-            return  # a window of one token may know less
-        if isinstance(node, Run) and self.blocks < node.end:
-            at = self.blocks - node.start
-            if node.slots[at] != HOLE:
-                yield node, at
-        elif node is not None and wanted:
-            # The further from where it would stand, the shorter the common prefix.
-            at = bisect_left(node.order, wanted)
-            for heads in (reversed(node.order[:at]), iter(node.order[at:])):
-                for head in heads:
-                    if node.children[head].slots[0] != HOLE:
-                        yield node.children[head], 0
-                        break
+        if node is None or node.end < self.blocks:
+            return None, 0, 0  # a window of one token may know less
+        if not isinstance(node, Run) or node.end == self.blocks:
+            child, tokens = closest_child(node, wanted)
+            return child, 0, tokens
+        at, size = self.blocks - node.start, self._group.tree.block_bytes
+        if node.slots[at] == HOLE:
+            return None, 0, 0
+        content = bytes(node.symbols[at * size : (at + 1) * size])
+        return node, at, common_prefix(content, wanted) // TOKEN_BYTES
 
     def pieces(self, num_tokens: int, key_bytes: int) -> list[Piece]:
         """The blocks to hold in order to reuse so many tokens: those that the window sees from there."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvcache.errors import invariant
 from kvcache.fold.places import HOLE, Places, indexes, position_of
-from kvcache.fold.prefix_tree import Node, Run, common_bytes
+from kvcache.fold.prefix_tree import Node, PathEnd, Run, common_bytes, delist_child, list_child
 from kvcache.fold.sequence import Sequence
 
 
@@ -22,14 +22,21 @@ class SlidingTree(Places):
 
         The depth is less than `block` if less of what is before it is known.
         """
-        table = sequence.tables[self.index]
-        if sequence.detached[self.index] < block <= sequence.path_ends[self.index].end:
-            run, at = self.find(table[block - 1])
+        end: PathEnd = sequence.path_ends[self.index]  # type: ignore[assignment]
+        held = sequence.detached[self.index] < block <= end.end
+        place = sequence.tables[self.index][block - 1] if held else self._left(end, block)
+        if place != HOLE:
+            run, at = self.find(place)
             return run, at + 1, block
         root: Node = self.tree.roots[sequence.namespace]
         if not block:
             return root, 0, 0
         return self._walk(root, self.content(sequence, 0, block, self.tokens_per_block))
+
+    def _left(self, end: PathEnd, block: int) -> int:
+        """Where the block before this one is cached, if the window has left it behind and it is not lost track of."""
+        place, stamp = end.left
+        return place if end.end == block and self.released_at[place] == stamp else HOLE
 
     def _walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
         """As far as the content of full blocks is known below a node."""
@@ -78,6 +85,8 @@ class SlidingTree(Places):
             if place != HOLE:
                 invariant(run.slots[index] == HOLE, "a stored block is cached already")
                 run.slots[index] = place
+                if not index:
+                    list_child(run)
         if places:
             self._note(run, at, places)
 
@@ -117,6 +126,9 @@ class SlidingTree(Places):
         """These blocks are not cached any more; what nothing cached hangs behind goes with them."""
         segments = self.replace(places, array("i", [HOLE]) * len(places))
         self.clear_places(places)
+        for run, begin, _ in segments:
+            if not begin:
+                delist_child(run)
         # Content behind which nothing is cached is forgotten at once, so a run is cut off only where it lost its last.
         for run in [run for run, _, end in segments if end == len(run.slots)]:
             if not run.children and run.id in self.tree.runs:
