@@ -28,7 +28,7 @@ class ReplayRing:
         self._bytes += len(payload) + ENTRY_BYTES
         self.next_seq = seq + 1
         while self._bytes > self._max_bytes:
-            oldest = self._payloads.pop(next(iter(self._payloads)))
+            oldest = self._payloads.pop(self.next_seq - len(self._payloads))
             self._bytes -= len(oldest) + ENTRY_BYTES
 
     def get(self, seq: int) -> bytes | None:

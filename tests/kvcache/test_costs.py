@@ -11,9 +11,13 @@ import pytest
 from events.types import BlocksStored, Namespace
 from kvcache.decide.decoding import DecodeBatch
 from kvcache.errors import InvariantViolated
+from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.prefix_tree import PathEnd, Root
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
+from kvcache.manager import KVCacheManager
+from sinks.router.replay_ring import ENTRY_BYTES, ReplayRing
+from tests import strategies
 from tests.conformance.rig import Rig, keep
 
 
@@ -173,3 +177,51 @@ def test_step_that_stores_by_sequence_compares_no_two(monkeypatch: pytest.Monkey
     rig.manager.add_tokens(names, names)
     assert [event.priority for event in rig.told(BlocksStored)] == [60 if name % 2 else 70 for name in names]
     assert Compared.compared == 0
+
+
+# -- uses of blocks, for `eviction_policy="levels"`
+
+
+def test_forgetting_uses_does_not_begin_at_the_front_each_time() -> None:
+    """A dict steps over all that was deleted before its first entry: as many as are remembered."""
+    manager = KVCacheManager(strategies.config(primary_blocks=8, eviction_policy="levels"))
+    (group,) = manager.state.groups
+    assert isinstance(group, CountingGroup)
+    group.uses.by_name = CountingDict()
+    Counting.seen = 0
+    for prompt in range(120):
+        for part in (prompt, prompt % 3):
+            manager.add_sequence("served", [10 + part] * 4)
+            manager.store_context_blocks("served", 4)
+            manager.remove_sequence("served")
+    assert len(group.uses.by_name) == 5 * 8
+    assert Counting.seen == 0
+    manager.check()
+
+
+def test_hot_names_are_queued_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each use has an entry; those of earlier uses are dropped before they outgrow what is remembered."""
+    monkeypatch.setattr("kvcache.fold.use_counts._MUCH", 4)
+    manager = KVCacheManager(strategies.config(primary_blocks=8, eviction_policy="levels"))
+    (group,) = manager.state.groups
+    assert isinstance(group, CountingGroup)
+    for prompt in range(60):
+        manager.add_sequence("served", [10 + prompt % 3] * 4)
+        manager.store_context_blocks("served", 4)
+        manager.remove_sequence("served")
+        assert len(group.uses._order) <= 2 * len(group.uses.by_name) + 4
+        manager.check()
+
+
+# -- readers that missed batches
+
+
+def test_full_ring_finds_its_oldest_batch_at_once() -> None:
+    """Batches have consecutive numbers: the oldest is not looked for behind all that were dropped."""
+    ring = ReplayRing(10 * (ENTRY_BYTES + 1))
+    ring._payloads = CountingDict()  # type: ignore[assignment]
+    Counting.seen = 0
+    for seq in range(100):
+        ring.append(seq, b"x")
+    assert Counting.seen == 0
+    assert [seq for seq in range(101) if ring.get(seq)] == list(range(90, 100))

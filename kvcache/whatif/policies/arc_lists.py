@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvcache.errors import invariant
 
 
@@ -18,9 +20,9 @@ class ArcLists:
         """Of cached blocks, whether they were used again."""
         self._recent = 0
         """How many were not."""
-        self._recent_ghosts: dict[bytes, None] = {}
+        self._recent_ghosts: OrderedDict[bytes, None] = OrderedDict()
         """Evicted blocks that were used once, in the order of their eviction."""
-        self._frequent_ghosts: dict[bytes, None] = {}
+        self._frequent_ghosts: OrderedDict[bytes, None] = OrderedDict()
         """Evicted blocks that were used again."""
         self.target = 0
         """How many blocks that were used once are to be cached, from 0 to the capacity."""
@@ -76,9 +78,9 @@ class ArcLists:
         """
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         while recent and self._recent + len(recent) > self._capacity:
-            del recent[next(iter(recent))]
+            recent.popitem(last=False)
         while len(recent) + len(frequent) > self._capacity:
-            del frequent[next(iter(frequent))]
+            frequent.popitem(last=False)
 
     def check(self, cached: set[bytes]) -> None:
         """Raise `InvariantViolated` if a block is in two lists, or in the wrong one, or there are too many ghosts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 
 from events.packed import NAME_BYTES
 from events.types import PRIMARY
@@ -21,7 +22,7 @@ class Counting(ByBlock):
     """
 
     def __init__(self, group: GroupState) -> None:
-        self.uses: dict[bytes, int] = {}
+        self.uses: OrderedDict[bytes, int] = OrderedDict()
         """By name; those that were counted last are last."""
         self._most = _REMEMBERED * sum(level.size for level in group.levels)
         self._known = bytearray(group.levels[PRIMARY].size)
@@ -65,7 +66,7 @@ class Counting(ByBlock):
         uses = self.uses
         uses[name] = uses.pop(name, 0) + more
         if len(uses) > self._most:
-            del uses[next(iter(uses))]
+            uses.popitem(last=False)
 
     def count(self, run: Run, at: int) -> int:
         """How often a block was used, at least once."""
