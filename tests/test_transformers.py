@@ -454,6 +454,66 @@ class TestWhatIsRefused:
             del request
             assert nothing_held(kept)
 
+    @pytest.mark.parametrize("changed", [3, 0, 18], ids=["inside what is reused", "first", "before the last"])
+    @pytest.mark.parametrize(
+        "how", [{}, {"max_new_tokens": 1}, {"num_beams": 2}], ids=["greedy", "one", "beams"]
+    )
+    def test_other_tokens_where_all_is_reused(self, changed: int, how: dict[str, Any]) -> None:
+        """Every token of the prompt is compared, though only the last one is computed; nothing stays on the model."""
+        ids = prompt(1, 20)
+        mask, other = torch.ones_like(ids), ids.clone()
+        other[0, changed] = 2 + (other[0, changed] - 1) % 80
+        with cache_for("llama") as kept:
+            answered("llama", ids, mask, kept.request(ids, mask))
+            copies = how.get("num_beams", 1)
+            request = kept.request(ids, mask, copies=copies)
+            assert request.get_seq_length() == 19
+            with pytest.raises(UsageError, match="other tokens than the request"):
+                answered("llama", other, mask, request, **how)
+            # The request can still be used as it is meant.
+            assert torch.equal(
+                answered("llama", ids, mask, request, **how), answered("llama", ids, mask, **how)
+            )
+            assert "generate" in vars(model("llama"))
+            del request
+            assert "generate" not in vars(model("llama"))
+            assert nothing_held(kept)
+
+    def test_a_prompt_cut_and_arguments_without_names(self) -> None:
+        """A part of the prompt is another prompt; `generate` may get it by its place, or by either name."""
+        ids, mask = padded([prompt(1, 30)[0].tolist(), prompt(2, 21)[0].tolist()])
+        any_model: Any = model("qwen2")
+        with cache_for("qwen2") as kept, kept.request(ids, mask) as request, kept.request(ids, mask):
+            for given in ({"inputs": ids[:, :29]}, {"input_ids": ids[:, 1:]}, {"inputs": ids.flip(0)}):
+                with pytest.raises(UsageError, match="other tokens than the request"):
+                    any_model.generate(**given, past_key_values=request)
+            made: Any = transformers.GenerationConfig
+            options = made(max_new_tokens=6, eos_token_id=1, pad_token_id=0)
+            cached = any_model.generate(ids, options, attention_mask=mask, past_key_values=request)
+            assert torch.equal(cached, answered("qwen2", ids, mask))
+
+    def test_beams_go_on_with_what_they_wrote(self) -> None:
+        """After beam search a request has K and V of all beams, and the best one's tokens are not the others'."""
+        ids, mask = padded([prompt(1, 20)[0].tolist()])
+        with cache_for("llama") as kept, kept.request(ids, mask, copies=3) as request:
+            best = answered("llama", ids, mask, request, num_beams=3)
+            longer = torch.cat([best, prompt(2, 5)], 1)
+            with pytest.raises(UsageError, match="other tokens than the request"):
+                answered("llama", longer, torch.ones_like(longer), request, num_beams=3)
+
+    @pytest.mark.parametrize("told", ["in the call", "in the config"])
+    def test_without_the_cache(self, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """`use_cache=False`, which some models have in their configs, gives all columns to each forward pass."""
+        ids, mask = padded([prompt(1, 20)[0].tolist()])
+        any_model: Any = model("llama")
+        if told == "in the config":
+            monkeypatch.setattr(any_model.generation_config, "use_cache", False)
+        how = {"use_cache": False} if told == "in the call" else {}
+        with cache_for("llama") as kept:
+            with pytest.raises(UsageError, match="pass use_cache=True, or no request"):
+                answered("llama", ids, mask, kept.request(ids, mask), **how)
+            assert nothing_held(kept)
+
     def test_passes_of_ones_own(self) -> None:
         """Gradients, embeddings, padding without positions, another model, and part of one."""
         any_model: Any = model("llama")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -107,6 +107,11 @@ class Batch:
         self._refuse_ended()
         _refuse_gradients()
         _refuse_other_inputs(arguments)
+        if arguments.get("use_cache") is False:
+            raise UsageError(
+                "use_cache is False, in the call or in the model's generation_config, and a forward pass would compute "
+                "all columns once more: pass use_cache=True, or no request"
+            )
         fed = arguments.get("input_ids")
         if not isinstance(fed, torch.Tensor) or fed.ndim != 2:
             raise Unsupported(
@@ -119,7 +124,7 @@ class Batch:
             )
         stop = self.past + fed.shape[1]
         columns: list[list[int]] = fed.tolist()
-        self._refuse_other_tokens(columns)
+        self._refuse_other_tokens(columns, self.past)
         self._refuse_other_places(arguments, stop)
         self._copies.start()  # what admission or branches asked for: tokens come behind it
         self._append([row[max(self.rows.width - self.past, 0) :] for row in columns])
@@ -209,15 +214,42 @@ class Batch:
         if self.closed:
             raise UsageError("this request has ended: make a new one with cache.request()")
 
-    def _refuse_other_tokens(self, columns: list[list[int]]) -> None:
+    def refuse_other_prompts(self, ids: Any, mask: Any) -> None:
+        """Raise `UsageError` if ``generate`` is about to begin with other tokens than the rows have.
+
+        `ids` are all columns, or the last ones where `mask` has more. What cannot be compared is left to the forward
+        pass.
+        """
+        self._refuse_ended()
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or not len(ids):
+            return
+        whole = isinstance(mask, torch.Tensor) and mask.ndim == 2
+        stop = max(ids.shape[1], mask.shape[1]) if whole else ids.shape[1]
+        if stop <= self.past >= self.rows.width:
+            raise UsageError(
+                f"this request was used before: it has {self.past} columns, and generate was given {stop}; make one "
+                "for each call with cache.request(), or go on with all that was answered and more"
+            )
+        if stop < self.rows.width:
+            self._refuse_tokens()
+        copies, other = divmod(len(self.names), len(ids))
+        if not other:
+            columns = [row for row in ids.tolist() for _ in range(copies)]
+            self._refuse_other_tokens(columns, stop - ids.shape[1])
+
+    def _refuse_other_tokens(self, columns: list[list[int]], start: int) -> None:
+        """Compare the columns from `start` on with what is known of them."""
         for row, pad, fed in zip(self.rows.columns, self.rows.pads, columns, strict=True):
-            first = max(pad - self.past, 0)
-            known = row[self.past + first : self.past + len(fed)]
+            first = max(pad - start, 0)
+            known = row[start + first : start + len(fed)]
             if fed[first : first + len(known)] != known:
-                raise UsageError(
-                    "the model was given other tokens than the request: call cache.request() with the very input_ids "
-                    "and attention_mask that generate gets"
-                )
+                self._refuse_tokens()
+
+    def _refuse_tokens(self) -> NoReturn:
+        raise UsageError(
+            "the model was given other tokens than the request: call cache.request() with the very input_ids "
+            "and attention_mask that generate gets"
+        )
 
     def _refuse_other_places(self, arguments: Mapping[str, Any], stop: int) -> None:
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")

@@ -16,7 +16,7 @@ from kvcache.integrations.transformers.batch import Batch
 from kvcache.integrations.transformers.copies import Copies
 from kvcache.integrations.transformers.request import PagedRequest
 from kvcache.integrations.transformers.rows import Rows
-from kvcache.integrations.transformers.shape import ModelShape
+from kvcache.integrations.transformers.shape import ModelShape, plain
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools, sized
@@ -35,6 +35,7 @@ class PagedCache:
 
     def __init__(self, model: PreTrainedModel, manager: KVCacheManager, pools: Pools) -> None:
         """On a manager of one's own and its pools. Raises `ConfigError` where the model needs others."""
+        model = plain(model)
         shape = ModelShape.of(model)
         shape.refuse_other(manager.config)
         shape.refuse_cut(manager.layout)
@@ -62,7 +63,7 @@ class PagedCache:
         positions for. `log` and `sinks` are those of `KVCacheManager`. Raises `ConfigError`, `NotEnoughMemory`, and
         `Unsupported` for models that keep something else than K and V of all tokens, or of a window.
         """
-        shape = ModelShape.of(model)
+        shape = ModelShape.of(plain(model))
         config = sized(shape.settings(settings), shape.device)
         shape.refuse_other(config)
         layout = Layout.of(config)

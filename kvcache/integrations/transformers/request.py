@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import update_wrapper
 from inspect import signature
+from threading import RLock
 from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
@@ -14,7 +16,10 @@ from kvcache.integrations.transformers.batch import Batch
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer of a request. Keeps nothing itself."""
+    """One layer of a request. Keeps nothing itself.
+
+    `torch.compile` leaves its methods, and the hooks, to Python: what they do depends on what is cached.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -29,6 +34,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, *_: Any) -> None:
         """There is nothing to be made."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,6 +45,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """The first one that a query may see; the mask begins with it."""
         return 0 if self._window is None else max(self._batch.past - self._window + 1, 0)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_mask_sizes(self, query: Any) -> tuple[int, int]:
         """How many columns `update` will return, and the first of them. `query`: the number of new ones, or these."""
         new = query.shape[0] if isinstance(query, torch.Tensor) else int(query)
@@ -46,6 +53,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         first = self._first_column()
         return self._batch.past + new - first, first
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def get_seq_length(self, *_: Any) -> int:
         """Columns that are there: reused ones before the first forward pass."""
         return self._batch.past
@@ -87,6 +95,7 @@ class PagedRequest(Cache):
         self._hooks = (
             model.register_forward_pre_hook(_begin(batch), with_kwargs=True),
             model.register_forward_hook(_complete(batch), with_kwargs=True),
+            _Generate.of(model),
         )
 
     @property
@@ -135,26 +144,82 @@ class PagedRequest(Cache):
         # Also of one that was not made to the end.
         if hasattr(self, "_hooks"):
             for hook in self._hooks:
-                hook.remove()
+                if hook is not None:
+                    hook.remove()
             self._batch.abandon()
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by their names."""
-    return (
-        {**dict(zip(signature(model.forward).parameters, args, strict=False)), **kwargs} if args else kwargs
-    )
+class _Generate:
+    """``generate`` of a model, which compares its prompts with those of the request that it is given.
+
+    It stands in the place of the model's own while a request exists: forward passes see only the columns that are not
+    cached, and the cache no tokens at all.
+    """
+
+    _lock = RLock()  # requests may be dropped in any thread, also by a collection that comes in between
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._generate = model, model.generate
+        self._replaced = "generate" in vars(model)
+        self._users = 0
+        update_wrapper(self, self._generate)
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """The one that stands there, or a new one; None for a model without ``generate``. `remove` it once."""
+        with cls._lock:
+            if not hasattr(model, "generate"):
+                return None
+            if not isinstance(vars(model).get("generate"), cls):
+                model.generate = cls(model)
+            found: Self = model.generate
+            found._users += 1
+            return found
+
+    def remove(self) -> None:
+        """One of its users has ended."""
+        with self._lock:
+            self._users -= 1
+            if self._users or vars(self._model).get("generate") is not self:
+                return
+            if self._replaced:
+                self._model.generate = self._generate
+            else:
+                del self._model.generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = _named(self._generate, args, kwargs)
+        request = _request(given)
+        if request is not None:
+            ids = given.get("inputs")
+            request._batch.refuse_other_prompts(
+                given.get("input_ids") if ids is None else ids, given.get("attention_mask")
+            )
+        return self._generate(*args, **kwargs)
+
+
+def _named(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    return {**dict(zip(signature(call).parameters, args, strict=False)), **kwargs} if args else kwargs
+
+
+def _request(arguments: dict[str, Any]) -> PagedRequest | None:
+    # From 5.24 on the argument is called otherwise.
+    for name in ("cache", "past_key_values"):
+        if isinstance(past := arguments.get(name), PagedRequest):
+            return past
+    return None
 
 
 def _of(batch: Batch, arguments: dict[str, Any]) -> bool:
-    # From 5.24 on the argument is called otherwise.
-    past = arguments.get("cache", arguments.get("past_key_values"))
-    return isinstance(past, PagedRequest) and past._batch is batch
+    request = _request(arguments)
+    return request is not None and request._batch is batch
 
 
 def _begin(batch: Batch) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = _named(model, args, kwargs)
+        arguments = _named(model.forward, args, kwargs)
         if not _of(batch, arguments):
             return
         if model.training:
@@ -167,8 +232,9 @@ def _begin(batch: Batch) -> Any:
 
 
 def _complete(batch: Batch) -> Any:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-        if _of(batch, _named(model, args, kwargs)):
+        if _of(batch, _named(model.forward, args, kwargs)):
             batch.complete()
 
     return after_forward

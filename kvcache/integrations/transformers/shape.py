@@ -45,13 +45,14 @@ class ModelShape(NamedTuple):
         dtype = str(model.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise Unsupported(f"a model in {dtype}", f"load it in one of {', '.join(DTYPES)}")
-        heads = getattr(config, "num_attention_heads", None)
+        heads = _of_all_layers(config, "num_attention_heads")
         if not heads or not getattr(model, "_supports_default_dynamic_cache", lambda: True)():
             raise Unsupported("a model that keeps something else than K and V of its tokens", INSTEAD)
+        head_dim = _of_all_layers(config, "head_dim") or config.hidden_size // heads
         longest, steady = getattr(config, "max_position_embeddings", None), _steady_length(config)
         return cls(
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            _kv_heads(config) or heads,
+            head_dim,
             dtype,
             _windows(config),
             longest if steady is None else min(steady, longest or steady),
@@ -100,6 +101,30 @@ class ModelShape(NamedTuple):
                 seen = "all" if widest is None else widest
                 problem = f"primary_bytes: room for {group.window} tokens of layers that attend to {seen}"
                 raise ConfigError([f"{problem}; accepted: more, or a smaller max_sequence_length"])
+
+
+def _of_all_layers(config: Any, name: str) -> int | None:
+    """A size of all layers; None if the config does not have it. Raises `Unsupported` where they differ."""
+    try:
+        size = getattr(config, name, None)
+    except RuntimeError:  # what Transformers raises for a size that its layers have each for itself
+        size = []
+    if isinstance(size, list | tuple):
+        raise Unsupported(f"a model whose layers differ in {name}", INSTEAD)
+    return size
+
+
+def _kv_heads(config: Any) -> int | None:
+    """Of every layer; None: as many as of queries."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1  # Falcon does not tell it in another way
+    return _of_all_layers(config, "num_key_value_heads")
+
+
+def plain(model: PreTrainedModel) -> PreTrainedModel:
+    """A model, without what `torch.compile` has put around it."""
+    found: PreTrainedModel = getattr(model, "_orig_mod", model)
+    return found
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
