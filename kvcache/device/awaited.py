@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from cuda_ops.copier import CopyFailed, Ticket
@@ -17,10 +16,22 @@ class AwaitedTicket:
         """Whether a stream or the host has been made to wait, or was told that the copies are done."""
 
     def done(self) -> bool:
-        """As the ticket."""
-        done = self._inner.done()
+        """As the ticket. Whoever is told that the copies are over, or failed, has waited."""
+        try:
+            done = self._inner.done()
+        except CopyFailed:
+            self.awaited = True
+            raise
         self.awaited = self.awaited or done
         return done
+
+    @property
+    def over(self) -> bool:
+        """Whether the copies are done or failed, without anybody being told."""
+        try:
+            return self._inner.done()
+        except CopyFailed:  # `poll` tells of failures
+            return True
 
     def wait(self) -> None:
         """As the ticket."""
@@ -41,14 +52,12 @@ class AwaitedTickets:
 
     def watched(self, ticket: Ticket) -> Ticket:
         """The same ticket, of which is known from now on whether it was waited for."""
+        self._open = [each for each in self._open if not each.awaited]
         self._open.append(AwaitedTicket(ticket))
         return self._open[-1]
 
-    @property
     def missing(self) -> bool:
-        """Whether one was not waited for, whose copies may still be on their way."""
-        for ticket in self._open:
-            with suppress(CopyFailed):  # `poll` tells of failures
-                ticket.done()
-        self._open = [ticket for ticket in self._open if not ticket.awaited]
-        return bool(self._open)
+        """Whether one was not waited for. One whose copies are over is found once, others until they are."""
+        missing = [ticket for ticket in self._open if not ticket.awaited]
+        self._open = [ticket for ticket in missing if not ticket.over]
+        return bool(missing)

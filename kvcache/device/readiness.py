@@ -31,8 +31,8 @@ class Readiness:
         return ticket if self._tickets is None else self._tickets.watched(ticket)
 
     def refuse_not_awaited(self) -> None:
-        """Raise `TransfersNotAwaited` if nothing waits for a watched ticket whose copies are on their way."""
-        if self._tickets is not None and self._tickets.missing:
+        """Raise `TransfersNotAwaited` if nothing has waited for a watched ticket, though its copies may be done."""
+        if self._tickets is not None and self._tickets.missing():
             raise TransfersNotAwaited
 
     def lose(self, failed: Items[tuple[int, str]], sequences: Items[Sequence]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cuda_ops.copier import CopyFailed
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import CROSS_WINDOW, KVCacheManager, Layout
 from kvcache.errors import (
@@ -203,10 +205,41 @@ def test_a_forward_pass_before_the_copies_are_started_or_done(wait: Callable[[An
         manager.check_tables(manager.padded_tables([]))
 
 
-def test_copies_that_are_done_need_no_waiting() -> None:
-    """On a CPU the copies are made at once: nobody is made to wait for what is over."""
-    manager = offloaded(lambda copier: copier)
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_dropped_ticket_is_found_however_quick_the_copies_are(steps: int | None) -> None:
+    """On a CPU they are made at once, and on a GPU the same engine would read old bytes; `poll` is no waiting."""
+    late: LateCopier | None = None
+
+    def wrap(copier: Any) -> Any:
+        nonlocal late
+        late = None if steps is None else LateCopier(copier, steps)
+        return late or copier
+
+    manager = offloaded(wrap)
     manager.start_transfers()
+    manager.poll()
+    for _ in range(1 if late is None else 2):
+        with pytest.raises(TransfersNotAwaited):
+            manager.check_tables(manager.block_table("c"))
+    if late is not None:
+        for _ in range(3):
+            late.tick()
+        with pytest.raises(TransfersNotAwaited):
+            manager.check_tables(manager.block_table("c"))
+    # Once that was said, what is over harms nobody: a later step with a ticket of its own is right.
+    manager.check_tables(manager.block_table("c"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_may_ask_the_ticket_itself(fails: bool) -> None:
+    """Told by `done` that the copies are over, it need not wait for them."""
+    manager = offloaded(
+        (lambda copier: FailingCopier(copier, range(1, 9))) if fails else lambda copier: copier
+    )
+    ticket = manager.start_transfers()
+    assert ticket is not None
+    with pytest.raises(CopyFailed) if fails else nullcontext():
+        assert ticket.done()
     manager.check_tables(manager.block_table("c"))
 
 
