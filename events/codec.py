@@ -10,6 +10,7 @@ schema does not name, and every way in which it can fail is one error that repea
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from collections.abc import Callable
@@ -141,7 +142,22 @@ def to_dict(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
 
 def to_json(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) -> bytes:
     """`to_dict` as one line of JSON, without the newline."""
-    return msgspec.json.encode(to_dict(item, key_bytes, tokens))
+    return json_line(to_dict(item, key_bytes, tokens))
+
+
+def json_line(value: Any, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
+    """A value as one line of JSON, without the newline; it parses to the same value, and cannot drive a terminal.
+
+    SECURITY: names in events come from clients. Control characters and marks of direction, which JSON allows in
+    strings as they are, are escaped.
+    """
+    encoded = msgspec.json.encode(value, enc_hook=enc_hook)
+    if encoded.isascii() and b"\x7f" not in encoded:
+        return encoded
+    text = encoded.decode()
+    if text.isprintable():
+        return encoded
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text).encode()
 
 
 _Speller = Callable[[Any, int], Any]

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
-
+from events.codec import json_line
 from events.feed.changes import AnyChange, Cached, Cleared, Created, Uncached, Updated
 from events.formats import trtllm
 from events.packed import unpack_names
 
-_encode = msgspec.json.encode
 PIECE_BYTES = 1 << 16
 Envelope = dict[str, Any]
 """What stands around the data of a window's dicts."""
@@ -39,7 +37,7 @@ class DictLines:
         lines: list[bytes] = []
         size = 0
         for envelope, data in _merged(item for change in changes for item in self._data(change)):
-            lines.append(_encode({"event_id": self._next_id, "data": data, **envelope}) + b"\n")
+            lines.append(json_line({"event_id": self._next_id, "data": data, **envelope}) + b"\n")
             self._next_id += 1
             size += len(lines[-1])
             if size >= self._piece_bytes:

@@ -7,10 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from events import types as ev
-from events.codec import to_dict
+from events.codec import json_line, to_dict
 from events.log import LogReader
 from kvcache.cli import conditions, moments, times
 from kvcache.cli.conditions import NamingBlock, OfSequences, conditions_of
@@ -126,6 +124,6 @@ class _Printer:
             fields = to_dict(event, self._known.key_bytes, self._tokens)
             worker = getattr(event, "worker", None)
             more = {} if worker is None else {"worker_name": self._known.worker(worker)}
-            print(msgspec.json.encode(address | fields | more).decode())
+            print(json_line(address | fields | more).decode())
         else:
             print(event_line(batch, index, event, self._known, self.times.of(batch.ts)))

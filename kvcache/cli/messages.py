@@ -26,7 +26,7 @@ def error(text: str, cause: BaseException | None = None) -> None:
     """Say what went wrong; with `cause`, also where it comes from."""
     where = "" if cause is None else "".join(traceback.format_exception(cause)).rstrip()
     if where and not _Form.as_json:
-        _write(where)
+        _write("\n".join(map(printable, where.split("\n"))))
     _say("error", text, {"exception": where} if where else {})
 
 

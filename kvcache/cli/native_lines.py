@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
-from events.codec import to_dict
+from events.codec import json_line, to_dict
 from events.subscribe.native_continuity import NativeReport, ReceivedBatch
 from kvcache.cli import watching
 from kvcache.cli.event_lines import event_lines
@@ -80,4 +78,4 @@ def _json_lines(report: NativeReport, worker: Worker | None, known: Known) -> It
 
 
 def _json(value: dict[str, object]) -> str:
-    return msgspec.json.encode(value).decode()
+    return json_line(value).decode()

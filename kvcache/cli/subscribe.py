@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from events.codec import json_line
 from events.formats.vllm import BlockRemoved, BlockStored, Hash, Unknown, VLLMEvent
 from events.subscribe.continuity import Received, Report
 from events.subscribe.index import GPU, HOST, STORAGE, Index
@@ -199,7 +200,7 @@ def _hexed(value: Any, depth: int = 3) -> Any:
 
 
 def _json(value: Any) -> str:
-    return msgspec.json.encode(value, enc_hook=lambda item: type(item).__name__).decode()
+    return json_line(value, enc_hook=lambda item: type(item).__name__).decode()
 
 
 def _summary(index: Index) -> str:
