@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from kvcache.export.schema import COLUMNS, Column, Values
 from kvcache.export.spelling import texts, times
@@ -30,7 +30,10 @@ class Writer(Protocol):
 
 
 class CsvWriter:
-    """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``."""
+    """A directory with a file per table. Null is an empty field, booleans are ``true`` and ``false``.
+
+    SECURITY: a spreadsheet would run text that looks like a formula: it has a ' before it.
+    """
 
     def __init__(self, path: Path) -> None:
         path.mkdir()
@@ -38,7 +41,7 @@ class CsvWriter:
         self._writers: dict[str, Any] = {}
         for table, columns in COLUMNS.items():
             file = self._open.enter_context((path / f"{table}.csv").open("w", encoding="utf-8", newline=""))
-            self._writers[table] = csv.writer(file, lineterminator="\n")
+            self._writers[table] = csv.writer(_Lines(file))
             self._writers[table].writerow([column.name for column in columns])
 
     def write(self, table: str, values: Values) -> None:
@@ -51,9 +54,28 @@ class CsvWriter:
         self._open.close()
 
 
+class _Lines:
+    """Ends each row in a newline. The csv module quotes a carriage return only if its own rows end in one."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, row: str) -> None:
+        """Write a row with the end that the csv module gives it."""
+        self._file.write(row.removesuffix("\r\n") + "\n")
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+"""What a formula begins with; and ', so that whoever takes one away has the text as it was."""
+
+
 def _for_csv(column: Column, values: list[Any]) -> Sequence[Any]:
     if column.kind == "time":
         return times(values)
+    if column.kind == "text":
+        return [
+            f"'{each}" if isinstance(each, str) and each.startswith(_FORMULA) else each for each in values
+        ]
     return [str(value).lower() for value in values] if column.kind == "boolean" else values
 
 

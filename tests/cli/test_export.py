@@ -245,6 +245,21 @@ def test_what_csv_has_no_type_for(kvcache: Kvcache, tmp_path: Path, log: Path) -
     assert {(row["uses_extra_ids"], row["lora_name"]) for row in rows} == {("false", None)}
 
 
+def test_no_cell_of_csv_is_a_formula(kvcache: Kvcache, tmp_path: Path) -> None:
+    """A spreadsheet runs what clients have named; taking one ' away gives it back. Numbers stay numbers."""
+    names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "a=1", " =1", "", -7]
+    config = KVCacheConfig(max_sequence_length=8, tokens_per_block=4, primary_blocks=4)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        for name in names:
+            manager.add_sequence(name, [1, 2], lora_name=str(name) or None)
+            manager.remove_sequence(name)
+    rows = read(exported(kvcache, tmp_path / "log", "csv", tmp_path), "csv", "requests")
+    ids = [row["request_id"] or "" for row in rows]
+    assert ids == [f"'{name}" for name in names[:8]] + [str(name) for name in names[8:]]
+    assert [row["lora_name"] for row in rows[:3]] == ["'=1+1", "'+1", "'-1"]
+    assert rows[-1]["lora_name"] == "'-7"
+
+
 def test_times_are_spelled_as_by_other_commands() -> None:
     """One time is the same text everywhere."""
     for ts in (0, 1, -1, 1767225600480000000, (1 << 63) - 1, -(1 << 63)):
