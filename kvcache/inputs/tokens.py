@@ -79,7 +79,7 @@ def _pack_buffer(tokens: Any, limit: int | None) -> bytes:
         length = len(tokens)
         values = np.asarray(tokens) if limit is None or length <= limit else None
     except Exception:  # noqa: BLE001
-        raise InvalidTokens(f"{type(tokens).__name__} cannot be read as an array of integers") from None
+        raise InvalidTokens(_unreadable(tokens)) from None
     if values is None:
         raise PromptTooLong(length, limit or 0)
     if values.ndim != 1:
@@ -93,6 +93,18 @@ def _pack_buffer(tokens: Any, limit: int | None) -> bytes:
     if int(values.min()) < 0:
         raise InvalidTokens("a token id must not be negative", int((values < 0).argmax()))
     return values.astype("<i4", copy=False).tobytes()
+
+
+def _unreadable(tokens: Any) -> str:
+    """Why numpy cannot read something, and of a torch tensor what to do."""
+    if ("torch", "Tensor") not in {(kind.__module__, kind.__name__) for kind in type(tokens).__mro__}:
+        return f"{type(tokens).__name__} cannot be read as an array of integers"
+    of = f"a tensor of {tokens.dtype} on {tokens.device}"
+    if tokens.is_meta:
+        return f"{of} has no values: pass the token ids themselves"
+    if tokens.is_floating_point():
+        return f"token ids must be integers, not {of}, which rounds them: keep them as integers, and pass tokens.cpu()"
+    return f"{of} cannot be read: pass tokens.cpu()"
 
 
 def pack_counts(counts: Any, num_sequences: int, num_tokens: int) -> array[int]:

@@ -117,6 +117,40 @@ def test_wrong_tokens_are_refused_without_being_shown(tokens: Any, position: int
     assert not any("1234567" in line for line in shown.splitlines() if line.startswith("RuntimeError"))
 
 
+class OnGPU(torch.Tensor):
+    """A tensor as it is on a GPU, as far as numpy and messages go."""
+
+    device = torch.device("cuda", 1)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray[Any, Any]:
+        raise TypeError("can't convert cuda:1 device type tensor to numpy")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        (
+            torch.tensor([SECRET], dtype=torch.bfloat16),
+            "not a tensor of torch.bfloat16 on cpu, which rounds them: keep them as integers, and pass tokens.cpu()",
+        ),
+        (torch.tensor([float(SECRET)]), "token ids must be integers, not float32"),
+        (
+            torch.zeros(3, dtype=torch.int64, device="meta"),
+            "a tensor of torch.int64 on meta has no values: pass the token ids themselves",
+        ),
+        (
+            torch.tensor([SECRET]).as_subclass(OnGPU),
+            "a tensor of torch.int64 on cuda:1 cannot be read: pass tokens.cpu()",
+        ),
+    ],
+)
+def test_tensors_are_refused_with_what_to_do(tokens: Any, says: str) -> None:
+    """Type and device say what is wrong."""
+    with pytest.raises(InvalidTokens) as raised:
+        pack_tokens(tokens)
+    assert str(raised.value).endswith(says)
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
