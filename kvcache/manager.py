@@ -213,7 +213,9 @@ class KVCacheManager:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest sequence that can be held, prompt and output."""
+        """Tokens of the longest sequence that can be held, prompt and output. Not the setting `max_tokens`, which is a
+        size of the cache.
+        """
         return self._checker.max_tokens
 
     @property
@@ -311,6 +313,7 @@ class KVCacheManager:
         return self._admit(batch, [request.cache_salt for request in requests]) if batch else []
 
     def _admit(self, batch: list[CheckedRequest], salts: list[str | None]) -> list[Admission]:
+        self._steps.warn_of_no_flush()
         try:
             with self._guard:
                 admitted = self._blocks.admit(batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import suppress
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from events.types import SECONDARY, EventBatch
+from events.diagnostics import get_logger
+from events.types import SECONDARY, EventBatch, TokensAppended
 from kvcache.decide.block_manager import BlockManager
 from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import TransferEngine
@@ -21,6 +24,11 @@ from kvcache.record.journal import Journal
 
 if TYPE_CHECKING:
     from kvcache.device.secondary_file import SecondaryFile
+
+
+_log = get_logger(__name__)
+UNFLUSHED_STEPS = 100
+"""How often one sequence gets tokens between two flushes before that is taken for a mistake."""
 
 
 class Steps:
@@ -41,6 +49,24 @@ class Steps:
         self._state: CacheState = journal.state
         self._secondary_file = secondary_file
         self._tell_time: Callable[[int], None] | None = None
+        self._look_at = UNFLUSHED_STEPS
+        """The number of unpublished events at which it is looked whether flushes are forgotten, doubled each time."""
+        self._warned = False
+
+    def warn_of_no_flush(self) -> None:
+        """Warn once if steps follow each other without a flush: nothing is published then, and events pile up."""
+        pending = self._journal.bus.pending
+        if len(pending) < self._look_at or self._warned:
+            return
+        self._look_at = 2 * len(pending)
+        steps = Counter[int]()
+        for event in pending:
+            if isinstance(event, TokensAppended):
+                steps.update(array("q", event.handles))
+        if max(steps.values(), default=0) >= UNFLUSHED_STEPS:
+            self._warned = True
+            reason = "call flush() at the end of each step: log, sinks and stats() get nothing before"
+            _log.warning("flush_missing", events=len(pending), reason=reason)
 
     def measure(self, clock_ns: Callable[[], int], tell: Callable[[int], None]) -> None:
         """Tell from now on what the manager's calls take of each step, in ns; a flush's own time counts to the next."""
@@ -87,6 +113,7 @@ class Steps:
             with self._guard:
                 self._blocks.upkeep()
         batch = self._flush()
+        self._look_at = UNFLUSHED_STEPS
         if self._tell_time is not None and batch is not None:
             self._tell_time(self._guard.spent_ns)
             self._guard.spent_ns = 0

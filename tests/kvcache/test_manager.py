@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from events.types import AdmissionRefused, SequenceRemoved, TokensAppended
 from kvcache.errors import (
@@ -445,6 +446,31 @@ def test_flush_numbers_batches_without_holes() -> None:
         seen.append(manager.flush())
         assert manager.flush() is None
     assert [(batch.seq, batch.ts) for batch in seen if batch is not None] == [(1, 101), (2, 102), (3, 103)]
+
+
+def test_a_forgotten_flush_is_told_once() -> None:
+    """After 100 steps of a sequence the next admission says so; a step of many calls for many sequences does not."""
+    manager = KVCacheManager(strategies.config(max_sequence_length=512, primary_blocks=900))
+    with capture_logs() as logs:
+        many = [str(number) for number in range(150)]
+        for name in many:
+            manager.add_sequence(name, [1])
+            manager.add_tokens([name], [2])
+        manager.flush()
+        for _ in range(120):
+            manager.add_tokens(["0"], [3])
+            manager.flush()
+        manager.add_sequence("a", [1])
+        assert logs == []
+        for _ in range(100):
+            manager.add_tokens(many[:2], [3, 4])
+        for name in ("b", "c"):
+            manager.add_sequence(name, [1])
+            manager.remove_sequence(name)
+        for _ in range(100):
+            manager.add_tokens(["1"], [3])
+        manager.add_sequence("d", [1])
+    assert [(each["event"], each["log_level"]) for each in logs] == [("flush_missing", "warning")]
 
 
 def test_with_statement_closes() -> None:
