@@ -205,7 +205,8 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     primary_blocks: MaybeBlocks = None
     """Blocks on the device, for each group of layers with the same window, or one number per window, ascending."""
     max_tokens: MaybeTokens = None
-    """Tokens that the blocks on the device hold, for each group of layers with the same window."""
+    """Tokens that the blocks on the device hold, of all sequences, for each group of layers with the same window.
+    How long one sequence may get is `max_sequence_length`."""
     primary_bytes: MaybeBytes = None
     """Memory on the device of all groups together, in bytes, divided by `window_shares`."""
     free_gpu_memory_fraction: MaybePart = None

@@ -22,6 +22,30 @@ _QUOTES.maxlevel, _QUOTES.maxstring, _QUOTES.maxother, _QUOTES.maxlong = 3, 2 * 
 _QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
 
 
+_ELSEWHERE = {
+    "tokens_per_block": "block_size page_size",
+    "max_sequence_length": "max_model_len max_seq_len max_seq_length max_length context_length",
+    "max_tokens": "max_total_tokens max_num_tokens",
+    "primary_blocks": "num_blocks num_gpu_blocks num_gpu_blocks_override",
+    "primary_bytes": "kv_cache_memory_bytes max_gpu_total_bytes",
+    "free_gpu_memory_fraction": "gpu_memory_utilization mem_fraction_static",
+    "secondary_blocks": "num_cpu_blocks",
+    "host_cache_size": "swap_space cpu_offload_gb kv_offloading_size hicache_size",
+    "enable_block_reuse": "enable_prefix_caching disable_radix_cache",
+    "max_attention_window": "sliding_window sliding_window_size attention_chunk_size",
+    "num_layers": "num_hidden_layers",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_size",
+    "dtype": "kv_cache_dtype cache_dtype torch_dtype",
+    "kv_layout": "kv_cache_layout",
+    "block_hash": "prefix_caching_hash_algo kv_cache_event_hash_algo",
+    "eviction_policy": "radix_eviction_policy",
+    "model": "model_name served_model_name model_path",
+}
+_HERE = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
+"""What vLLM, SGLang, TensorRT-LLM and configs of models call settings, and what they are here."""
+
+
 @dataclass(frozen=True)
 class Accepts:
     """Says for people what a field accepts; stands among the marks of its type."""
@@ -73,5 +97,7 @@ def accepted(field: FieldInfo) -> str:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is like an unknown one; None: there is none."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+    """The known name that is like an unknown one, or is another software's word for it; None: there is none."""
+    names = {each.lower(): each for each in known}
+    here = _HERE.get(name.lower().replace("-", "_"), "")
+    return names.get(here) or next(iter(difflib.get_close_matches(name, names.values(), n=1)), None)

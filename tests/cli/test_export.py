@@ -247,7 +247,20 @@ def test_what_csv_has_no_type_for(kvcache: Kvcache, tmp_path: Path, log: Path) -
 
 def test_no_cell_of_csv_is_a_formula(kvcache: Kvcache, tmp_path: Path) -> None:
     """A spreadsheet runs what clients have named; taking one ' away gives it back. Numbers stay numbers."""
-    names = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "'=1", "a=1", " =1", "", -7]
+    names: list[str | int] = [
+        "=1+1",
+        "+1",
+        "-1",
+        "@SUM(A1)",
+        "\t=1",
+        "\r=1",
+        "\n=1",
+        "'=1",
+        "a=1",
+        " =1",
+        "",
+        -7,
+    ]
     config = KVCacheConfig(max_sequence_length=8, tokens_per_block=4, primary_blocks=4)
     with KVCacheManager(config, log=tmp_path / "log") as manager:
         for name in names:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError
+from kvcache.settings.problems import _HERE, closest
 from tests.conftest import RunPython
 
 
@@ -141,6 +142,9 @@ class TestProblems:
                 f"log: given 'file'; accepted: a mapping of {', '.join(LogConfig.model_fields)}",
             ),
             ({"token_per_block": 3}, "token_per_block: no such field; did you mean tokens_per_block?"),
+            ({"block_size": 16}, "block_size: no such field; did you mean tokens_per_block?"),
+            ({"max-model-len": 16}, "max-model-len: no such field; did you mean max_sequence_length?"),
+            ({"num_gpu_blocks": 16}, "num_gpu_blocks: no such field; did you mean primary_blocks?"),
             ({"log": {"record_token": 1}}, "log.record_token: no such field; did you mean record_tokens?"),
             ({"num_kv_heads": (1, 2, 3)}, "num_kv_heads: given 3 numbers; accepted: one, or 2 (num_layers)"),
             (
@@ -312,6 +316,10 @@ class TestLoad:
                 "KVCACHE_TOKEN_PER_BLOCK (did you mean KVCACHE_TOKENS_PER_BLOCK?) is",
             ),
             ("KVCACHE_LOG_FSYNC", "KVCACHE_LOG_FSYNC (did you mean KVCACHE_LOG__FSYNC?) is"),
+            (
+                "KVCACHE_GPU_MEMORY_UTILIZATION",
+                "KVCACHE_GPU_MEMORY_UTILIZATION (did you mean KVCACHE_FREE_GPU_MEMORY_FRACTION?) is",
+            ),
             ("KVCACHE_URL", "KVCACHE_URL is"),
             ("KVCACHE_head_dim", "KVCACHE_head_dim is"),
             ("KVCACHE_\x1b[2J", "'KVCACHE_\\x1b[2J' is"),
@@ -324,6 +332,13 @@ class TestLoad:
         assert loaded.head_dim == 16
         assert [str(warning.message) for warning in caught] == [f"{says} no setting and is ignored"]
         assert caught[0].filename == __file__
+
+    def test_words_of_other_software(self) -> None:
+        """Each leads to a setting that there is, and none is one itself."""
+        fields = KVCacheConfig.model_fields
+        for theirs, ours in _HERE.items():
+            assert theirs not in fields
+            assert closest(theirs, fields) == ours
 
     def test_unknown_variables_give_one_warning(self, toml: Path) -> None:
         """Several are told at once."""
