@@ -11,7 +11,6 @@ from kvcache.config import KVCacheConfig
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, namespace_of
 from kvcache.inputs.retention import Retention
-from kvcache.inputs.tokens import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +41,19 @@ class Prompt:
     def _salt(self) -> str | None:
         return None if self.namespace.salt_digest is None else self.namespace.salt_digest.hex()
 
-    def request(self, tokens: Tokens | None = None) -> Request:
-        """The request for a manager. `tokens` are those of the sequence if it has grown since."""
+    def request(self) -> Request:
+        """The request for a manager."""
         content, namespace = self.content, self.namespace
-        tokens = memoryview(content.tokens).cast("i") if tokens is None else tokens
         items = [
             MultimodalItem(item.digest, item.begin, item.end - item.begin, item.uuid)
             for item in content.items
         ]
         extra_ids = None
         if namespace.uses_extra_ids:
-            sampled = len(tokens) - self.num_tokens
-            extra_ids = [*content.extra_ids_at(0, self.num_tokens).tolist(), *[0] * sampled]
+            extra_ids = content.extra_ids_at(0, self.num_tokens).tolist()
         return Request(
             self.handle,
-            tokens,
+            memoryview(content.tokens).cast("i"),
             namespace.lora_id,
             namespace.lora_name,
             self._salt,

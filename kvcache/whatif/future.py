@@ -77,11 +77,17 @@ class Outlook(Foresight):
 
     def admitting(self, handle: int) -> None:
         """Its uses are no longer to come."""
-        self._admitted[self._future.numbers[handle]] = 1
+        self._note(handle, admitted=True)
 
     def refused(self, handle: int) -> None:
         """They are."""
-        self._admitted[self._future.numbers[handle]] = 0
+        self._note(handle, admitted=False)
+
+    def _note(self, handle: int, *, admitted: bool) -> None:
+        """A branch that is played as a request has no prompt of its own in the log: its uses are not foreseen."""
+        number = self._future.numbers.get(handle)
+        if number is not None:
+            self._admitted[number] = admitted
 
     def next_use(self, name: bytes) -> int | None:
         """The number of the next prompt that has the block; None: there is none."""

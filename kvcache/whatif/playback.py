@@ -10,11 +10,12 @@ nobody is admitted from the line before a running request has ended.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from events.types import BlocksMoved, BlocksRemoved, Event, SequenceAdded
+from events.types import BlocksMoved, BlocksRemoved, Event, RequestId, SequenceAdded
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
-from kvcache.errors import OutOfBlocks, PromptTooLong
+from kvcache.errors import OutOfBlocks, PromptTooLong, UsageError
 from kvcache.manager import KVCacheManager
 from kvcache.whatif.commands import (
     Admit,
@@ -77,6 +78,8 @@ class Playback:
         self._running: dict[int, Played] = {}
         """By handle, in the order of admission."""
         self._waiting: dict[int, Played] = {}
+        self._again: set[RequestId] = set()
+        """Handles of those that were admitted before: they were removed, to be admitted again."""
         self._line = Line()
         self._may_admit = True
         """False from a preemption on until a running request ends: who waits would only take its room again."""
@@ -104,11 +107,11 @@ class Playback:
             if len(self._line) == before and not self._has_steps():
                 break  # nothing will end any more that they could wait for
         self.tally.unserved += len(self._line)
-        # Who was preempted has been admitted once.
-        never = (each for each in self._waiting.values() if not each.preempted)
+        never = (each for each in self._waiting.values() if each.handle not in self._again)
         self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
         self._running.clear()
         self._waiting.clear()
+        self._again.clear()
         self._late.clear()
         self._line, self._may_admit = Line(), True
         if self._manager is not None:
@@ -158,8 +161,7 @@ class Playback:
 
     def _count(self, event: Event) -> None:
         if type(event) is SequenceAdded:
-            waiting = self._waiting.get(int(event.request_id))
-            if waiting is not None and waiting.preempted:
+            if event.request_id in self._again:
                 self.tally.admitted_again(event)
             else:
                 self.tally.admitted(event)
@@ -181,7 +183,7 @@ class Playback:
             case Compute():
                 manager.store_context_blocks(handle, step.num_tokens)
             case Rewind():
-                manager.rewind(handle, step.num_tokens)
+                self._rewind(request, step.num_tokens)
             case Prioritize():
                 manager.set_priority(handle, step.priority, start=step.start, stop=step.stop)
             case _:
@@ -192,6 +194,39 @@ class Playback:
         self.manager.remove_sequence(request.handle, store, why=why)
         del self._running[request.handle]
         self._late.pop(request.handle, None)
+
+    def _rewind(self, request: Played, num_tokens: int) -> None:
+        """Take tokens back; where this cache cannot, the request is admitted again with what is left."""
+        try:
+            self.manager.rewind(request.handle, num_tokens)
+        except (
+            UsageError,
+            OutOfBlocks,
+        ):  # a narrower window has let go of what is needed, or there is no block
+            late = request.handle in self._late
+            self._may_admit = True
+            if not self._take_out(request, num_tokens):
+                return
+            if self._try([request]) is not None:
+                self._wait(request)
+            elif late:
+                self._late[request.handle] = request
+
+    def _take_out(self, request: Played, num_tokens: int | None = None) -> bool:
+        """Remove a request that is to be admitted again with its first tokens (None: all); False: they are more than a
+        prompt may have, so it is cut short.
+        """
+        state = self.manager.state
+        tokens = state.sequences[state.handles[request.handle]].tokens[:num_tokens]
+        request.prompt = replace(request.prompt, content=state.symbols.spell(tokens.tobytes()))
+        fits = request.prompt.num_tokens <= self._longest
+        if fits:
+            self._again.add(request.handle)
+            self.tally.preempted += 1
+        else:
+            self.tally.cut_short += 1
+        self._end(request)
+        return fits
 
     # -- admission
 
@@ -209,7 +244,7 @@ class Playback:
             left = left[misfit + 1 :]
 
     def _can_ever_fit(self, request: Played) -> bool:
-        fits = request.num_tokens <= self._longest
+        fits = request.prompt.num_tokens <= self._longest
         if not fits:
             self.tally.too_long += 1
             self.tally.unserved_tokens += request.prompt.num_tokens
@@ -233,7 +268,7 @@ class Playback:
         for request in requests:
             self._foresight.admitting(request.handle)
         try:
-            self.manager.add_sequences([request.request() for request in requests])
+            self.manager.add_sequences([request.prompt.request() for request in requests])
         except OutOfBlocks as refusal:
             for request in requests:
                 self._foresight.refused(request.handle)
@@ -281,16 +316,14 @@ class Playback:
             self._end(request)
             self._may_admit = True
             return command.without(request.handle)
-        self.tally.preempted += 1
-        self._may_admit = False
-        tokens = self.manager.state.sequences[self.manager.state.handles[request.handle]].tokens
-        request.sampled, request.preempted = tokens[request.prompt.num_tokens :], True
         for handle, part in command.parts():
             if handle == request.handle:
                 # Recorded as much earlier as it is late.
                 request.steps.appendleft((self._now - request.delay, command.of([(handle, part)])))
-        self._end(request)
-        self._wait(request)
+        again = self._take_out(request)
+        self._may_admit = not again
+        if again:
+            self._wait(request)
         return command.without(request.handle)
 
     def _cut(self, command: Append) -> Append:

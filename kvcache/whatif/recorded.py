@@ -130,6 +130,7 @@ class _Commands(_Prompts):
             ev.BlocksStored: lambda event: self._store(event.handle),
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._lose,
+            ev.BlocksDetached: lambda _: self._stored(),
             ev.BlocksUpdated: self._update,
             ev.TokensAppended: self._append,
             ev.ContextComputed: self._compute,
@@ -237,6 +238,10 @@ class _Commands(_Prompts):
             self._settle()
             self._bare = handle
             self._storing = frozenset()
+
+    def _stored(self) -> None:
+        """A command leaves blocks behind when it has stored all that it does: what follows is stored by another one."""
+        self._storing = frozenset()
 
     def _reuse(self, event: ev.BlocksReused) -> None:
         if not any(prompt.handle == event.handle for prompt in self._admitting):

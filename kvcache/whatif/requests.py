@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections import deque
 
-from kvcache.inputs.requests import Request
 from kvcache.whatif.commands import Append, OfOne, Prompt
 
 Step = OfOne | Append
@@ -16,35 +14,22 @@ Step = OfOne | Append
 class Played:
     """One request, its recorded steps that are still to be done, and how far it is behind."""
 
-    __slots__ = ("delay", "preempted", "prompt", "sampled", "steps", "stopped_at")
+    __slots__ = ("delay", "prompt", "steps", "stopped_at")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
+        """Of one that was removed to be admitted again, with the tokens that it had then."""
         self.steps: deque[tuple[int, Step]] = deque()
         """With the batch in which each was recorded."""
         self.delay = 0
         """Batches by which its steps come later than recorded."""
         self.stopped_at = 0
         """The batch in which it began to wait last."""
-        self.sampled = array("i")
-        """What a preempted one had sampled when it was removed."""
-        self.preempted = False
 
     @property
     def handle(self) -> int:
         """Its number in the log, and its id in the manager."""
         return self.prompt.handle
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with which it is admitted."""
-        return self.prompt.num_tokens + len(self.sampled)
-
-    def request(self) -> Request:
-        """For the manager."""
-        if not self.sampled:
-            return self.prompt.request()
-        return self.prompt.request(array("i", self.prompt.content.tokens) + self.sampled)
 
     def is_due(self, now: int) -> bool:
         """Whether its next step is to be done in this batch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,7 @@ from events.log import LogReader, LogWriter
 from events.packed import NAME_BYTES
 from events.tokens.rich import RichTokens
 from kvcache.config import KVCacheConfig, LogConfig
-from kvcache.errors import ConfigError, OutOfBlocks, PromptTooLong
+from kvcache.errors import ConfigError, OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.prefix_tree import Run
 from kvcache.manager import KVCacheManager
 from kvcache.whatif.commands import Compute, Prompt, Remove
@@ -35,10 +36,10 @@ IMAGES = (b"\x11" * 32, b"\x22" * 32)
 
 
 class Program:
-    """A random engine, which does whatever an engine may do."""
+    """A random engine, which does whatever an engine may do; with `branches` also forks, drafts and rewinds."""
 
-    def __init__(self, manager: KVCacheManager, seed: int) -> None:
-        self._manager, self._rng = manager, random.Random(seed)
+    def __init__(self, manager: KVCacheManager, seed: int, *, branches: bool = False) -> None:
+        self._manager, self._rng, self._branches = manager, random.Random(seed), branches
         self._running: list[int] = []
         self._next = 0
         self._prompts: list[tuple[Any, list[Any]]] = []
@@ -46,6 +47,7 @@ class Program:
     def run(self, steps: int) -> None:
         calls = [self._add] * 4 + [self._compute] * 4 + [self._append] * 4 + [self._remove] * 3
         calls += [self._prioritize, self._flush, self._flush]
+        calls += [self._fork, self._fork, self._draft, self._rewind, self._rewind] * self._branches
         for _ in range(steps):
             self._rng.choice(calls)()
             if self._rng.random() < 0.02:
@@ -101,6 +103,30 @@ class Program:
         except (OutOfBlocks, PromptTooLong):
             self._remove()
 
+    def _fork(self) -> None:
+        if self._running:
+            self._next += 1
+            with suppress(OutOfBlocks):
+                self._manager.fork(self._rng.choice(self._running), self._next)
+                self._running.append(self._next)
+
+    def _draft(self) -> None:
+        """Append drafts, of which some are rejected."""
+        if self._running:
+            request_id, count = self._rng.choice(self._running), self._rng.randint(1, 4)
+            with suppress(OutOfBlocks, PromptTooLong):
+                tokens = self._rng.choices(range(3), k=count)
+                self._manager.add_tokens([request_id], tokens, [count], draft=True)
+                self._rewind(request_id, self._rng.randint(0, count))
+
+    def _rewind(self, request_id: int | None = None, taken_back: int | None = None) -> None:
+        if self._running:
+            request_id = self._rng.choice(self._running) if request_id is None else request_id
+            length = self._length(request_id)
+            taken_back = self._rng.randrange(length) if taken_back is None else taken_back
+            with suppress(OutOfBlocks, UsageError):  # a window has let go of what would be needed
+                self._manager.rewind(request_id, length - taken_back)
+
     def _remove(self) -> None:
         if self._running:
             request_id = self._running.pop(self._rng.randrange(len(self._running)))
@@ -150,13 +176,13 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
 
 
 @settings(max_examples=150)
-@given(strategies.configs(), st.integers(0, 10**9))
-def test_random_logs_play_again_as_they_were(config: KVCacheConfig, seed: int) -> None:
+@given(strategies.configs(), st.integers(0, 10**9), st.booleans())
+def test_random_logs_play_again_as_they_were(config: KVCacheConfig, seed: int, branches: bool) -> None:
     """Under a log's own settings each request reuses what it did, and the same blocks are evicted in the same order."""
     with TemporaryDirectory() as parent:
         log = strategies.log_directory(parent)
         with KVCacheManager(config, log=log) as manager:
-            Program(manager, seed).run(80)
+            Program(manager, seed, branches=branches).run(80)
         then, now, counted, tally = play_again(log)
     assert now == then
     counted.waited = 0  # requests that were refused and never admitted have left no tokens
@@ -351,6 +377,87 @@ class TestLack:
         tally = play_one(log_of(tmp_path, strategies.config(), program), primary_blocks=4)
         assert (tally.requests, tally.waited, tally.unserved) == (1, 1, 1)
         assert (tally.prompt_tokens, tally.unserved_tokens) == (8, 8)
+
+
+class TestBranches:
+    """Sequences that branch, and that take tokens back."""
+
+    @pytest.mark.parametrize("policy", ["lru", "returns", "belady"])
+    def test_a_branch_that_does_not_fit(self, tmp_path: Path, policy: str) -> None:
+        """It is played as a request of its own, of which nobody knows before that it comes."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number in (1, 2):
+                manager.add_sequence(number, [number] * 8)
+                manager.store_context_blocks(number, 8)
+                manager.flush()
+            manager.add_tokens([1], [7])
+            manager.fork(1, 3)
+            manager.flush()
+            for number in (2, 1, 3):
+                manager.remove_sequence(number)
+                manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), program)
+        fits, tight = (play_one(log, policy, primary_blocks=blocks) for blocks in (12, 9))
+        assert (fits.requests, fits.waited, fits.unserved) == (2, 0, 0)
+        # All but its last token is cached by then.
+        assert (tight.requests, tight.waited, tight.unserved, tight.reused_tokens) == (3, 1, 0, 8)
+
+    def rewinding(self, manager: KVCacheManager) -> None:
+        """Two requests that run beside each other; the first takes back all but 5 of its 12 tokens."""
+        for number in (1, 2):
+            manager.add_sequence(number, [number] * 10)
+            manager.store_context_blocks(number, 10)
+            manager.flush()
+        manager.add_tokens([1], [7, 7], [2])
+        manager.flush()
+        manager.rewind(1, 5)
+        manager.add_tokens([1, 2], [8, 8])
+        manager.flush()
+        for number in (1, 2):
+            manager.remove_sequence(number)
+            manager.flush()
+
+    def test_a_rewind_further_than_a_narrower_window_goes(self, tmp_path: Path) -> None:
+        """The request ends and is admitted again with the tokens that are left, and goes on where it was."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=20), self.rewinding)
+        trial = Trial({"max_attention_window": (3,)})
+        heard: list[Any] = []
+        playback = Playback(trial.settings, hear=heard.append)
+        for batch in recorded(log):
+            playback.play(batch)
+        tally = playback.finish()
+        ended = [event.num_tokens for event in heard if isinstance(event, ev.SequenceRemoved)]
+        assert ended == [12, 6, 11]
+        assert (tally.requests, tally.preempted, tally.waited, tally.prompt_tokens) == (2, 1, 0, 20)
+        assert tally.recomputed_tokens == 1  # its blocks are cached still
+
+    def test_a_request_that_gives_way_has_the_tokens_that_were_left(self, tmp_path: Path) -> None:
+        """A request goes back into its prompt, is removed for want of a block, and comes again as short as it was."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number in (1, 2):
+                manager.add_sequence(number, [number] * 6)
+            manager.rewind(2, 3)
+            manager.flush()
+            for _ in range(3):
+                manager.add_tokens([1], [7])
+                manager.flush()
+            for number in (1, 2):
+                manager.remove_sequence(number)
+                manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=20), program)
+        heard: list[Any] = []
+        playback = Playback(Trial({"primary_blocks": 6}).settings, hear=heard.append)
+        for batch in recorded(log):
+            playback.play(batch)
+        tally = playback.finish()
+        assert tally.preempted == 1
+        assert [
+            (event.handle, event.num_tokens) for event in heard if isinstance(event, ev.SequenceRemoved)
+        ] == [(2, 3), (1, 9), (3, 3)]
 
 
 class TestSettings:
@@ -589,13 +696,15 @@ def test_arc_by_hand(tmp_path: Path, sizes: tuple[int, int], prompts: str, lru: 
 @given(strategies.configs(), st.integers(0, 10**9), st.sampled_from(known_policies()), st.data())
 def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: str, data: Any) -> None:
     """Under other settings and orders no request is lost, and the cache keeps its laws in every batch."""
+    branches = data.draw(st.booleans())
     sets = {
         "primary_blocks": data.draw(st.integers(2, 14)),
         "secondary_blocks": data.draw(st.integers(0, 8)),
         "tokens_per_block": data.draw(st.sampled_from([1, 2, 4])),
+        "max_attention_window": data.draw(st.sampled_from([config.max_attention_window, (3,), (2, 6)])),
     }
     with TemporaryDirectory() as parent:
-        log = log_of(Path(parent), config, lambda manager: Program(manager, seed).run(60))
+        log = log_of(Path(parent), config, lambda manager: Program(manager, seed, branches=branches).run(60))
         playback, admitted = playback_of(log, Trial(sets, policy), {}), []
         for batch in recorded(log):
             admitted += [each.num_tokens for each in batch.events if isinstance(each, ev.SequenceAdded)]
@@ -603,7 +712,9 @@ def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: st
             playback.manager.check()
         tally = playback.finish()
     assert tally.requests + tally.too_long + tally.unserved >= len(admitted)
-    assert tally.prompt_tokens + tally.unserved_tokens == sum(admitted)
+    # A branch that is not on time, or does not fit, is one more request.
+    more = tally.prompt_tokens + tally.unserved_tokens - sum(admitted)
+    assert more >= 0 if branches else more == 0
     assert 0 <= tally.reused_tokens <= tally.prompt_tokens
 
 
