@@ -27,6 +27,9 @@ REASONS = (
     "unknown",
     "not_servable",
     "computing_again",
+    "computing_cleared",
+    "computing_copy_failed",
+    "computing_restarted",
     "evicted",
     "dropped",
     "cleared",
@@ -39,6 +42,14 @@ REASONS = (
     "never_seen",
 )
 """In the order of the table."""
+COMPUTING = {
+    "evicted": "computing_again",
+    "dropped": "computing_again",
+    "cleared": "computing_cleared",
+    "copy_failed": "computing_copy_failed",
+    "restarted": "computing_restarted",
+}
+"""Of what is gone for these reasons, while a running request computes it again."""
 
 Token = int | tuple[int, int, bytes | None, int]
 """A plain one, or (token, extra id, digest of its item, offset in the item)."""
@@ -68,10 +79,32 @@ class Prompt(NamedTuple):
 class Running:
     """A sequence that was admitted and not removed since."""
 
-    def __init__(self, prompt: Prompt, tokens: list[Token], computed: int) -> None:
+    def __init__(self, request_id: RequestId, prompt: Prompt, tokens: list[Token], computed: int) -> None:
+        self.request_id = request_id
         self.prompt = prompt
         self.tokens = tokens
         self.computed = computed
+
+
+class Gone(NamedTuple):
+    """How a block went the last time that it did."""
+
+    reason: str
+    seq: int
+    """The batch."""
+    for_request: RequestId | None
+    """That needed its room."""
+
+
+class Life:
+    """A block from the event that caches it on."""
+
+    def __init__(self, begun: int) -> None:
+        self.begun = begun
+        self.ended: int | None = None
+        """Times."""
+        self.reused = 0
+        """By admissions."""
 
 
 class Window:
@@ -80,20 +113,33 @@ class Window:
     def __init__(self) -> None:
         self.places: dict[tuple[int, int], Block | None] = {}
         """By level and slot; None: a block that is not full, or of unknown tokens."""
-        self.gone: dict[Block, str] = {}
-        """Why each block went the last time that it did; it may be back since."""
+        self.gone: dict[Block, Gone] = {}
+        """Of each block that ever went; it may be back since."""
+        self.lives: dict[Block, Life] = {}
+        """Of the blocks that are cached, and after `CacheCreated` of those that may go on in the state that follows."""
+        self.over: list[Life] = []
 
     def has(self, block: Block) -> bool:
         return block in self.places.values()
 
-    def lose(self, place: tuple[int, int], reason: str) -> None:
+    def lose(self, place: tuple[int, int], gone: Gone) -> None:
         block = self.places.pop(place)
         if block is not None:
-            self.gone[block] = reason
+            self.gone[block] = gone
 
-    def lose_all(self, reason: str) -> None:
+    def lose_all(self, gone: Gone) -> None:
         for place in list(self.places):
-            self.lose(place, reason)
+            self.lose(place, gone)
+
+    def note_lives(self, now: int) -> None:
+        """End the lives of what is not cached any more, and begin those of what is cached and had none."""
+        cached = {block for block in self.places.values() if block is not None}
+        for block in self.lives.keys() - cached:
+            life = self.lives.pop(block)
+            life.ended = now
+            self.over.append(life)
+        for block in cached - self.lives.keys():
+            self.lives[block] = Life(now)
 
 
 class Waiting(NamedTuple):
@@ -113,7 +159,7 @@ class NaiveAudit:
     def __init__(self) -> None:
         self.size = 1
         """Tokens per block."""
-        self.reuse = True
+        self.reuse_on = True
         self.groups: tuple[ev.GroupCreated, ...] = ()
         self.all_windows: list[Window] = []
         """By number, those of earlier epochs too."""
@@ -124,6 +170,19 @@ class NaiveAudit:
         """In this batch: window and block."""
         self.copy_failed = False
         """In this batch."""
+        self.seq, self.now = -1, 0
+        """The batch, and its time."""
+        self.stored = 0
+        """Full blocks."""
+        self.charged: Counter[tuple[int, Gone]] = Counter()
+        """Tokens that were computed again because of evictions, by window and how their blocks went."""
+        self.knows_all = True
+        """Whether the log has all tokens."""
+
+    @property
+    def lives(self) -> list[Life]:
+        """Those that are over, and those that are not."""
+        return [life for window in self.all_windows for life in (*window.over, *window.lives.values())]
 
     @property
     def windows(self) -> list[Window]:
@@ -135,7 +194,7 @@ class NaiveAudit:
         gaps = [at for at, event in enumerate(events) if isinstance(event, ev.Gap)]
         if gaps:  # what stands before continues what is missing
             events = events[gaps[-1] :]
-        self.stores = []
+        self.seq, self.now, self.stores = batch.seq, batch.ts, []
         self.copy_failed = any(isinstance(event, ev.TransferFailed) for event in events)
         waiting = []
         for at, event in enumerate(events):
@@ -153,8 +212,19 @@ class NaiveAudit:
         found = Waiting(event, [], len(self.stores), {})
         secondary = self.taken_from_secondary(event, behind)
         for token in range(event.num_tokens):
-            found.reasons.append(self.reason(event, prompt, token, secondary, found.missing))
+            reason = self.reason(event, prompt, token, secondary, found.missing)
+            found.reasons.append(reason)
+            if reason in ("computing_again", "evicted", "dropped"):
+                self.charge(prompt, token)
         return found
+
+    def charge(self, prompt: Prompt, token: int) -> None:
+        """A token is computed again because of an eviction."""
+        block = self.block(prompt, token // self.size)
+        assert block is not None
+        at = self.first_window_without(block)
+        assert at is not None
+        self.charged[at, self.windows[at].gone[block]] += 1
 
     def admitted(self, waiting: Waiting, seq: int) -> Admission:
         """The same at the end of the batch."""
@@ -210,7 +280,7 @@ class NaiveAudit:
             if token >= event.reused - event.reused_partial:
                 return "partial"
             return "secondary" if index in secondary else "primary"
-        if not self.reuse:
+        if not self.reuse_on:
             return "reuse_off"
         if (index + 1) * self.size > event.num_tokens - 1:
             return "unaligned"
@@ -235,7 +305,8 @@ class NaiveAudit:
         """Of a block that a window has not; `same_step` is not told from `being_computed` yet."""
         window = self.windows[at]
         if block in window.gone:
-            return "computing_again" if self.is_being_computed(block) else window.gone[block]
+            reason = window.gone[block].reason
+            return COMPUTING[reason] if self.is_being_computed(block) else reason
         if any(other.has(block) for other in self.windows):
             return "out_of_window"
         if self.is_being_computed(block):
@@ -289,6 +360,8 @@ class NaiveAudit:
 
     def fold(self, event: ev.AnyEvent) -> None:
         match event:
+            case ev.EpochStarted():
+                self.knows_all &= event.tokens_recorded
             case ev.CacheCreated():
                 self.create(event)
             case ev.StateExported():
@@ -300,7 +373,9 @@ class NaiveAudit:
                     self.pages.pop(number, None)
             case ev.SequenceAdded():
                 prompt = Prompt(event.namespace, self.spelled(event.tokens))
-                self.running[event.handle] = Running(prompt, list(prompt.tokens), event.reused)
+                self.running[event.handle] = Running(
+                    event.request_id, prompt, list(prompt.tokens), event.reused
+                )
             case ev.TokensAppended():
                 self.append(event)
             case ev.ContextComputed():
@@ -315,7 +390,7 @@ class NaiveAudit:
                 running.computed = min(running.computed, event.num_tokens - 1)
             case ev.SequenceForked():
                 parent = self.running[event.handle]
-                child = Running(parent.prompt, list(parent.tokens), parent.computed)
+                child = Running(event.request_id, parent.prompt, list(parent.tokens), parent.computed)
                 self.running[event.child] = child
             case ev.SequenceRemoved():
                 del self.running[event.handle]
@@ -323,15 +398,16 @@ class NaiveAudit:
                 self.store(event)
             case ev.BlocksFilled():
                 self.fill(event)
+            case ev.BlocksReused():
+                self.reuse(event)
             case ev.BlocksMoved():
                 self.move(event)
             case ev.BlocksRemoved():
-                for slot in array("i", event.slots):
-                    reason = "dropped" if event.level == SECONDARY else "evicted"
-                    self.windows[event.group].lose((event.level, slot), reason)
+                self.remove(event)
             case ev.CacheCleared():
                 for window in self.windows:
-                    window.lose_all("copy_failed" if self.copy_failed else "cleared")
+                    window.lose_all(Gone("copy_failed" if self.copy_failed else "cleared", self.seq, None))
+                    window.note_lives(self.now)
             case ev.Checkpoint():
                 self.check_counts(event)
             case _:
@@ -339,9 +415,9 @@ class NaiveAudit:
 
     def create(self, event: ev.CacheCreated) -> None:
         for window in self.windows:
-            window.lose_all("restarted")
+            window.lose_all(Gone("restarted", self.seq, None))
         self.size, self.groups = event.tokens_per_block, event.groups
-        self.reuse = json.loads(event.config)["enable_block_reuse"]
+        self.reuse_on = json.loads(event.config)["enable_block_reuse"]
         self.all_windows += [Window() for _ in range(len(self.all_windows), len(event.groups))]
         self.running, self.pages = {}, {}
 
@@ -374,8 +450,28 @@ class NaiveAudit:
         running = self.running[handle]
         block = self.block(Prompt(running.prompt.namespace, running.tokens), index) if full else None
         self.windows[group].places[level, slot] = block
+        self.windows[group].note_lives(self.now)
         if block is not None:
             self.stores.append((group, block))
+            self.stored += 1
+
+    def reuse(self, event: ev.BlocksReused) -> None:
+        """An admission reuses blocks; with `replaced` a sequence takes them in the place of its own."""
+        window = self.windows[event.group]
+        for slot in array("i", event.slots):
+            block = window.places[event.level, slot]
+            if block is not None and not event.replaced:
+                window.lives[block].reused += 1
+
+    def remove(self, event: ev.BlocksRemoved) -> None:
+        """Blocks are gone from a level, and so altogether."""
+        window = self.windows[event.group]
+        running = None if event.handle is None else self.running.get(event.handle)
+        needed_by = None if running is None else running.request_id
+        reason = "dropped" if event.level == SECONDARY else "evicted"
+        for slot in array("i", event.slots):
+            window.lose((event.level, slot), Gone(reason, self.seq, needed_by))
+        window.note_lives(self.now)
 
     def move(self, event: ev.BlocksMoved) -> None:
         places = self.windows[event.group].places
@@ -391,10 +487,11 @@ class NaiveAudit:
         for each in event.sequences:
             tokens = self.spelled(each.tokens)
             prompt = Prompt(each.namespace, tokens[: each.num_prompt_tokens])
-            self.running[each.handle] = Running(prompt, tokens, each.computed)
+            self.running[each.handle] = Running(each.request_id, prompt, tokens, each.computed)
         for window, created, exported in zip(self.windows, self.groups, event.groups, strict=True):
-            window.lose_all("restarted")
+            window.lose_all(Gone("restarted", self.seq, None))
             window.places = dict(self.exported(exported, slides=created.kind == ev.SLIDING))
+            window.note_lives(self.now)
 
     def exported(
         self, group: GroupExported, *, slides: bool

@@ -31,7 +31,7 @@ class Admission:
     ids: Ids
     """The contents of the blocks that end before the last token; empty for a log without tokens."""
     reasons: npt.NDArray[np.int8]
-    """`Reason` per block, of the tokens in it that are neither reused in part nor the last one."""
+    """`Reason` per block, of its `tokens`."""
     windows: npt.NDArray[np.int8]
     """Per block the window (as an index) that the reason is about; -1: none in particular."""
     facts: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
@@ -55,14 +55,17 @@ class Admission:
                 spans.append((begin, end, Reason(reason), window))
         return [*spans, (last, last + 1, Reason.LAST_TOKEN, -1)]
 
-    def count(self) -> None:
-        """Fill `counts`."""
+    def tokens(self) -> npt.NDArray[np.int64]:
+        """Per block the tokens in it that the reason is about: neither reused in part nor the last one."""
         size, last = self.tokens_per_block, self.num_tokens - 1
         begins = np.arange(len(self.reasons)) * size
         tokens = np.minimum(begins + size, last) - begins
-        full = self.reused - self.partial
         if self.partial:
-            tokens[full // size] -= self.partial
-        self.counts += np.bincount(self.reasons, tokens, len(Reason)).astype(np.int64)
+            tokens[(self.reused - self.partial) // size] -= self.partial
+        return tokens
+
+    def count(self) -> None:
+        """Fill `counts`."""
+        self.counts += np.bincount(self.reasons, self.tokens(), len(Reason)).astype(np.int64)
         self.counts[Reason.PARTIAL] += self.partial
         self.counts[Reason.LAST_TOKEN] += 1

@@ -10,7 +10,6 @@ from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
-from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
@@ -79,17 +78,13 @@ class Several(Listener):
         for each in self._listeners:
             each.removed(history, window, ids, event)
 
-    def losing(self, history: History) -> None:  # noqa: D102
+    def lost(self, history: History, window: Window, ids: Ids) -> None:  # noqa: D102
         for each in self._listeners:
-            each.losing(history)
+            each.lost(history, window, ids)
 
-    def cleared(self, history: History, event: ev.CacheCleared, why: Reason) -> None:  # noqa: D102
+    def restarted(self, history: History) -> None:  # noqa: D102
         for each in self._listeners:
-            each.cleared(history, event, why)
-
-    def restarted(self, history: History, before: list[Ids]) -> None:  # noqa: D102
-        for each in self._listeners:
-            each.restarted(history, before)
+            each.restarted(history)
 
     def batch_ended(self, history: History) -> None:  # noqa: D102
         for each in self._listeners:

@@ -61,8 +61,8 @@ def _why_not(history: History, ids: Ids) -> tuple[Ids, Ids]:
         gone, pending = of["seen"][own] > 0, history.pending["count"][own] > 0
         new = np.where(pending, Reason.BEING_COMPUTED, Reason.NEVER_SEEN)
         new = np.where(cached[:, at].any(axis=0), Reason.OUT_OF_WINDOW, new)
-        lost = np.where(pending, Reason.COMPUTING_AGAIN, of["why"][own])
-        reasons[at] = np.where(gone, lost, new)
+        why = of["why"][own]
+        reasons[at] = np.where(gone, np.where(pending, _COMPUTING[why], why), new)
     if history.contents.has_several_namespaces:
         for block in np.flatnonzero(reasons == Reason.NEVER_SEEN).tolist():
             levels = history.windows[windows[block]].of["level"]
@@ -108,4 +108,15 @@ def _computing(history: History, content: int, block: int) -> int:
     return -1
 
 
-_PENDING = (Reason.COMPUTING_AGAIN, Reason.BEING_COMPUTED)
+_COMPUTING = np.full(len(Reason), Reason.COMPUTING_AGAIN)
+_COMPUTING[Reason.CLEARED] = Reason.COMPUTING_CLEARED
+_COMPUTING[Reason.COPY_FAILED] = Reason.COMPUTING_COPY_FAILED
+_COMPUTING[Reason.RESTARTED] = Reason.COMPUTING_RESTARTED
+"""By why a block is gone: its reason while a running request computes it again."""
+_PENDING = (
+    Reason.COMPUTING_AGAIN,
+    Reason.COMPUTING_CLEARED,
+    Reason.COMPUTING_COPY_FAILED,
+    Reason.COMPUTING_RESTARTED,
+    Reason.BEING_COMPUTED,
+)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from events import types as ev
 from events.types import EventBatch, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Ids
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
@@ -51,6 +50,14 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Where blocks begin that were cached at another moment than those before them."""
+
+    first_block: int
+    moment: Moment
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Consecutive tokens of a prompt of which the same is to be said."""
 
@@ -65,7 +72,8 @@ class Part:
     slots: tuple[int, ...] = ()
     """Of its blocks, where they are reused."""
     stored_by: RequestId | None = None
-    stored: Moment | None = None
+    stored: tuple[Stored, ...] = ()
+    """When its blocks were cached, in their order; empty where that is not known."""
     gone: Moment | None = None
     gone_for: RequestId | None = None
     """The request that needed the room."""
@@ -135,7 +143,7 @@ class Explanations(Listener):
         if self._wanted(admission.request_id):
             self._admitted.add(admission.number)
 
-    def restarted(self, history: History, before: list[Ids]) -> None:
+    def restarted(self, history: History) -> None:
         """Note who runs without an admission in the log."""
         for sequence in history.running.values():
             unknown = sequence.number not in self._admitted and sequence.number not in self._open
@@ -203,8 +211,15 @@ def _parts(history: History, admission: Admission) -> list[Part]:
     for first, stop, reason, group in admission.spans():
         part = _part(history, admission, first, stop, reason, group)
         if joined and _said(joined[-1]) == _said(part):
-            slots = joined[-1].slots + part.slots
-            joined[-1] = replace(joined[-1], stop=part.stop, last_block=part.last_block, slots=slots)
+            before = joined[-1]
+            again = before.stored and part.stored and before.stored[-1].moment == part.stored[0].moment
+            joined[-1] = replace(
+                before,
+                stop=part.stop,
+                last_block=part.last_block,
+                slots=before.slots + part.slots,
+                stored=before.stored if again else before.stored + part.stored,
+            )
         else:
             joined.append(part)
     return joined
@@ -232,7 +247,7 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
         window,
         slots=(facts["slot"],) if reason.is_reuse and facts["slot"] >= 0 else (),
         stored_by=_request(history, facts["stored_by"]) if known else None,
-        stored=Moment(facts["stored_batch"], facts["stored_at"]) if known else None,
+        stored=(Stored(block, Moment(facts["stored_batch"], facts["stored_at"])),) if known else (),
         gone=Moment(facts["gone_batch"], facts["gone_at"]) if lost else None,
         gone_for=_request(history, facts["gone_by"]) if lost else None,
         computed_by=_request(history, facts["computed_by"]),

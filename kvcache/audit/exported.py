@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from events.packed import TOKEN_BYTES, names_of_keys
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.structs import BLOCK_COLUMNS, RUN_COLUMNS
 from events.types import GroupExported, Namespace
 from kvcache.audit.columns import Ids
 from kvcache.audit.contents import ContentIds
 
-Cached = tuple[Ids, npt.NDArray[np.int32], int, int]
-"""Contents, their slots, their level and priority."""
+Cached = tuple[Ids, npt.NDArray[np.int32], int, int, bytes]
+"""Contents, their slots, their level and priority, their names (none: the log has none)."""
 _HOLE = -1
 
 
@@ -33,6 +33,8 @@ def cached_in(
         namespaces.append(namespaces[parent] if parent >= 0 else exported.namespaces[-1 - parent])
         full = count - (last_tokens < tokens_per_block)
         own = slots[block : block + full]
+        keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
+        names = names_of_keys(keys, key_bytes) if keys else b""
         if with_tokens:
             ids = array("q")
             symbols = exported.symbols[token * TOKEN_BYTES : (token + full * tokens_per_block) * TOKEN_BYTES]
@@ -40,18 +42,20 @@ def cached_in(
             chain = known.extend(ids, chain, namespaces[-1], symbols, tokens_per_block * TOKEN_BYTES, above)
             ends.append((chain, ids[-1] if ids else above))
         else:
-            keys = exported.keys[block * key_bytes : (block + full) * key_bytes]
-            ids = known.named(names_of_keys(keys, key_bytes))
+            ids = known.named(names)
         contents = np.array(ids, np.intp)
         if len(of_blocks):
-            yield from _one_by_one(contents, own, of_blocks[block : block + full].tolist())
+            yield from _one_by_one(contents, own, of_blocks[block : block + full].tolist(), names)
         elif full:
-            yield contents, own, level, priority
+            yield contents, own, level, priority, names
         token += (count - 1) * tokens_per_block + last_tokens
         block += count
 
 
-def _one_by_one(ids: Ids, slots: npt.NDArray[np.int32], columns: list[list[int]]) -> Iterator[Cached]:
+def _one_by_one(
+    ids: Ids, slots: npt.NDArray[np.int32], columns: list[list[int]], names: bytes
+) -> Iterator[Cached]:
     for at, (level, priority, *_) in enumerate(columns):
         if slots[at] != _HOLE:
-            yield ids[at : at + 1], slots[at : at + 1], level, priority
+            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            yield ids[at : at + 1], slots[at : at + 1], level, priority, name

@@ -28,6 +28,7 @@ from kvcache.errors import Unsupported
 
 _Names = npt.NDArray[np.uint64]
 _Times = npt.NDArray[np.int64]
+_Tokens = npt.NDArray[np.int64]
 _FOREVER = np.iinfo(np.int64).max
 
 
@@ -42,8 +43,8 @@ class WorkerAudit:
     """By which blocks are named, and of how many tokens they are."""
     lives: tuple[_Names, _Times, _Times]
     """Of cached full blocks: names, from when, until when."""
-    misses: tuple[_Names, _Times]
-    """Full blocks of prompts that were computed: names, when they were asked for."""
+    misses: tuple[_Names, _Times, _Tokens]
+    """Full blocks of prompts that were computed: names, when they were asked for, how many tokens of each."""
     computed: Computed | None = None
     """The different ones of these, with what they continue."""
     end: LogEnd | None = None
@@ -75,36 +76,28 @@ class _Presence(Listener):
     """Lives and misses of the first window, as content numbers and times."""
 
     def __init__(self) -> None:
-        self._begun = Columns(at=(np.int64, 0))
         self.lives: list[tuple[Ids, _Times, int]] = []
-        self.misses: list[tuple[Ids, int]] = []
+        self.misses: list[tuple[Ids, int, _Tokens]] = []
 
     def looked_up(self, history: History, admission: Admission) -> None:
         blocks = len(admission.ids)
-        missed = admission.reasons[:blocks] > Reason.LAST_TOKEN
-        self.misses.append((admission.ids[missed], history.now))
-
-    def stored(self, history: History, window: Window, ids: Ids) -> None:
-        if window is history.windows[0]:
-            self._begun.reach(len(history.contents))
-            self._begun["at"][ids] = history.now
-
-    def _end(self, ids: Ids, now: int) -> None:
-        if len(ids):
-            self.lives.append((ids, self._begun["at"][ids], now))
+        missed = np.flatnonzero(admission.reasons[:blocks] > Reason.LAST_TOKEN)
+        self.misses.append((admission.ids[missed], history.now, admission.tokens()[missed]))
 
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        if window is history.windows[0]:
-            self._end(ids, history.now)
+        self._end(history, window, ids, history.now)
 
-    def losing(self, history: History) -> None:
-        self.finish(history, history.now)
+    def lost(self, history: History, window: Window, ids: Ids) -> None:
+        self._end(history, window, ids, history.now)
 
-    def finish(self, history: History, end: int) -> None:
-        """What is cached now is there up to this time."""
-        if history.windows:
-            self._begun.reach(len(history.contents))
-            self._end(np.flatnonzero(history.windows[0].of["level"] >= 0), end)
+    def _end(self, history: History, window: Window, ids: Ids, now: int) -> None:
+        if len(ids) and window.of is history.windows[0].of:
+            self.lives.append((ids, window.of["stored_at"][ids], now))
+
+    def finish(self, history: History) -> None:
+        """What is cached at the end of the log is there for ever."""
+        for window in history.windows[:1]:
+            self._end(history, window, np.flatnonzero(window.of["level"] >= 0), _FOREVER)
 
 
 def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
@@ -123,11 +116,12 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         raise Unsupported(
             f"comparing {path} with other logs", "record tokens and names of blocks (block_hash)"
         )
-    presence.finish(history, _FOREVER)
+    presence.finish(history)
     history.names.reach(len(history.contents))
     names = history.names["name"]
-    missed = _joined([ids for ids, _ in presence.misses])
-    at = np.repeat([now for _, now in presence.misses], [len(ids) for ids, _ in presence.misses])
+    missed = _joined([ids for ids, _, _ in presence.misses])
+    at = np.repeat([now for _, now, _ in presence.misses], [len(ids) for ids, _, _ in presence.misses])
+    tokens = _joined([tokens for _, _, tokens in presence.misses])
     known = names[missed] != 0
     return WorkerAudit(
         path.name,
@@ -135,7 +129,7 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         history.tokens_per_block,
         algorithm,
         _lives(presence, names),
-        (names[missed][known], at[known].astype(np.int64)),
+        (names[missed][known], at[known].astype(np.int64), tokens[known]),
         computed(missed, names, history.contents),
         reader.end,
     )
@@ -186,8 +180,7 @@ def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
         what = f"comparing blocks that are named differently ({'; '.join(kinds)})"
         raise Unsupported(what, "audit the logs one by one")
     elsewhere = [
-        int(_covered(worker, [other for other in workers if other is not worker]).sum())
-        * worker.tokens_per_block
+        int(worker.misses[2][_covered(worker, [other for other in workers if other is not worker])].sum())
         for worker in workers
     ]
     asked = np.concatenate([np.empty(0, np.uint64), *(np.unique(worker.misses[0]) for worker in workers)])
@@ -201,7 +194,7 @@ def together(workers: Iterable[WorkerAudit], top: int = 10) -> Fleet:
 
 def _covered(worker: WorkerAudit, others: list[WorkerAudit]) -> npt.NDArray[np.bool_]:
     """Of each miss whether one of the others had the block cached then."""
-    asked, at = worker.misses
+    asked, at, _ = worker.misses
     names = np.concatenate([np.empty(0, np.uint64), *(other.lives[0] for other in others)])
     begins = np.concatenate([np.empty(0, np.int64), *(other.lives[1] for other in others)])
     ends = np.concatenate([np.empty(0, np.int64), *(other.lives[2] for other in others)])

@@ -23,7 +23,7 @@ from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.self_attention import SelfAttention
-from kvcache.audit.window import Window
+from kvcache.audit.window import NOWHERE, Window
 from kvcache.replay import known_events
 
 
@@ -42,6 +42,8 @@ class HistoryFold(History):
         """Of this batch, by handle: what they claim follows."""
         self._failed = False
         """Whether a copy has failed in this batch."""
+        self._losing: list[tuple[Window, Ids]] = []
+        """What was cached when everything went, as long as a state may bring it back."""
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.EpochStarted: self._on_epoch,
             ev.CacheCreated: self._on_created,
@@ -100,7 +102,6 @@ class HistoryFold(History):
 
     def _on_exported(self, event: ev.StateExported) -> None:
         """What is not in it is gone: batches were lost before it, or the cache began with it."""
-        before = [np.flatnonzero(window.of["level"] >= 0) for window in self.windows]
         running = {each.handle: self.running.get(each.handle) for each in event.sequences}
         self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
@@ -108,7 +109,7 @@ class HistoryFold(History):
         self._tokens.forget_row()
         self.pending["count"].fill(0)
         for window, exported in zip(self.windows, event.groups, strict=True):
-            for ids, slots, level, priority in cached_in(
+            for ids, slots, level, priority, names in cached_in(
                 exported,
                 self.contents,
                 self.tokens_per_block,
@@ -116,9 +117,11 @@ class HistoryFold(History):
                 with_tokens=self.tokens_recorded,
             ):
                 window.restore(ids, slots, level, priority, self.batch, self.now)
+                self._name(ids, names)
         for each in event.sequences:
             self._go_on(each, running[each.handle])
-        self.listener.restarted(self, before)
+        self._tell_lost()
+        self.listener.restarted(self)
 
     def _go_on(self, exported: ev.SequenceExported, known: Running | None) -> None:
         symbols = _symbols(exported.tokens, exported.num_tokens)
@@ -142,11 +145,16 @@ class HistoryFold(History):
         self.contents.learn(event.pages)
 
     def _lose_all(self, why: Reason) -> None:
-        self.listener.losing(self)
         for window in self.windows:
-            window.remove_all(why, self.batch, self.now)
+            self._losing.append((window, window.remove_all(why, self.batch, self.now)))
         for sequence in self.running.values():
             sequence.held = [np.empty(0, np.intp) for _ in self.windows]
+
+    def _tell_lost(self) -> None:
+        """Everything cached is gone, but for what an exported state has brought back."""
+        for window, ids in self._losing:
+            self.listener.lost(self, window, ids[window.of["level"][ids] == NOWHERE])
+        self._losing.clear()
 
     def _on_failed(self, event: ev.TransferFailed) -> None:
         self._failed = True
@@ -155,9 +163,8 @@ class HistoryFold(History):
             self._set_computed(sequence, 0)
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
-        why = Reason.COPY_FAILED if self._failed else Reason.CLEARED
-        self._lose_all(why)
-        self.listener.cleared(self, event, why)
+        self._lose_all(Reason.COPY_FAILED if self._failed else Reason.CLEARED)
+        self._tell_lost()
 
     # -- requests
 
@@ -229,7 +236,7 @@ class HistoryFold(History):
         self._tokens.forget_row()
         self._set_computed(child, child.computed, added=True)
         for window, held in zip(self.windows, child.held, strict=True):
-            window.reuse(held[held >= 0], self.now)
+            window.hold(held[held >= 0])
         self.listener.forked(self, child)
 
     def _on_rewound(self, event: ev.SequenceRewound) -> None:
@@ -311,15 +318,18 @@ class HistoryFold(History):
             names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
             ids = np.array(self.contents.named(bytes(names)), np.intp)
         self.reach()
-        if self.names is not None and self.key_bytes:
-            names = sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES]
-            self.names.reach(len(self.contents))
-            self.names["name"][ids] = np.frombuffer(names, np.uint64)
+        self._name(ids, sequence.names[first * NAME_BYTES : (first + len(slots)) * NAME_BYTES])
         window = self.windows[group]
         window.store(ids, slots, PRIMARY, priority, sequence.number, self.batch, self.now)
         sequence.take(group, first, ids)
         window.hold(ids)
         self.listener.stored(self, window, ids)
+
+    def _name(self, ids: Ids, names: bytes | bytearray) -> None:
+        """Note the names of contents, where the log has any and somebody asks for them."""
+        if self.names is not None and names:
+            self.names.reach(len(self.contents))
+            self.names["name"][ids] = np.frombuffer(names, np.uint64)
 
     def _on_updated(self, event: ev.BlocksUpdated) -> None:
         window = self.windows[event.group]

@@ -6,7 +6,6 @@ from events import types as ev
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
 from kvcache.audit.history import History
-from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
@@ -44,14 +43,13 @@ class Listener:
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Full blocks are gone."""
 
-    def losing(self, history: History) -> None:
-        """Everything cached is about to go, or to be exported anew."""
+    def lost(self, history: History, window: Window, ids: Ids) -> None:
+        """Full blocks are gone otherwise: cleared, or not in the state that was exported anew. The window may be that
+        of the cache before.
+        """
 
-    def cleared(self, history: History, event: ev.CacheCleared, why: Reason) -> None:
-        """Everything cached is gone."""
-
-    def restarted(self, history: History, before: list[Ids]) -> None:
-        """The state was exported anew; `before` were cached, per window."""
+    def restarted(self, history: History) -> None:
+        """The state was exported anew, and what is not in it has been told as lost."""
 
     def batch_ended(self, history: History) -> None:
         """After the last event of a batch."""

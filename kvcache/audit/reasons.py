@@ -24,20 +24,24 @@ class Reason(IntEnum):
     NOT_SERVABLE = 7
     """Cached, but a window misses what is needed before."""
     COMPUTING_AGAIN = 8
-    """Cached once, gone, and just being computed by a running request."""
-    EVICTED = 9
-    DROPPED = 10
+    """Evicted, and just being computed by a running request."""
+    COMPUTING_CLEARED = 9
+    """Cleared, and just being computed again; those that follow likewise."""
+    COMPUTING_COPY_FAILED = 10
+    COMPUTING_RESTARTED = 11
+    EVICTED = 12
+    DROPPED = 13
     """Evicted from secondary."""
-    CLEARED = 11
-    COPY_FAILED = 12
-    RESTARTED = 13
-    OUT_OF_WINDOW = 14
+    CLEARED = 14
+    COPY_FAILED = 15
+    RESTARTED = 16
+    OUT_OF_WINDOW = 17
     """Left behind by a sliding window before it was cached."""
-    SAME_STEP = 15
+    SAME_STEP = 18
     """Being computed by another request, and stored in this very step, but later."""
-    BEING_COMPUTED = 16
-    OTHER_NAMESPACE = 17
-    NEVER_SEEN = 18
+    BEING_COMPUTED = 19
+    OTHER_NAMESPACE = 20
+    NEVER_SEEN = 21
 
     @property
     def label(self) -> str:
@@ -55,6 +59,17 @@ class Reason(IntEnum):
         return Reason.COMPUTING_AGAIN <= self <= Reason.RESTARTED
 
 
+EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
+"""Of tokens that are computed again since their blocks made room for others."""
+LOSSES = (
+    Reason.COMPUTING_CLEARED,
+    Reason.COMPUTING_COPY_FAILED,
+    Reason.COMPUTING_RESTARTED,
+    Reason.CLEARED,
+    Reason.COPY_FAILED,
+    Reason.RESTARTED,
+)
+"""Of tokens that are computed again since their blocks were cleared, or lost."""
 IN_WORDS = {
     Reason.PRIMARY: "reused from primary",
     Reason.SECONDARY: "reused from secondary",
@@ -65,6 +80,9 @@ IN_WORDS = {
     Reason.UNKNOWN: "the log records no tokens",
     Reason.NOT_SERVABLE: "cached, but not what a window needs before it",
     Reason.COMPUTING_AGAIN: "evicted, and being computed again just then",
+    Reason.COMPUTING_CLEARED: "cleared, and being computed again just then",
+    Reason.COMPUTING_COPY_FAILED: "lost with a failed copy, and being computed again just then",
+    Reason.COMPUTING_RESTARTED: "lost with a restart or lost batches, and being computed again just then",
     Reason.EVICTED: "evicted from primary",
     Reason.DROPPED: "evicted from secondary",
     Reason.CLEARED: "the cache had been cleared",

@@ -10,7 +10,6 @@ from events import types as ev
 from events.types import Namespace, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.collecting import Collector
-from kvcache.audit.columns import Ids
 from kvcache.audit.history import History
 from kvcache.audit.reasons import Reason
 from kvcache.audit.rows import RequestRow
@@ -65,7 +64,7 @@ class Requests(Collector[RequestRow]):
         outcome = "ended" if event.why == ev.EndReason.FINISHED else str(event.why)
         self._over.append((sequence, _End(outcome, output, history.batch, history.now)))
 
-    def restarted(self, history: History, before: list[Ids]) -> None:
+    def restarted(self, history: History) -> None:
         """What the exported state has not is lost."""
         known = {sequence.number: sequence for sequence in history.running.values()}
         for number in sorted(self._running.keys() - known.keys()):

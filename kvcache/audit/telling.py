@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from events.types import Namespace
-from kvcache.audit.explanation import Explanation, Exported, Moment, Part, Refusal, Stay
+from kvcache.audit.explanation import Explanation, Exported, Moment, Part, Refusal, Stay, Stored
 from kvcache.audit.phrases import count, duration, printable, share
 from kvcache.audit.reasons import IN_WORDS
 
@@ -101,6 +101,15 @@ def _moment(moment: Moment, when: When) -> str:
     return f"batch {moment.batch:,} ({when(moment.at)})"
 
 
+def _moments(stored: tuple[Stored, ...], when: When) -> str:
+    """One, or the first and the last of several."""
+    moments = sorted({each.moment for each in stored}, key=lambda moment: moment.batch)
+    first, last = moments[0], moments[-1]
+    if first == last:
+        return _moment(first, when)
+    return f"batches {first.batch:,} to {last.batch:,} ({when(first.at)} to {when(last.at)})"
+
+
 def _details(part: Part, now: Moment, when: When) -> str:
     said = []
     if part.gone is not None:
@@ -109,8 +118,8 @@ def _details(part: Part, now: Moment, when: When) -> str:
             said.append(f"to make room for request {printable(str(part.gone_for))}")
     if part.computed_by is not None:
         said.append(f"by request {printable(str(part.computed_by))}")
-    if part.stored is not None and part.stored_by is not None:
-        stored = f"stored by request {printable(str(part.stored_by))} in {_moment(part.stored, when)}"
+    if part.stored and part.stored_by is not None:
+        stored = f"stored by request {printable(str(part.stored_by))} in {_moments(part.stored, when)}"
         said.append(f"{_slots(part.slots)}, {stored}" if part.slots else stored)
     return ", ".join(said)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,10 @@ from kvcache.audit.histogram import Ages
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.prefixes import Prefix, hot_prefixes
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.timeline import Timeline
 from kvcache.audit.window import Window
 
-_EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
 MOST_USES = 4
 """Blocks that were reused so often or more are counted together."""
 
@@ -114,25 +112,23 @@ class Totals(Listener):
 
     def looked_up(self, history: History, admission: Admission) -> None:
         """Charge evictions with what is computed again."""
-        lost = np.flatnonzero(np.isin(admission.reasons, _EVICTIONS))
+        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
         if not len(lost) or not self.counting:
             return
-        size = history.tokens_per_block
+        tokens_of = admission.tokens()
         for group, window in enumerate(history.windows):
             blocks = lost[admission.windows[lost] == group]
-            # The first of them may be copied in part.
-            ids, of = admission.ids[blocks], window.of
+            ids, tokens, of = admission.ids[blocks], tokens_of[blocks], window.of
             self.audit.lost_ages.add(history.now - of["gone_at"][ids])
             for why, lives in zip((Reason.EVICTED, Reason.DROPPED), self.audit.levels, strict=True):
-                lives.recomputed += int((of["why"][ids] == why).sum()) * size
-            for priority, count in zip(*np.unique(of["priority"][ids], return_counts=True), strict=True):
-                self.audit.lost_by_priority[int(priority)] += int(count) * size
-            # Consecutive blocks mostly went together.
-            rows = zip(
-                *(of[name][ids].tolist() for name in ("gone_batch", "gone_at", "gone_by")), strict=True
-            )
-            for row, same in groupby(rows):
-                self._lost[group, *row] += sum(1 for _ in same) * size
+                lives.recomputed += int(tokens[of["why"][ids] == why].sum())
+            for priority in np.unique(of["priority"][ids]):
+                self.audit.lost_by_priority[int(priority)] += int(
+                    tokens[of["priority"][ids] == priority].sum()
+                )
+            columns = (of[name][ids].tolist() for name in ("gone_batch", "gone_at", "gone_by"))
+            for *row, count in zip(*columns, tokens.tolist(), strict=True):
+                self._lost[group, *row] += count
 
     def admitted(self, history: History, admission: Admission) -> None:
         """Count a prompt."""
@@ -183,12 +179,17 @@ class Totals(Listener):
             self._evicted(history, window, ids[ids >= 0], PRIMARY)
 
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Note how blocks that are gone had lived."""
+        """Note evictions."""
         if not self.counting:
             return
         self._evicted(history, window, ids, event.level)
-        self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
-        self._count_uses(window, ids)
+        self.lost(history, window, ids)
+
+    def lost(self, history: History, window: Window, ids: Ids) -> None:
+        """Note how blocks that are gone had lived."""
+        if self.counting:
+            self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
+            self._count_uses(window, ids)
 
     def _evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
         self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])

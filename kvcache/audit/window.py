@@ -67,11 +67,15 @@ class Window:
     def restore(
         self, ids: Ids, slots: npt.NDArray[np.int32], level: int, priority: int, batch: int, now: int
     ) -> None:
-        """Contents are cached, as an exported state says; what was known of them before stays known."""
+        """Contents are cached, as an exported state of this batch says: those that were until then live on, of others
+        nothing is known from before.
+        """
         of = self.of
         of.reach(int(ids.max(initial=-1)) + 1)
-        new = of["seen"][ids] == 0
-        of["stored_batch"][ids[new]], of["stored_at"][ids[new]], of["used_at"][ids[new]] = batch, now, now
+        lost_now = (of["gone_batch"][ids] == batch) & (of["why"][ids] == Reason.RESTARTED)
+        new = ids[~lost_now]
+        of["stored_by"][new], of["stored_batch"][new], of["uses"][new] = -1, batch, 0
+        of["stored_at"][new] = of["used_at"][new] = now
         self.slots[level][slots] = ids
         of["level"][ids], of["seen"][ids], of["priority"][ids], of["holders"][ids] = level, 1, priority, 0
 
@@ -90,12 +94,13 @@ class Window:
         self._lose(ids, Reason.EVICTED if level == PRIMARY else Reason.DROPPED, by, batch, now)
         return ids
 
-    def remove_all(self, why: Reason, batch: int, now: int) -> None:
-        """Nothing is cached any more."""
+    def remove_all(self, why: Reason, batch: int, now: int) -> Ids:
+        """Nothing is cached any more; returns what was."""
         ids = np.flatnonzero(self.of["level"] != NOWHERE)
         self._lose(ids, why, NOWHERE, batch, now)
         for slots in self.slots:
             slots.fill(NOWHERE)
+        return ids
 
     def _lose(self, ids: Ids, why: Reason, by: int, batch: int, now: int) -> None:
         of = self.of

@@ -12,7 +12,7 @@ from events.structs import LEVEL_NAMES
 from events.types import EventBatch
 from kvcache.audit.histogram import Ages
 from kvcache.audit.prefixes import Prefix
-from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.telling import namespace_in_words
 from kvcache.audit.totals import MOST_USES, Audit, audit_batches
 from kvcache.audit.verdict import verdict_on
@@ -202,6 +202,9 @@ def _show_evictions(audit: Audit, when: Times, out: Output) -> None:
             f"{count(lost, 'token')}, because {'it was' if lost == 1 else 'they were'} evicted",
         )
     )
+    if cleared := int(audit.reasons[list(LOSSES)].sum()):
+        were = "it was" if cleared == 1 else "they were"
+        facts.append(("", f"{count(cleared, 'token')}, because {were} cleared or lost"))
     if len(audit.lost_by_priority) > 1:
         by = ", ".join(
             f"{tokens:,} at {priority}" for priority, tokens in sorted(audit.lost_by_priority.items())

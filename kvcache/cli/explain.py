@@ -127,7 +127,7 @@ def _part_json(part: Part) -> dict[str, Any]:
         "reason": part.reason.label,
         "window": part.window,
         "slots": list(part.slots),
-        "stored": _moment_json(part.stored),
+        "stored": [{"first_block": each.first_block, **_moment_json(each.moment)} for each in part.stored],
         "gone": _moment_json(part.gone),
         **request,
     }

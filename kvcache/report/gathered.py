@@ -25,7 +25,7 @@ from kvcache.report.payers import Bill, Payers
 MOST_LANES = 20_000
 """Requests that have a lane: those that computed most."""
 MOST_EXPLAINED = 500
-"""Of these, so many are explained part by part; as many that computed most again after evictions as well."""
+"""Of these, so many are explained part by part; as many that computed most again as well."""
 MOST_EVICTIONS = 50
 MOST_PREFIXES = 150
 Progress = Callable[[int], None]
@@ -100,7 +100,7 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
 
 def _chosen(lanes: list[Lane]) -> set[RequestId]:
     """Whom to explain, of lanes in order of what they computed."""
-    again = nlargest(MOST_EXPLAINED, lanes[:MOST_LANES], key=lambda lane: lane.by_kind[2])
+    again = nlargest(MOST_EXPLAINED, lanes[:MOST_LANES], key=lambda lane: lane.computed_again)
     return {lane.request_id for lane in [*lanes[:MOST_EXPLAINED], *again]}
 
 

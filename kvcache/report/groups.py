@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 
 BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, YELLOW = (
     "#0072b2",
@@ -33,12 +33,12 @@ GROUPS = (
     Group(
         "computed again: evicted",
         VERMILION,
-        (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED),
+        EVICTIONS,
     ),
     Group(
         "computed again: cleared or lost",
         PURPLE,
-        (Reason.CLEARED, Reason.COPY_FAILED, Reason.RESTARTED),
+        LOSSES,
     ),
     Group("being computed by another", ORANGE, (Reason.SAME_STEP, Reason.BEING_COMPUTED)),
     Group(

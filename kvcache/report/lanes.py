@@ -13,10 +13,8 @@ from events.types import RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import EVICTIONS, LOSSES, Reason
 from kvcache.audit.running import Running
-
-_EVICTIONS = [Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED]
 
 
 class Phase(IntEnum):
@@ -47,12 +45,20 @@ class Lane:
             self.marks.append((phase, now))
 
     @property
-    def by_kind(self) -> tuple[int, int, int, int]:
-        """Tokens that were reused from primary, from secondary, computed again after evictions, and computed else."""
+    def by_kind(self) -> tuple[int, int, int, int, int]:
+        """Tokens that were reused from primary, from secondary, computed again since they had been evicted, since they
+        had been cleared or lost, and computed else.
+        """
         secondary = int(self.tokens[Reason.SECONDARY])
         primary = int(self.tokens[Reason.PRIMARY] + self.tokens[Reason.PARTIAL])
-        again = int(self.tokens[_EVICTIONS].sum())
-        return primary, secondary, again, int(self.tokens.sum()) - primary - secondary - again
+        evicted, lost = (int(self.tokens[list(reasons)].sum()) for reasons in (EVICTIONS, LOSSES))
+        others = int(self.tokens.sum()) - primary - secondary - evicted - lost
+        return primary, secondary, evicted, lost, others
+
+    @property
+    def computed_again(self) -> int:
+        """Prompt tokens that had been cached before."""
+        return sum(self.by_kind[2:4])
 
     @property
     def computed(self) -> int:
@@ -97,7 +103,7 @@ class Lanes(Listener):
         if lane is not None:
             lane.enter(Phase.AWAY, history.now)
 
-    def restarted(self, history: History, before: object) -> None:
+    def restarted(self, history: History) -> None:
         """What does not go on is over."""
         alive = {sequence.number for sequence in history.running.values()}
         for number in self._running.keys() - alive:

@@ -109,7 +109,7 @@
   const explanations = read("explanations");
   const [WAITING, PREFILL, , AWAY] = [0, 1, 2, 3];
   const PHASES = ["waiting", "prefill", "decode", "away"];
-  const KINDS = ["primary", "secondary", "again", "computed"];
+  const KINDS = ["primary", "secondary", "again", "lost", "computed"];
   const sum = (numbers) => numbers.reduce((total, each) => total + each, 0);
 
   function spans(lane) {
@@ -126,10 +126,11 @@
   const begin = (lane) => lanes.marks[lane][1];
   const during = (lane, phase) => sum(spans(lane).filter(([each]) => each === phase).map(([, start, stop]) => stop - start));
   const length = (lane) => sum(spans(lane).map(([, start, stop]) => stop - start));
-  const computed = (lane) => lanes.tokens[lane][2] + lanes.tokens[lane][3];
+  const computed = (lane) => sum(lanes.tokens[lane].slice(2));
+  const again = (lane) => sum(lanes.tokens[lane].slice(2, 4));
   const ORDERS = {
     "most computed": (lane) => -computed(lane),
-    "most computed again": (lane) => -lanes.tokens[lane][2],
+    "most computed again": (lane) => -again(lane),
     "longest waiting": (lane) => -during(lane, WAITING),
     "longest prefill": (lane) => -during(lane, PREFILL),
     "longest in all": (lane) => -length(lane),
@@ -182,8 +183,8 @@
       time.append(part(PHASES[phase], (start - zero) / longest, (stop - start) / longest));
     }
     const reused = total ? ((100 * (tokens[0] + tokens[1])) / total).toFixed(1) : "0.0";
-    const again = tokens[2] ? `, ${number(tokens[2])} computed again` : "";
-    const what = `${number(total)} tokens, ${reused} % reused${again}; at ${seconds(begin(lane))}, ${seconds(length(lane))} long`;
+    const recomputed = again(lane) ? `, ${number(again(lane))} computed again` : "";
+    const what = `${number(total)} tokens, ${reused} % reused${recomputed}; at ${seconds(begin(lane))}, ${seconds(length(lane))} long`;
     const panel = make("div", { class: "explanation", id: `explanation-${lane}`, hidden: "" });
     const button = make(
       "button",

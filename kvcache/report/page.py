@@ -24,6 +24,7 @@ _COLORS = {
     "primary": BLUE,
     "secondary": SKY,
     "again": VERMILION,
+    "lost": PURPLE,
     "computed": GREY,
     "waiting": ORANGE,
     "prefill": GREEN,

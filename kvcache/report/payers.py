@@ -12,10 +12,8 @@ from events.types import PRIMARY, SECONDARY, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
-from kvcache.audit.reasons import Reason
+from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.totals import Eviction
-
-_EVICTIONS = (Reason.COMPUTING_AGAIN, Reason.EVICTED, Reason.DROPPED)
 
 
 @dataclass(slots=True)
@@ -42,14 +40,18 @@ class Payers(Listener):
 
     def looked_up(self, history: History, admission: Admission) -> None:
         """See which of the evictions it pays for."""
-        lost = np.flatnonzero(np.isin(admission.reasons, _EVICTIONS))
+        lost = np.flatnonzero(np.isin(admission.reasons, EVICTIONS))
+        if not len(lost):
+            return
+        tokens_of = admission.tokens()
         for group, window in enumerate(history.windows):
-            ids = admission.ids[lost[admission.windows[lost] == group]]
-            ids = ids[np.isin(window.of["gone_batch"][ids], self._batches)]
+            blocks = lost[admission.windows[lost] == group]
+            blocks = blocks[np.isin(window.of["gone_batch"][admission.ids[blocks]], self._batches)]
+            ids = admission.ids[blocks]
             columns = (window.of[name][ids].tolist() for name in ("gone_batch", "gone_by", "why"))
-            for batch, by, why in zip(*columns, strict=True):
+            for batch, by, why, tokens in zip(*columns, tokens_of[blocks].tolist(), strict=True):
                 key = (window.created.window, batch, history.requests[by] if by >= 0 else None)
                 bill = self._by_key.get(key)
                 if bill is not None:
-                    bill.payers[admission.request_id] += history.tokens_per_block
+                    bill.payers[admission.request_id] += tokens
                     bill.level = SECONDARY if why == Reason.DROPPED else PRIMARY

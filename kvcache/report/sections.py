@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from events.structs import LEVEL_NAMES
 from kvcache.audit.phrases import count, describe_end, duration, is_whole, printable, share, since
-from kvcache.audit.reasons import IN_WORDS, Reason
+from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
 from kvcache.audit.totals import Audit, LevelLives
 from kvcache.audit.verdict import verdict_on
 from kvcache.report import charts
@@ -84,6 +84,9 @@ def headlines(found: Gathered) -> list[tuple[str, str, str]]:
     if partial:
         rows.append(("from parts of blocks", _part(partial, prompt), f"{partial:,} tokens, copied"))
     rows.append(("computed again", _part(lost, prompt), f"{lost:,} tokens, because they were evicted"))
+    if cleared := int(reasons[list(LOSSES)].sum()):
+        said = f"{cleared:,} tokens, because they were cleared or lost"
+        rows.append(("computed again", _part(cleared, prompt), said))
     if audit.offloaded:
         came = f"{audit.onboarded:,} of {audit.offloaded:,} offloaded blocks"
         rows.append(("came back from secondary", _part(audit.onboarded, audit.offloaded), came))
@@ -312,6 +315,7 @@ _KINDS = (
     ("primary", "reused from primary"),
     ("secondary", "reused from secondary"),
     ("again", "computed again: evicted"),
+    ("lost", "computed again: cleared or lost"),
     ("computed", "computed"),
 )
 

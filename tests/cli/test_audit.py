@@ -19,10 +19,12 @@ from kvcache.audit import telling
 from kvcache.audit.epochs import EpochClock
 from kvcache.audit.fleet import audit_worker
 from kvcache.audit.histogram import Ages
+from kvcache.audit.reasons import EVICTIONS, Reason
 from kvcache.audit.timeline import PARTS, Timeline
 from kvcache.audit.totals import audit_batches
 from kvcache.audit.verdict import verdict_on
 from kvcache.errors import OutOfBlocks
+from kvcache.report.gathered import gather
 from tests.cli.conftest import Kvcache
 
 SECOND = 10**9
@@ -347,3 +349,112 @@ class TestEpochs:
         clock.begin(1000, 12)
         assert clock.of(1000) == 1000
         assert clock.set_back == [9]
+
+
+class TestLost:
+    """What went otherwise than for want of room."""
+
+    @pytest.fixture
+    def lost(self, tmp_path: Path) -> Path:
+        """A is served twice, and cleared; served, and lost with a restart; then asked for twice at a time. 9 blocks."""
+        config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=9)
+        for resume in (False, True):
+            writer = LogWriter(tmp_path / "log", resume=resume)
+            with KVCacheManager(config, log=writer) as manager:
+                if resume:
+                    for name in ("left", "right"):
+                        manager.add_sequence(name, A)
+                    continue
+                for name in ("first", "second", "after"):
+                    manager.add_sequence(name, A)
+                    manager.store_context_blocks(name, 13)
+                    manager.remove_sequence(name)
+                    if name == "second":
+                        manager.clear()
+        return tmp_path / "log"
+
+    def test_nothing_is_put_down_to_evictions(self, kvcache: Kvcache, lost: Path) -> None:
+        """There were none: neither the totals nor an explanation say so."""
+        found = json.loads(kvcache("audit", lost, "--json").out)
+        again = {"cleared": 12, "restarted": 12, "computing_restarted": 12}
+        assert {name: tokens for name, tokens in found["reasons"].items() if tokens} == again | {
+            "primary": 12,
+            "never_seen": 12,
+            "last_token": 5,
+        }
+        assert (found["evictions"]["recomputed_tokens"], found["evictions"]["worst"]) == (0, [])
+        out = kvcache("audit", lost).out
+        assert "0 tokens, because they were evicted" in out
+        assert "36 tokens, because they were cleared or lost" in out
+        assert "evicted" not in kvcache("explain", lost, "--request", "right").out
+
+    def test_lives_end_with_the_cache(self, lost: Path) -> None:
+        """Three blocks were reused once before they were cleared, three never before they were lost."""
+        audit = audit_batches((batch, True) for batch in LogReader(lost))
+        assert (audit.stored, audit.never_reused, audit.uses.tolist()) == (6, 3, [3, 3, 0, 0, 0])
+        assert audit.lifetimes.total == 6
+
+    def test_the_report_has_them_apart(self, lost: Path) -> None:
+        """In lanes, and so in the choice of whom to explain, they are beside evictions, not among them."""
+        lanes = {lane.request_id: lane for lane in gather(lost).lanes}
+        assert lanes["right"].by_kind == (0, 0, 0, 12, 1)
+        assert lanes["right"].computed_again == 12
+
+
+def test_of_a_block_that_was_copied_in_part_the_rest_is_charged(tmp_path: Path) -> None:
+    """The end of A is evicted; of its third block two tokens are copied from one that begins like it."""
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=5)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        for name, prompt in (("first", A), ("holder", B), ("like", [*A[:10], 7, 7, 7]), ("again", A)):
+            manager.add_sequence(name, prompt)
+            manager.store_context_blocks(name, 13)
+            manager.remove_sequence(name)
+            manager.flush()
+    bills = gather(tmp_path / "log").bills
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    evicted = sum(int(audit.reasons[reason]) for reason in EVICTIONS)
+    assert audit.reasons[Reason.PARTIAL] > 0
+    assert sum(each.tokens for each in audit.worst) == evicted == audit.levels[0].recomputed
+    assert sum(audit.lost_by_priority.values()) == evicted == sum(bill.payers.total() for bill in bills)
+
+
+def test_what_branches_held_is_idle_when_they_have_ended(tmp_path: Path) -> None:
+    """A branch holds the blocks of its parent, and is no use of them: the request that comes then is the first."""
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=9)
+    with KVCacheManager(config, log=tmp_path / "log") as manager:
+        manager.add_sequence("first", A)
+        manager.store_context_blocks("first", 13)
+        manager.fork("first", "branch")
+        for name in ("first", "branch"):
+            manager.remove_sequence(name)
+        manager.flush()
+        manager.add_sequence("again", A)
+        manager.flush()
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    assert audit.levels[0].hit_ages.total == 3
+    assert [prefix.times for prefix in audit.prefixes] == [1]
+
+
+def test_joined_parts_know_when_each_block_was_stored(tmp_path: Path, kvcache: Kvcache) -> None:
+    """A prompt of two blocks, then one that decoding fills in batch 5: one part, in batches 1 to 5."""
+    config = KVCacheConfig(max_sequence_length=32, tokens_per_block=4, primary_blocks=9)
+    clock = itertools.count(1_790_000_000 * SECOND, SECOND)
+    with KVCacheManager(config, log=tmp_path / "log", wall_ns=lambda: next(clock)) as manager:
+        manager.add_sequence("chat", range(8))
+        manager.store_context_blocks("chat", 8)
+        manager.flush()
+        for token in range(8, 14):
+            manager.add_tokens(["chat"], [token])
+            manager.flush()
+        manager.remove_sequence("chat")
+        manager.flush()
+        manager.add_sequence("turn", range(13))
+    done = kvcache("explain", tmp_path / "log", "--request", "turn", "--time", "utc")
+    [row] = [line for line in done.out.splitlines() if "stored by request chat" in line]
+    found = json.loads(kvcache("explain", tmp_path / "log", "--request", "turn", "--json").out)
+    part = found["requests"][0]["stays"][0]["parts"][0]
+    assert (part["first_block"], part["last_block"], part["stored_by"]) == (0, 2, "chat")
+    first, last = part["stored"]
+    assert (first["first_block"], last["first_block"]) == (0, 2)
+    assert first["seq"] < last["seq"]
+    assert f"in batches {first['seq']} to {last['seq']} (" in row

@@ -487,7 +487,9 @@ class TestPage:
         """Of prompts that come again one after the other, in a cache that is too small for them."""
         from kvcache.cli import main
 
-        config = KVCacheConfig(max_sequence_length=32, tokens_per_block=4, primary_blocks=12)
+        config = KVCacheConfig(
+            max_sequence_length=32, tokens_per_block=4, primary_blocks=12, enable_partial_reuse=False
+        )
         draw = random.Random(5)
         with KVCacheManager(config, log=tmp_path / "chats.log") as manager:
             for number in range(60):

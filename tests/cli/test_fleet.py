@@ -23,6 +23,7 @@ from kvcache.audit.fleet import LeftOut, WorkerAudit, audit_worker, together
 from kvcache.audit.spread import Computed, spread
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
+from kvcache.replay import replay
 from tests.cli.conftest import Kvcache
 
 SECOND = 10**9
@@ -72,6 +73,30 @@ def test_what_another_worker_had(fleet: Path) -> None:
     assert found.elsewhere == [0, 12]
     assert found.computed_on == {1: 6, 2: 3}
     assert int(found.reasons.sum()) == 5 * 13
+
+
+def test_of_a_block_that_was_copied_in_part_the_rest_counts(tmp_path: Path) -> None:
+    """West has two blocks of A, and the first half of the third: it computes the other half, which east has."""
+    worker(tmp_path / "east", [(0, "a", A)])
+    worker(
+        tmp_path / "west",
+        [(1, "other", [*A[:10], 7, 7, 7]), (2, "a", A)],
+        enable_partial_reuse=True,
+        primary_blocks=8,
+    )
+    found = together(audit_worker(tmp_path / name) for name in ("east", "west"))
+    assert found.elsewhere == [0, 8 + 2]
+
+
+def test_what_a_log_begins_with_was_not_there_before(tmp_path: Path) -> None:
+    """East goes on with A in a log of its own that begins at second 5: for what west computes at 4 nobody had it."""
+    worker(tmp_path / "before", [(0, "a", A)])
+    state, now = replay(tmp_path / "before").state, 1_790_000_005 * SECOND
+    (tmp_path / "fleet").mkdir()
+    KVCacheManager.resume(state, log=tmp_path / "fleet" / "east", wall_ns=lambda: now).close()
+    worker(tmp_path / "fleet" / "west", [(4, "a", A), (6, "b", B), (7, "again", A)])
+    found = together(audit_worker(tmp_path / "fleet" / name) for name in ("east", "west"))
+    assert found.elsewhere == [0, 12]
 
 
 def test_prefixes_that_several_computed(fleet: Path, kvcache: Kvcache) -> None:
@@ -238,17 +263,17 @@ def test_a_worker_that_has_just_begun_holds_nobody_up(fleet: Path) -> None:
     assert found.elsewhere == [0, 0, 12]
 
 
-def made(name: str, lives: list[tuple[int, int, int]], misses: list[tuple[int, int]]) -> WorkerAudit:
-    """A worker with these lives (name, begin, end) and misses (name, time)."""
+def made(name: str, lives: list[tuple[int, int, int]], misses: list[tuple[int, int, int]]) -> WorkerAudit:
+    """A worker with these lives (name, begin, end) and misses (name, time, tokens)."""
     columns = np.array(lives, np.int64).reshape(-1, 3)
-    asked = np.array(misses, np.int64).reshape(-1, 2)
+    asked = np.array(misses, np.int64).reshape(-1, 3)
     return WorkerAudit(
         name,
         Audit(),
         1,
         "same",
         (columns[:, 0].astype(np.uint64), columns[:, 1], columns[:, 2]),
-        (asked[:, 0].astype(np.uint64), asked[:, 1]),
+        (asked[:, 0].astype(np.uint64), asked[:, 1], asked[:, 2]),
     )
 
 
@@ -256,16 +281,19 @@ times = st.integers(0, 12)
 some_lives = st.lists(
     st.tuples(st.integers(1, 3), times, times).map(lambda it: (it[0], *sorted(it[1:]))), max_size=8
 )
-some_misses = st.lists(st.tuples(st.integers(1, 4), times), max_size=6)
+some_misses = st.lists(st.tuples(st.integers(1, 4), times, st.integers(1, 3)), max_size=6)
 
 
 @given(st.lists(st.tuples(some_lives, some_misses), min_size=1, max_size=3))
 def test_every_life_is_looked_at(
-    workers: list[tuple[list[tuple[int, int, int]], list[tuple[int, int]]]],
+    workers: list[tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]],
 ) -> None:
     """A miss counts if any life of any other worker covers it: begun by then, and not over."""
     found = together(made(str(number), *each) for number, each in enumerate(workers))
     for number, (_, misses) in enumerate(workers):
         others = [life for other, (lives, _) in enumerate(workers) if other != number for life in lives]
-        covered = sum(any(name == own and b <= at < e for own, b, e in others) for name, at in misses)
+        covered = sum(
+            tokens * any(name == own and begin <= at < end for own, begin, end in others)
+            for name, at, tokens in misses
+        )
         assert found.elsewhere[number] == covered

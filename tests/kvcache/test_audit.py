@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from events.log import LogReader
-from events.types import AdmissionRefused, SequenceAdded, SequenceRemoved, StateExported
+from events.types import AdmissionRefused, Gap, SequenceAdded, SequenceRemoved, StateExported
 from kvcache.audit import open_log
 from kvcache.audit.admission import Admission
 from kvcache.audit.explanation import explain_request
 from kvcache.audit.fold import HistoryFold
+from kvcache.audit.histogram import Ages
 from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.reasons import IN_WORDS, Reason
 from kvcache.audit.telling import tell
-from kvcache.audit.totals import audit_batches
+from kvcache.audit.totals import MOST_USES, audit_batches
 from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
+from kvcache.manager import KVCacheManager
 from kvcache.report.groups import GROUPS
-from tests.naive_audit import naive_audit
+from tests import strategies
+from tests.naive_audit import NaiveAudit, naive_audit
 from tests.places import ROOT
-from tests.random_logs import random_log
+from tests.random_logs import LossyLog, random_log
 
 
 class Admissions(Listener):
@@ -57,6 +61,7 @@ def compare(log: Path) -> None:
     totals = audit_batches((batch, True) for batch in LogReader(log))
     assert totals.prompt_tokens == sum(len(each.reasons) for each in oracle) == int(totals.reasons.sum())
     assert (totals.reasons == np.sum([each.counts for each in admissions.all], axis=0)).all()
+    compare_totals(log)
     for expected in oracle[:: max(len(oracle) // 5, 1)]:
         explained = explain_request(LogReader(log), str(expected.request_id))
         stays = [stay for each in explained for stay in each.stays]
@@ -64,6 +69,38 @@ def compare(log: Path) -> None:
             [part.reason.label for part in stay.parts for _ in range(part.first, part.stop)] for stay in stays
         ]
         assert expected.reasons in parts
+
+
+def compare_totals(log: Path) -> None:
+    """What evictions are charged with, and how blocks lived, agree with the oracle: whatever ended their lives."""
+    oracle = NaiveAudit()
+    for batch in LogReader(log):
+        oracle.batch(batch)
+    if not oracle.knows_all:
+        return
+    totals = audit_batches(((batch, True) for batch in LogReader(log)), top=1 << 20)
+    charged = Counter[tuple[int, int, object]]()
+    for (at, gone), tokens in oracle.charged.items():
+        charged[oracle.groups[at].window, gone.seq, gone.for_request] += tokens
+    assert {(each.window, each.batch, each.for_request): each.tokens for each in totals.worst} == charged
+    for reason, level in zip(("evicted", "dropped"), totals.levels, strict=True):
+        own = sum(tokens for (_, gone), tokens in oracle.charged.items() if gone.reason == reason)
+        assert level.recomputed == own
+    assert totals.lost_by_priority.total() == charged.total()
+    over = [life for life in oracle.lives if life.ended is not None]
+    uses = Counter(min(life.reused, MOST_USES) for life in over)
+    assert totals.uses.tolist() == [uses[times] for times in range(MOST_USES + 1)]
+    assert totals.never_reused == sum(life.reused == 0 for life in oracle.lives)
+    assert totals.stored == oracle.stored
+    lifetimes = Ages()
+    lifetimes.add(np.array([(life.ended or 0) - life.begun for life in over], np.int64))
+    assert (totals.lifetimes.total, list(totals.lifetimes.rows())) == (
+        lifetimes.total,
+        list(lifetimes.rows()),
+    )
+    assert totals.lifetimes.quantile(0.5) == lifetimes.quantile(0.5)
+    rows = list(open_log(log).block_lives())
+    assert sorted(row.reused for row in rows) == sorted(life.reused for life in oracle.lives)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -105,6 +142,41 @@ def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
             assert words.facts[1][1].startswith(f"in batch {seq:,} (")
     with pytest.raises(UsageError, match="was admitted or refused in the log, or ran in it"):
         explain_request(LogReader(log), "nobody")
+
+
+def test_an_earlier_life_is_not_that_of_what_was_stored_in_a_gap(tmp_path: Path) -> None:
+    """Stored, evicted, and stored again in batches that were lost: nobody knows by whom, and it was not used before."""
+    writer, prompt = LossyLog(tmp_path, fsync="never"), [1, 2, 3, 4, 5]
+    with KVCacheManager(strategies.config(), log=writer) as manager:
+
+        def serve(name: str, tokens: list[int], *, store: bool = True) -> None:
+            manager.add_sequence(name, tokens)
+            manager.store_context_blocks(name, len(tokens) if store else 0)
+            manager.remove_sequence(name, store=store)
+            manager.flush()
+
+        serve("early", prompt)
+        serve("again", prompt)
+        serve("crowd", [9] * 16, store=False)
+        writer.losing = True
+        serve("unseen", prompt)
+        writer.losing = False
+        manager.flush()
+        serve("late", prompt)
+    [state] = [
+        batch.seq for batch in LogReader(tmp_path) if any(isinstance(event, Gap) for event in batch.events)
+    ]
+    [found] = explain_request(LogReader(tmp_path), "late")
+    part = found.stays[0].parts[0]
+    assert (part.reason, part.stop, part.stored_by) == (Reason.PRIMARY, 4, None)
+    assert [each.moment.batch for each in part.stored] == [state]
+    lives = [life for life in open_log(tmp_path).block_lives() if life.num_tokens == 2][:4]
+    assert [(life.stored_by, life.stored_seq == state, life.reused) for life in lives] == [
+        ("early", False, 1),
+        ("early", False, 1),
+        (None, True, 1),
+        (None, True, 1),
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3, 24, 3))

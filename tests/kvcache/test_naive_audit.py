@@ -286,7 +286,24 @@ def test_after_a_failed_copy_running_requests_compute_again(tmp_path: Path) -> N
     log.failing.on = False
     assert [name for name, _ in log.manager.poll().cut] == ["a"]
     log.add("b", [1, 2, 3, 4, 5])
-    assert log.last() == "4 computing_again, 1 last_token"
+    assert log.last() == "4 computing_copy_failed, 1 last_token"
+
+
+@pytest.mark.parametrize(("restart", "reason"), [(False, "cleared"), (True, "restarted")])
+def test_what_was_cleared_or_lost_and_is_computed_again(tmp_path: Path, restart: bool, reason: str) -> None:
+    """Nothing was evicted; the first request computes it again, and the second one finds it at work."""
+    log = Logged(tmp_path)
+    log.serve("a", [1, 2, 3, 4, 5])
+    if restart:
+        log.again()
+    else:
+        log.manager.clear()
+    log.add("b", [1, 2, 3, 4, 5])
+    log.add("c", [1, 2, 3, 4, 6])
+    assert [told(each) for each in log.audit()[-2:]] == [
+        f"4 {reason}, 1 last_token",
+        f"4 computing_{reason}, 1 last_token",
+    ]
 
 
 def test_evicted(tmp_path: Path) -> None:
