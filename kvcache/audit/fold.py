@@ -135,9 +135,10 @@ class HistoryFold(History):
         for group, (window, slots, stored) in enumerate(
             zip(self.windows, exported.slots, exported.stored, strict=True)
         ):
-            table = np.frombuffer(slots, np.int32)[:stored]
-            ids = np.where(table >= 0, window.slots[PRIMARY][table], -1).astype(np.intp)
+            table = np.frombuffer(slots, np.int32)
             sequence.left[group] = int((table == _DETACHED).sum())
+            table = table[:stored]
+            ids = np.where(table >= 0, window.slots[PRIMARY][table], -1).astype(np.intp)
             sequence.take(group, 0, ids)
             window.hold(ids[ids >= 0])
 

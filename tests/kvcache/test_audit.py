@@ -12,6 +12,7 @@ from events.log import LogReader
 from events.types import AdmissionRefused, Gap, SequenceAdded, SequenceRemoved, StateExported
 from kvcache.audit import open_log
 from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Columns
 from kvcache.audit.explanation import explain_request
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.histogram import Ages
@@ -22,7 +23,9 @@ from kvcache.audit.telling import tell
 from kvcache.audit.totals import MOST_USES, audit_batches
 from kvcache.diff import compare_reuse
 from kvcache.errors import UsageError
+from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
+from kvcache.replay import Replayed
 from kvcache.report.groups import GROUPS
 from tests import strategies
 from tests.naive_audit import NaiveAudit, naive_audit
@@ -107,6 +110,24 @@ def compare_totals(log: Path) -> None:
 def test_the_audit_agrees_with_the_oracle(seed: int, tmp_path: Path) -> None:
     """Several windows, namespaces, items, offload, lost batches, restarts, logs without tokens."""
     compare(random_log(seed, tmp_path, branches=seed % 2 == 1))
+
+
+@pytest.mark.parametrize("seed", [3, 10, 25])
+def test_holders_are_those_of_the_cache(seed: int, tmp_path: Path) -> None:
+    """After each batch as many sequences hold each block as by the cache's own state: idle is what none holds."""
+    fold, replayed = HistoryFold(), Replayed(CacheState())
+    fold.names = Columns(name=(np.uint64, 0))
+    for batch in LogReader(random_log(seed, tmp_path, branches=seed % 2 == 1)):
+        fold.fold(batch)
+        replayed.fold(batch, verify=False)
+        fold.names.reach(len(fold.contents))
+        for index, window in enumerate(fold.windows):
+            ids = np.flatnonzero(window.of["level"] >= 0)
+            columns = (column[ids].tolist() for column in (fold.names["name"], window.of["holders"]))
+            held = {name.to_bytes(8, "little"): holders for name, holders in zip(*columns, strict=True)}
+            cached = strategies.cached_blocks(replayed.state, index)
+            full = {name: block for name, block in cached.items() if block[3] == fold.tokens_per_block}
+            assert held == {name: references for name, (_, references, *_) in full.items()}
 
 
 def test_a_request_whose_admission_was_lost(tmp_path: Path) -> None:
