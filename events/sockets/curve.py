@@ -116,12 +116,28 @@ def read_public(path: Path) -> bytes:
 
 
 def read_directory(directory: Path) -> frozenset[bytes]:
-    """All public keys ``*.key`` in a directory; raises KeyFileError, also where there is none."""
-    _check_mode(directory, _PUBLIC_FORBIDS)
-    keys = frozenset(read_public(path) for path in sorted(directory.glob("*.key")))
+    """All public keys ``*.key`` in a directory; raises KeyFileError for any that is wrong, and if there is none."""
+    keys, wrong = sort_directory(directory)
+    if wrong:
+        raise wrong[0]
     if not keys:
         raise KeyFileError(directory, "it has no keys of clients (NAME.key), so that nobody could connect")
     return keys
+
+
+def sort_directory(directory: Path) -> tuple[frozenset[bytes], list[KeyFileError]]:
+    """The public keys ``*.key`` in a directory, and what is wrong with the other files of such a name.
+
+    Raises KeyFileError if the directory cannot be trusted.
+    """
+    _check_mode(directory, _PUBLIC_FORBIDS)
+    keys, wrong = set(), []
+    for path in sorted(directory.glob("*.key")):
+        try:
+            keys.add(read_public(path))
+        except KeyFileError as error:
+            wrong.append(error)
+    return frozenset(keys), wrong
 
 
 def _load(path: Path, forbidden: int) -> tuple[bytes, bytes | None]:

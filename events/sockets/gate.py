@@ -2,7 +2,8 @@
 
 ZeroMQ asks about every client of an encrypted server (its ZAP protocol), within a context; `zmq.auth` answers on a
 thread of its own, and asks here. Without an answer nobody gets in. The directory is looked at again when somebody
-comes, at most once a second: a key that is put there is let in, one that is taken away is not when it comes next.
+comes, at most once a second: a key that is put there is let in, one that is taken away is not when it comes next. A
+file that is no key lets nobody in, and keeps nobody else out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from events.diagnostics import get_logger
-from events.sockets.curve import DOMAIN, KeyFileError, read_directory
+from events.sockets.curve import DOMAIN, KeyFileError, read_directory, sort_directory
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -35,6 +36,8 @@ class Gate:
         self._looked_at = time.monotonic()
         self._handler: ThreadAuthenticator | None = None
         self._told: set[bytes] = set()
+        self._wrong: list[str] = []
+        """What was wrong with the directory's files when it was looked at last."""
         self.refused = 0
         """Clients that came with a key which is not in the directory."""
 
@@ -72,9 +75,13 @@ class Gate:
             _log.warning("key_refused", key=key.decode(errors="replace"), directory=str(self._clients))
 
     def _look_again(self) -> None:
+        # Whoever cannot be read may have been taken off the list.
         try:
-            self._keys = read_directory(self._clients)
+            self._keys, errors = sort_directory(self._clients)
         except KeyFileError as error:
-            # Whoever cannot be read may have been taken off the list.
-            self._keys = frozenset()
-            _log.error("allow_list_unreadable", reason=str(error))
+            self._keys, errors = frozenset(), [error]
+        wrong = [str(error) for error in errors]
+        for reason in wrong:
+            if reason not in self._wrong:
+                _log.error("allow_list_unreadable", reason=reason)
+        self._wrong = wrong

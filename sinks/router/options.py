@@ -9,7 +9,6 @@ import msgspec
 from events.formats.native import Encoding
 from sinks.router.forms import Style, WireFormat
 from sinks.router.peers import MAX_CONNECTIONS
-from sinks.router.replay_server import REQUESTS_PER_SECOND
 
 INT32 = 2**31 - 1
 """More than any socket, and any rank, can be given."""
@@ -47,4 +46,3 @@ class ZMQOptions(msgspec.Struct, frozen=True):
     insecure: bool = False
     keepalive: str = "60s"
     max_peers: Annotated[int, msgspec.Meta(le=INT32)] = MAX_CONNECTIONS
-    replay_rate: Annotated[int, msgspec.Meta(le=INT32)] = REQUESTS_PER_SECOND

@@ -157,14 +157,6 @@ def connection_of(message: zmq.Frame) -> int | None:
         return None
 
 
-def key_of(message: zmq.Frame) -> str | None:
-    """The public key of who sent it; None where nothing is encrypted."""
-    try:
-        return str(message.get("User-Id")) or None
-    except zmq.ZMQError:
-        return None
-
-
 def traffic(connection: int) -> tuple[int, int]:
     """Bytes that the peer has taken, and that it has sent; zeros where the system does not tell."""
     if _TCP_INFO is None:

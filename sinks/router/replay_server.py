@@ -10,11 +10,11 @@ sent since follows. So an answer is as long as the state is large, however old t
 number from the one they asked for get the state under the first of these numbers, and empty batches up to its own
 (`contiguous`).
 
-One answer at a time is for one reader, and the last request that it has made meanwhile waits for its end. A few
-answers are given at once, the others wait in line: no answer is better than an empty one, which says that nothing was
-missed. For the same reason who asks more often than `per_second` waits, too. Nothing is sent where the socket would
-wait, and a reader that takes nothing for `stall_seconds` is cut off. So what waits to be sent is bounded, whatever is
-asked.
+A few answers are sent at once, by turns; the other readers wait in line, since an empty answer would say that nothing
+was missed. Each has one place there, which it loses when it leaves. Who asks again during an answer goes to the end of
+the line, and of several such requests the last one counts. So each waits for at most one answer to every other
+connection, however often those ask. Nothing is sent where the socket would block, and a reader that takes nothing for
+`stall_seconds` is cut off, so what waits to be sent is bounded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -31,8 +31,7 @@ import zmq
 from events.diagnostics import get_logger
 from events.formats.vllm import END_OF_REPLAY, encode_seq
 from events.sockets.refusals import SEEN_BY_SERVER
-from sinks.router.pace import Pace
-from sinks.router.peers import MAX_CONNECTIONS, Complaints, Peers, connection_of, key_of
+from sinks.router.peers import MAX_CONNECTIONS, Complaints, Peers, connection_of
 from sinks.router.replay_ring import ReplayRing
 from sinks.router.snapshot import Encode, Join, Snapshot
 
@@ -41,8 +40,6 @@ TURN_MESSAGES = 64
 READ_AT_ONCE = 1000
 """Requests read before anybody is answered."""
 ANSWERS_AT_ONCE = 8
-MAX_WAITING = 10_000
-"""Readers in line; a request that is too many is ignored."""
 SHARED_BYTES = 4096
 """Larger payloads are not copied for each reader."""
 MAX_PADDED = 10_000_000
@@ -50,8 +47,6 @@ MAX_PADDED = 10_000_000
 STOP_POLL_MS = 20
 BUSY_POLL_MS = 5
 STALL_SECONDS = 5.0
-REQUESTS_PER_SECOND = 20
-"""Answers that one peer may have, and as many at once; a router needs one when it has missed something."""
 
 _MORE, _LAST = int(zmq.NOBLOCK) | int(zmq.SNDMORE), int(zmq.NOBLOCK)
 """As plain numbers: combining flags of the enumeration takes longer than sending."""
@@ -68,8 +63,6 @@ class Request:
 
     start: int
     connection: int | None
-    peer: int | str | None
-    """Whose requests are counted together: those of a key, else those of a connection."""
 
 
 @dataclass(slots=True)
@@ -106,12 +99,10 @@ class ReplayServer:
         stall_seconds: float = STALL_SECONDS,
         keyed: bool = False,
         most_peers: int = MAX_CONNECTIONS,
-        per_second: float = REQUESTS_PER_SECOND,
     ) -> None:
         self._socket = socket
         self._socket.copy_threshold = SHARED_BYTES
         self._peers = Peers(socket, Complaints(), most=most_peers, refusals=SEEN_BY_SERVER if keyed else 0)
-        self._pace = Pace(per_second)
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
@@ -121,7 +112,7 @@ class ReplayServer:
         first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
         self._answers: deque[Answer] = deque()
         self._line: dict[bytes, Request] = {}
-        """Readers whose turn has not come, or who asked again."""
+        """Readers that wait, first the one that has waited longest. All of them were connected when last looked."""
         self.snapshot: Snapshot | None = None
         """The state, ready, and what was sent since; None: there is none."""
         self.wants_snapshot = False
@@ -133,7 +124,7 @@ class ReplayServer:
         self.compacted = 0
         """Answers that were made from the whole state."""
         self.dropped = 0
-        """Answers given up because the reader took nothing or was gone, and requests that were too many."""
+        """Answers given up, or not begun, because the reader took nothing or had left."""
 
     @property
     def refused(self) -> int:
@@ -155,48 +146,57 @@ class ReplayServer:
         timeout = STOP_POLL_MS
         try:
             while not self._stopping.is_set():
-                if self._socket.poll(timeout):
-                    self._receive()
-                self._peers.refresh()
+                asked = self._receive() if self._socket.poll(timeout) else ()
+                self._forget_who_left()
                 self._peers.police()
+                self._line_up(asked)
                 self._begin_answers()
                 timeout = self._take_turns()
         finally:
             self._peers.close()
             self._socket.close()
 
-    def _receive(self) -> None:
-        """Take the requests that are there. What is no request gets no answer."""
+    def _receive(self) -> list[tuple[bytes, Request]]:
+        """Take the requests that are there, and who sent them. What is no request gets no answer."""
+        asked: list[tuple[bytes, Request]] = []
         for _ in range(READ_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                break
             if len(frames) == 3 and not len(frames[1]):
-                start, connection = int.from_bytes(frames[2].bytes, "big"), connection_of(frames[2])
-                self._note(frames[0].bytes, Request(start, connection, key_of(frames[2]) or connection))
-                self._begin_answers()
+                start = int.from_bytes(frames[2].bytes, "big")
+                asked.append((frames[0].bytes, Request(start, connection_of(frames[2]))))
+        return asked
 
-    def _note(self, reader: bytes, request: Request) -> None:
-        if reader in self._line or len(self._line) < MAX_WAITING:
-            self._line[reader] = request
-        else:
-            self.dropped += 1
+    def _forget_who_left(self) -> None:
+        left = set(self._peers.refresh())
+        if left:
+            waiting = len(self._line)
+            self._line = {
+                reader: request for reader, request in self._line.items() if request.connection not in left
+            }
+            self.dropped += waiting - len(self._line)
+
+    def _line_up(self, asked: Iterable[tuple[bytes, Request]]) -> None:
+        """Put who is still connected into the line; who stands there already keeps its place."""
+        for reader, request in asked:
+            if request.connection in self._peers.connected:
+                self._line[reader] = request
+                self._begin_answers()
+            else:
+                self.dropped += 1
 
     def _begin_answers(self) -> None:
-        """Answer who is first in line; who is being answered waits for the end of that, who asks too often, too."""
-        if not self._line:
+        """Begin with who is first in line; who is being answered stays there until that ends."""
+        if not self._line or len(self._answers) >= ANSWERS_AT_ONCE:
             return
-        busy, now = {answer.reader for answer in self._answers}, time.monotonic()
-        while len(self._answers) < ANSWERS_AT_ONCE:
-            waiting = ((reader, request.peer) for reader, request in self._line.items() if reader not in busy)
-            reader = next((reader for reader, peer in waiting if self._pace.allows(peer, now)), None)
-            if reader is None:
-                return
+        busy = {answer.reader for answer in self._answers}
+        ready = [reader for reader in self._line if reader not in busy]
+        for reader in ready[: ANSWERS_AT_ONCE - len(self._answers)]:
             request = self._line.pop(reader)
             messages = self._messages(request.start)
             self._answers.append(Answer(reader, request.connection, messages, time.monotonic()))
-            busy.add(reader)
 
     def _messages(self, start: int) -> Iterator[Numbered | None]:
         """From `start` up to the last batch that was sent when this began: what is sent later comes live."""

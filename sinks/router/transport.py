@@ -26,7 +26,7 @@ from sinks.router.peers import HANDSHAKE_SECONDS, MAX_CONNECTIONS, endpoint_of, 
 from sinks.router.places import Place, pod_at
 from sinks.router.publisher import Publisher
 from sinks.router.replay_ring import ReplayRing
-from sinks.router.replay_server import REQUESTS_PER_SECOND, STALL_SECONDS, ReplayServer
+from sinks.router.replay_server import STALL_SECONDS, ReplayServer
 from sinks.router.snapshot import Snapshot
 
 MAX_INBOUND_BYTES = 512
@@ -83,8 +83,6 @@ class ZMQSettings:
     keepalive_seconds: float = KEEPALIVE_SECONDS
     max_peers: int = MAX_CONNECTIONS
     """Connections of each socket."""
-    replay_rate: float = REQUESTS_PER_SECOND
-    """Answers a second that one peer may have; 0: any number."""
 
     @property
     def is_near(self) -> bool:
@@ -242,7 +240,6 @@ class ZMQTransport:
                 stall_seconds=settings.stall_seconds,
                 keyed=settings.curve is not None,
                 most_peers=settings.max_peers,
-                per_second=settings.replay_rate,
             )
             self.replay.start()
 

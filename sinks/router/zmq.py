@@ -26,7 +26,7 @@ Options:
 - ``curve_key``, ``curve_clients``, ``curve_server``: files with keys (`sinks.router.keys`).
 - ``insecure``: ``true`` lets prompts leave this machine unencrypted.
 - ``keepalive``: silence after which TCP looks whether a peer is still there, as in ``60s``; ``0``: never.
-- ``max_peers``, ``replay_rate``: connections of each port; answers that one peer may have a second (0: any number).
+- ``max_peers``: connections of each port.
 - ``salts``: how a prompt's cache salt is told: ``digest``, its SHA-256 in hex, or ``plain``, as the request gave it,
   which is what NVIDIA Dynamo looks for. A salt is a secret that keeps tenants apart: who knows one can find out, by how
   long requests take, what was asked under it. So ``plain`` is for ports that routers alone can reach. A salt that no
@@ -121,12 +121,11 @@ def _settings(url: SinkURL, options: ZMQOptions, context: SinkContext) -> ZMQSet
         curve=curve_of(url, options, place, replay),
         keepalive_seconds=_quantity(url, options, "keepalive"),
         max_peers=options.max_peers,
-        replay_rate=options.replay_rate,
     )
 
 
 def _check_numbers(url: SinkURL, options: ZMQOptions) -> None:
-    for name, low in (("rank", 0), ("hwm", 1), ("first", 0), ("max_peers", 1), ("replay_rate", 0)):
+    for name, low in (("rank", 0), ("hwm", 1), ("first", 0), ("max_peers", 1)):
         value = getattr(options, name)
         if value is not None and value < low:
             raise SinkURLError(str(url), f"bad option: {name} must be at least {low}")
@@ -157,7 +156,7 @@ def _refuse_idle(url: SinkURL, options: ZMQOptions) -> None:
             raise SinkURLError(str(url), reason)
     if options.format == "native" and "max_batch" in url.options:
         raise SinkURLError(str(url), "max_batch= is about other formats: with format=native no batch is cut")
-    for name in ("ring", "pad", "replay_rate"):
+    for name in ("ring", "pad"):
         if name in url.options and options.replay is None:
             raise SinkURLError(str(url), f"{name}= is about answers on the port replay=, which is not given")
 

@@ -147,11 +147,32 @@ class TestAccess:
     def test_a_list_that_cannot_be_read_lets_nobody_in(self, keys: Keys) -> None:
         """Whoever cannot be read may have been taken off it."""
         with encrypted(keys) as worker, capture_logs() as logs:
-            (keys.clients / "friend.key").write_text("damaged")
+            keys.clients.chmod(0o777)
             time.sleep(2 * gate.LOOK_SECONDS)
             with reading(worker, keys.calls("friend", "feed")) as subscriber:
                 wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
         assert "allow_list_unreadable" in {log["event"] for log in logs}
+
+    def test_files_that_are_no_keys_keep_out_nobody_else(self, keys: Keys) -> None:
+        """Each is named once, however often somebody comes; whose file is damaged is not let in, the others are."""
+        with encrypted(keys) as worker:
+            worker.put(worker.source.store(1, 3))
+            worker.settle()
+            handler = worker.transport._gate
+            assert handler is not None
+            keys.allow("stranger")
+            (keys.clients / "a.key").write_text("damaged")
+            (keys.clients / "b.key").symlink_to("nowhere")
+            (keys.clients / "stranger.key").write_text('public-key = "cut off')
+            with capture_logs() as logs:
+                for _ in range(3):
+                    handler._looked_at = float("-inf")
+                    assert handler.callback("", read_public(keys.public("friend")))
+                assert not handler.callback("", read_public(keys.public("stranger")))
+            with reading(worker, keys.calls("friend", "feed")) as subscriber:
+                hear(subscriber, worker)
+        named = [log["reason"].partition(":")[0] for log in logs if log["event"] == "allow_list_unreadable"]
+        assert named == [str(keys.clients / name) for name in ("a.key", "b.key", "stranger.key")]
 
     def test_plain_sockets_of_another_program_read_it(self, keys: Keys) -> None:
         """Pyzmq's own CURVE client, as a router would have it, with an identity as long as one may be."""
@@ -198,7 +219,7 @@ class TestURL:
             ("zmq+pub://127.0.0.1:5557?pod=a@b", "pod must have none"),
             ("zmq+pub://127.0.0.1:5557?pod=a&topic=b", "pod= is a part of the topic"),
             ("zmq+pub://127.0.0.1:65535?rank=1&rank_ports=1", "make 65536, which is no port"),
-            ("zmq+pub://127.0.0.1:1?replay_rate=1", "replay=, which is not given"),
+            ("zmq+pub://127.0.0.1:1?ring=1KiB", "replay=, which is not given"),
             ("zmq+pub://127.0.0.1:1?max_peers=0", "max_peers must be at least 1"),
             ("zmq+pub://127.0.0.1:1?keepalive=1", "keepalive='1' needs a number and"),
             (

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE
-from sinks.router.replay_server import ANSWERS_AT_ONCE
+from sinks.router.replay_server import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
 from tests.sinks.feed_source import Reader, Source, State
 from tests.sinks.helpers import WAIT
@@ -348,29 +348,59 @@ class TestReplayFlood:
 
     def test_who_must_wait_gets_no_empty_answer(self, router: Router) -> None:
         """With all places taken by readers that take nothing, the next one waits, and then gets all of it."""
-        settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
-        transport = ZMQTransport(settings)
-        feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
-        with Worker(feed=feed) as worker, capture_logs() as logs:
-            source = Source(block=1024)
-            source.seq = worker.source.seq
-            worker.put(source.created())
-            for handle in range(1, 601):
-                worker.put(source.store(handle, 10))
-            worker.settle()
-            for _ in range(ANSWERS_AT_ONCE):
-                stuck = router.dealer(worker, RCVHWM=1, RCVBUF=4096)
-                stuck.send_multipart([b"", bytes(8)])
-                assert stuck.poll(MS)
-            server = transport.replay
-            assert server is not None
+        with all_places_taken(router) as (worker, server), capture_logs() as logs:
             honest = router.dealer(worker)
             honest.send_multipart([b"", bytes(8)])
             assert not honest.poll(300)
             server._stall_seconds = 0.1
-            answer = read_answer(honest)
-            for frames in answer:
+            for frames in read_answer(honest):
                 router.reader.take_payload(frames[3])
             assert len(router.reader.state) == 6000
             assert server.dropped >= 1
         assert {"peer_cut_off"} <= {log["event"] for log in logs} <= {"peer_cut_off", "feed_reopened"}
+
+    def test_who_asks_and_leaves_keeps_nobody_waiting(self, router: Router) -> None:
+        """Readers that have left are not in the line, and asking again changes no place in it."""
+        with all_places_taken(router) as (worker, server):
+            first = named_reader(router, worker, b"first")
+            wait_for(lambda: [*server._line] == [b"first"])
+            for _ in range(50):
+                with Router() as leaver:
+                    named_reader(leaver, worker, b"leaver")
+                    wait_for(lambda: len(server._line) == 2)
+                wait_for(lambda: len(server._line) == 1)
+            named_reader(router, worker, b"last")
+            first.send_multipart([b"", (10**6).to_bytes(8, "big")])
+            wait_for(lambda: [*server._line] == [b"first", b"last"] and server._line[b"first"].start > 0)
+            assert server.dropped == 50
+
+
+def named_reader(router: Router, worker: Worker, name: bytes) -> zmq.Socket:
+    """One that has asked for everything, and is known to the server by its name."""
+    dealer = router.socket(zmq.DEALER)
+    dealer.set(zmq.IDENTITY, name)
+    dealer.connect(str(worker.transport.replay_endpoint))
+    dealer.send_multipart([b"", bytes(8)])
+    return dealer
+
+
+@contextlib.contextmanager
+def all_places_taken(router: Router) -> Iterator[tuple[Worker, ReplayServer]]:
+    """A feed of 6,000 blocks whose replay is answering as many readers as it does at once, which take nothing."""
+    settings = ZMQSettings("127.0.0.1", 0, replay_port=0, stall_seconds=1e6, linger_seconds=0.05)
+    transport = ZMQTransport(settings)
+    feed = RouterFeed(transport, FeedNumbers(None), coalesce_seconds=0, heartbeat_seconds=0)
+    with Worker(feed=feed) as worker:
+        source = Source(block=1024)
+        source.seq = worker.source.seq
+        worker.put(source.created())
+        for handle in range(1, 601):
+            worker.put(source.store(handle, 10))
+        worker.settle()
+        for _ in range(ANSWERS_AT_ONCE):
+            stuck = router.dealer(worker, RCVHWM=1, RCVBUF=4096)
+            stuck.send_multipart([b"", bytes(8)])
+            assert stuck.poll(MS)
+        server = transport.replay
+        assert server is not None
+        yield worker, server
