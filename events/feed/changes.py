@@ -29,6 +29,8 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     namespace: Namespace
     extras: tuple[BlockExtras, ...] = ()
     """What distinguishes each block besides its tokens; empty where there is nothing."""
+    padded: bytes = b""
+    """The tokens as SGLang writes them, where that is not `tokens`: with numbers that stand for `extras` as well."""
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):

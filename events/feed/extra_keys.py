@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import msgspec
+import numpy as np
 
 from events.feed.changes import BlockExtras, Stored
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
+
+PAD_BASE, PAD_RANGE = 1_000_000, 1 << 30
+"""SGLang has the tokens of an item replaced by a number in this range that its hash determines."""
 
 
 def told(stored: Stored, table: SymbolTable) -> Stored:
@@ -17,7 +21,8 @@ def told(stored: Stored, table: SymbolTable) -> Stored:
         return stored
     tokens = table.spell(stored.tokens)
     extras = block_extras(tokens, stored.tokens_per_block, with_extra_ids=stored.namespace.uses_extra_ids)
-    return msgspec.structs.replace(stored, tokens=tokens.tokens, extras=extras)
+    padded = _padded(tokens, stored.tokens_per_block, extras if stored.namespace.uses_extra_ids else ())
+    return msgspec.structs.replace(stored, tokens=tokens.tokens, extras=extras, padded=padded)
 
 
 def block_extras(
@@ -36,3 +41,15 @@ def block_extras(
             extras.append((hashlib.sha256(extra_ids.astype("<u8").tobytes()).hexdigest(), 0))
         blocks.append(tuple(extras))
     return tuple(blocks)
+
+
+def _padded(tokens: RichTokens, tokens_per_block: int, extras: tuple[BlockExtras, ...]) -> bytes:
+    """The tokens, with those of items replaced as in SGLang, and moved by the digests of extra ids in `extras`."""
+    padded = np.frombuffer(tokens.tokens, "<i4").astype("<i8")
+    for item in tokens.items:
+        padded[item.begin : item.end] = PAD_BASE + int.from_bytes(item.digest[:8], "big") % PAD_RANGE
+    for index, block in enumerate(extras):
+        digest, _ = block[-1]
+        place = slice(index * tokens_per_block, (index + 1) * tokens_per_block)
+        padded[place] = PAD_BASE + (padded[place] + int(digest[:16], 16) % PAD_RANGE) % PAD_RANGE
+    return padded.astype("<i4").tobytes()

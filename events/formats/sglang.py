@@ -1,7 +1,8 @@
 """KV events as SGLang writes them.
 
 A batch is ``[ts, [event, ...], rank]``, events are maps. Hashes are signed, host memory is ``CPU_PINNED``, salts have a
-key of their own, and what is None is left out.
+key of their own, and what is None is left out. Nothing is said beside the tokens: those of an image are replaced by a
+number that its hash determines, as SGLang does itself.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _stored_map(stored: Stored) -> dict[str, Any]:
         "type": "BlockStored",
         "block_hashes": _signed(stored.names),
         "parent_block_hash": _signed(stored.parent)[0] if stored.parent else None,
-        "token_ids": token_ids(stored.tokens),
+        "token_ids": token_ids(stored.padded or stored.tokens),
         "block_size": stored.tokens_per_block,
         "lora_id": None,
         "medium": SGLANG_MEDIA[stored.level],

@@ -86,6 +86,7 @@ def _cut_stored(change: Stored, blocks: int) -> Iterator[Stored]:
             change.tokens_per_block,
             change.namespace,
             change.extras[index * blocks : (index + 1) * blocks],
+            change.padded[index * tokens_step : (index + 1) * tokens_step],
         )
         parent = names[-NAME_BYTES:]
 

@@ -129,7 +129,7 @@ class _WithoutTokens:
 
 def _without_tokens(change: AnyChange) -> AnyChange:
     if isinstance(change, Stored):
-        return msgspec.structs.replace(change, tokens=b"")
+        return msgspec.structs.replace(change, tokens=b"", padded=b"")
     if isinstance(change, Told):
         event = msgspec.msgpack.decode(change.encoded)
         if "token_ids" in event:

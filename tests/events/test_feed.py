@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.fold import Feed
+from events.formats.sglang import encode_sglang
 from events.ids import BlockIndex, GroupIndex, Handle
 from events.packed import NAME_BYTES
 from events.tokens.symbols import has_symbols
@@ -22,6 +24,7 @@ from kvcache import KVCacheConfig, KVCacheManager, Layout, MultimodalItem, Reque
 from kvcache.errors import CapacityError
 from kvcache.fold.exported_state import export
 from kvcache.pools import Pools
+from sinks.router.batches import in_batches
 from tests.columns import pack_i64, pack_u32
 
 
@@ -501,6 +504,46 @@ def test_lost_batch_silences_the_feed_until_the_whole_state_comes() -> None:
         elif 20 < number < 30:
             assert feed.lost
     assert [index.names(level) for level in (0, 1)] == [residency(manager, level) for level in (0, 1)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_by_sglangs_tokens_no_two_blocks_are_the_same(seed: int) -> None:
+    """With images and extra ids, too: blocks of different names have different tokens or salts up to their end."""
+    rng = random.Random(seed)
+    manager, feed = KVCacheManager(config(rng)), Feed()
+    ends: dict[int, tuple[Any, ...]] = {}
+    for batch in batches(manager, rng, 150):
+        for change in feed.fold(batch):
+            for event in msgspec.msgpack.decode(encode_sglang([change], 0.0))[1]:
+                if event["type"] == "BlockStored":
+                    size, end = (
+                        event["block_size"],
+                        ends.get(event["parent_block_hash"], (event.get("cache_salt"),)),
+                    )
+                    for at, name in enumerate(event["block_hashes"]):
+                        end = (*end, *event["token_ids"][at * size : (at + 1) * size])
+                        ends[name] = end
+    assert len(set(ends.values())) == len(ends) > 10
+
+
+def test_sglang_replaces_the_tokens_of_an_image() -> None:
+    """By a number that the first 8 bytes of its digest determine, as SGLang does; text around it stays, also if cut."""
+    manager, feed = (
+        KVCacheManager(config(random.Random(0)).model_copy(update={"tokens_per_block": 4})),
+        Feed(),
+    )
+    feed.fold(EventBatch(0, 0, (manager.state.created,)))  # type: ignore[arg-type]
+    digest = hashlib.sha256(b"a cat").digest()
+    manager.add_sequence("a", [*range(12), 0], multimodal=[MultimodalItem(digest, position=2, length=4)])
+    manager.store_context_blocks("a", 12)
+    batch = manager.flush()
+    assert batch is not None
+    pad = 1_000_000 + int.from_bytes(digest[:8], "big") % 2**30
+    changes = feed.fold(batch)
+    for cut in ([changes], in_batches(changes, 1)):
+        events = [event for each in cut for event in msgspec.msgpack.decode(encode_sglang(each, 0.0))[1]]
+        tokens = [token for event in events for token in event["token_ids"]]
+        assert tokens == [0, 1, pad, pad, pad, pad, *range(6, 12)]
 
 
 def test_a_gap_that_the_feed_did_not_suffer_is_ignored() -> None:
