@@ -9,7 +9,7 @@ from events.formats.vllm import Hash
 from events.packed import TOKEN_BYTES
 from kvcache.errors import InvariantViolated
 from kvcache.prefixes.holder import Holder
-from kvcache.prefixes.runs import Holding, Owner, Plane, Root, Run
+from kvcache.prefixes.runs import Aliases, Holding, Owner, Plane, Root, Run, planes_of
 from kvcache.prefixes.source import GROUPS_MAX, Source, Sources
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree
 
@@ -18,8 +18,18 @@ class _Seen:
     """What the tree says that a holder has."""
 
     def __init__(self) -> None:
-        self.names: dict[Hash, Holding] = {}
+        self.names: dict[Hash, Holding | Aliases] = {}
         self.resident: Counter[Plane] = Counter()
+
+    def name(self, name: Hash, holding: Holding | Aliases) -> None:
+        """A name that is kept there."""
+        _law(name not in self.names, "a name stands for two contents")
+        self.names[name] = holding
+
+    def count(self, masks: dict[Plane, int]) -> None:
+        """Blocks that are there."""
+        for plane, mask in masks.items():
+            self.resident[plane] += mask.bit_count()
 
 
 def prove(tree: PrefixTree, sources: Sources) -> None:
@@ -72,26 +82,35 @@ def _prove_holding(holder: Owner, first: Holding, run: Run, seen: _Seen) -> None
     _law(not below or len(first.names) == run.size, "something is known behind an end")
     _law(bool(below) or first.end() == len(first.names), "a name is kept that nothing needs")
     _law(len(first.names) <= run.size, "more blocks are named than there are")
-    for layer in first.layers():
-        _law(layer.run is run, "a holding is of another run")
-        _law(all(mask > 0 for mask in layer.masks.values()), "a mask is empty")
-        _prove_names(layer, seen, is_first=layer is first)
-
-
-def _prove_names(layer: Holding, seen: _Seen, *, is_first: bool) -> None:
+    _law(first.run is run, "a holding is of another run")
     there = 0
-    for plane, mask in layer.masks.items():
+    for mask in first.masks.values():
+        _law(mask > 0, "a mask is empty")
         there |= mask
-        seen.resident[plane] += mask.bit_count()
-    _law(there.bit_length() <= len(layer.names), "a block without a name is somewhere")
-    _law(is_first or bool(there), "a second name is kept that nothing needs")
-    for at, name in enumerate(layer.names):
-        if name is None:
-            _law(not there >> at & 1, "a block without a name is somewhere")
-            continue
-        _law(is_first or bool(there >> at & 1), "a second name is kept that nothing needs")
-        _law(name not in seen.names, "a name stands for two contents")
-        seen.names[name] = layer
+    seen.count(first.masks)
+    _law(there.bit_length() <= len(first.names), "a block without a name is somewhere")
+    for at, name in enumerate(first.names):
+        _law(name is not None or not there >> at & 1, "a block without a name is somewhere")
+        if name is not None:
+            seen.name(name, first)
+    if first.more is not None:
+        _prove_aliases(first, first.more, seen)
+
+
+def _prove_aliases(first: Holding, aliases: Aliases, seen: _Seen) -> None:
+    _law(aliases.first is first, "a holding is of another run")
+    _law(bool(aliases.names), "room for second names is kept that nothing needs")
+    masks: dict[Plane, int] = {}
+    counts: Counter[tuple[Plane, int]] = Counter()
+    for name, (place, planes) in aliases.names.items():
+        _law(planes > 0, "a second name is kept that nothing needs")
+        _law(place < len(first.names), "more blocks are named than there are")
+        for plane in planes_of(planes):
+            masks[plane] = masks.get(plane, 0) | 1 << place
+            counts[plane, place] += 1
+            seen.resident[plane] += 1
+        seen.name(name, aliases)
+    _law(aliases.masks == masks and aliases._counts == counts, "second names are counted wrongly")
 
 
 def _prove_holder(holder: Holder, seen: _Seen) -> None:

@@ -9,13 +9,13 @@ A name without a known content is *loose*: it is somewhere, and what it holds wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 
 from events.formats.vllm import Hash
 from kvcache.prefixes.contents import Contents
 from kvcache.prefixes.publisher import Counts, Publisher
-from kvcache.prefixes.runs import Holding, Node, Plane, Run, chained
+from kvcache.prefixes.runs import Aliases, Holding, Node, Plane, Run, planes_of
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX, PrefixTree, common_blocks, next_extra
 
 
@@ -30,7 +30,7 @@ class Holder:
         self.tree = tree
         self.block_bytes = block_bytes
         """Of a block's tokens; 0: nobody has said what these blocks hold."""
-        self.names: dict[Hash, Holding] = {}
+        self.names: dict[Hash, Holding | Aliases] = {}
         self.loose: dict[Hash, int] = {}
         """Names without a content to the planes that they are in, as bits."""
         self.resident: dict[Plane, int] = {}
@@ -51,7 +51,11 @@ class Holder:
                 self.store_by_name(hashes, plane)
                 return
             node = holding.run
-            if contents.extras is None and self._grows(holding, parent, hashes):
+            if (
+                contents.extras is None
+                and isinstance(holding, Holding)
+                and self._grows(holding, parent, hashes)
+            ):
                 self._append(holding, hashes, plane)
                 node.tokens += contents.tokens
                 node.size += len(hashes)
@@ -72,7 +76,7 @@ class Holder:
         for name in hashes:
             holding = self.names.get(name)
             if holding is not None:
-                added = holding.mark(plane, holding.place(name), 1)
+                added = holding.mark_name(name, plane)
             else:
                 planes = self.loose.get(name, 0)
                 self.loose[name] = planes | bit
@@ -96,7 +100,6 @@ class Holder:
             holding.names[-1] == parent
             and not run.children
             and size == run.size <= RUN_BLOCKS_MAX - len(hashes)
-            and run.holders[self] is holding
             and self._claim(hashes, holding)
         )
 
@@ -187,25 +190,24 @@ class Holder:
             self._take_name(known, name)
             known = None
         if known is None:
-            known = self._free_layer(first, at)
-            known.names[at] = name
-            self.names[name] = known
-            self.counts.aliases += known is not first
-            for told in _planes(self.loose.pop(name, 0)):
-                known.mark(told, at, 1)
-        added = known.mark(plane, at, 1)
+            known = self._add_name(first, at, name)
+            for told in planes_of(self.loose.pop(name, 0)):
+                known.mark_name(name, told)
+        added = known.mark_name(name, plane)
         self.counts.repeated_stores += not added
         self._count(plane, added)
 
-    def _free_layer(self, first: Holding, at: int) -> Holding:
-        """The first of a run's holdings in which a block has no name, with room for one."""
-        layer = first
-        while at < len(layer.names) and layer.names[at] is not None:
-            if layer.more is None:
-                layer.more = Holding(first.run)
-            layer = layer.more
-        layer.names += [None] * (at + 1 - len(layer.names))
-        return layer
+    def _add_name(self, first: Holding, at: int, name: Hash) -> Holding | Aliases:
+        """Let a name stand for a block, as its first one if it has none; returns what keeps it."""
+        names = first.names
+        names += [None] * (at + 1 - len(names))
+        if names[at] is None:
+            names[at] = name
+            self.names[name] = first
+            return first
+        self.counts.aliases += 1
+        aliases = self.names[name] = first.add_alias(name, at)
+        return aliases
 
     # -- removals
 
@@ -219,6 +221,10 @@ class Holder:
                 self._remove_loose(name, plane)
                 at += 1
                 continue
+            if isinstance(holding, Aliases):
+                self._remove_alias(holding, name, plane)
+                at += 1
+                continue
             last = holding.place(name)
             # Leaves go first: mostly the next ones are the blocks before it.
             count = _backwards(holding.names, last, hashes, at)
@@ -226,15 +232,23 @@ class Holder:
             self._count(plane, -gone)
             if gone < count:
                 self.counts.unknown_removals += count - gone
-            self._forget(holding, last - count + 1, last + 1)
+            if last + 1 == len(holding.names):
+                self._trim(holding)
             at += count
+
+    def _remove_alias(self, aliases: Aliases, name: Hash, plane: Plane) -> None:
+        if not aliases.unmark_name(name, plane):
+            self.counts.unknown_removals += 1
+            return
+        self._count(plane, -1)
+        if name not in aliases.names:
+            del self.names[name]
+            self._trim(aliases.first)
 
     def leave(self, plane: Plane) -> None:
         """No block is in this plane any more."""
-        for layer in set(self.names.values()):
-            mask = layer.masks.get(plane, 0)
-            there = [name for at, name in enumerate(layer.names) if name is not None and mask >> at & 1]
-            self.remove(there[::-1], plane)
+        for holding in set(self.names.values()):
+            self.remove(holding.in_plane(plane)[::-1], plane)
         self.remove([name for name, planes in self.loose.items() if planes >> plane & 1], plane)
 
     def _remove_loose(self, name: Hash, plane: Plane) -> None:
@@ -248,34 +262,23 @@ class Holder:
         else:
             self.loose[name] = planes ^ (1 << plane)
 
-    def _forget(self, holding: Holding, begin: int, end: int) -> None:
-        """Forget names of which nothing is left, if nothing stands behind them that they lead to."""
-        first = holding.run.holders[self]
-        if holding is not first:
-            for place in range(begin, end):
-                if not any(mask >> place & 1 for mask in holding.masks.values()):
-                    name = holding.names[place]
-                    assert name is not None
-                    del self.names[name]
-                    holding.names[place] = None
-            chained(list(first.layers()))
-            self._trim(first)
-        elif end == len(holding.names):
-            self._trim(first)
-
-    def _take_name(self, holding: Holding, name: Hash) -> None:
+    def _take_name(self, holding: Holding | Aliases, name: Hash) -> None:
         """A name does not stand for this block any more, wherever that was."""
-        at = holding.place(name)
-        for plane in list(holding.masks):
-            self._count(plane, -holding.unmark(plane, at, 1))
-        holding.names[at] = None
+        if isinstance(holding, Aliases):
+            self._suspects.append(holding.first)
+            for plane in planes_of(holding.names[name][1]):
+                self._count(plane, -holding.unmark_name(name, plane))
+        else:
+            self._suspects.append(holding)
+            at = holding.place(name)
+            for plane in list(holding.masks):
+                self._count(plane, -holding.unmark(plane, at, 1))
+            holding.names[at] = None
         del self.names[name]
-        self._suspects.append(holding.run.holders[self])
 
     def _trim_suspects(self) -> None:
         for first in self._suspects:
             if first.run.holders.get(self) is first:
-                chained(list(first.layers()))
                 self._trim(first)
         self._suspects.clear()
 
@@ -286,13 +289,10 @@ class Holder:
             if end == len(first.names):
                 return
             full = len(first.names) == run.size
-            layer: Holding | None = first
-            while layer is not None:
-                for name in layer.names[end:]:
-                    if name is not None:
-                        del self.names[name]
-                del layer.names[end:]
-                layer = layer.more
+            for name in first.names[end:]:
+                if name is not None:
+                    del self.names[name]
+            del first.names[end:]
             if not end:
                 del run.holders[self]
             if full or not end:
@@ -325,19 +325,18 @@ class Holder:
     def split(self, holding: Holding, at: int, upper: Run) -> None:
         """The first `at` blocks of a run belong to `upper` now; this is what we have of the run."""
         run = holding.run
-        layers = list(holding.layers())
         if len(holding.names) <= at:
             del run.holders[self]
-            for layer in layers:
-                layer.run = upper
+            holding.run = upper
             upper.holders[self] = holding
             return
-        above = [layer.cut(at, upper) for layer in layers]
-        for layer in above:
-            self.names.update((name, layer) for name in layer.names if name is not None)
-        run.holders[self] = chained(layers)
-        upper.holders[self] = chained(above)
-        above[0].children = 1
+        above = holding.cut(at, upper)
+        self.names.update((name, above) for name in above.names if name is not None)
+        for first in (above, holding):
+            if first.more is not None:
+                self.names.update(dict.fromkeys(first.more.names, first.more))
+        upper.holders[self] = above
+        above.children = 1
 
     def rows(self, hashes: Sequence[Hash], *, to_the_end: bool) -> dict[Plane, int]:
         """Which of these names are in each plane, bit by bit; unless `to_the_end`, as far as they are known."""
@@ -347,14 +346,17 @@ class Holder:
             name = hashes[at]
             holding = self.names.get(name)
             count = 1
-            if holding is not None:
+            if isinstance(holding, Aliases):
+                for plane in planes_of(holding.names[name][1]):
+                    found[plane] = found.get(plane, 0) | 1 << at
+            elif holding is not None:
                 place = holding.place(name)
                 count = _forwards(holding.names, place, hashes, at)
                 ones = (1 << count) - 1
                 for plane, mask in holding.masks.items():
                     found[plane] = found.get(plane, 0) | (mask >> place & ones) << at
             elif name in self.loose:
-                for plane in _planes(self.loose[name]):
+                for plane in planes_of(self.loose[name]):
                     found[plane] = found.get(plane, 0) | 1 << at
             elif not to_the_end:
                 break
@@ -368,14 +370,6 @@ class Holder:
                 self.resident[plane] = left
             else:
                 del self.resident[plane]
-
-
-def _planes(bits: int) -> Iterator[Plane]:
-    """The planes that stand in a set of bits."""
-    while bits:
-        plane = bits.bit_length() - 1
-        yield plane
-        bits ^= 1 << plane
 
 
 def _backwards(names: list[Hash | None], last: int, hashes: Sequence[Hash], at: int) -> int:

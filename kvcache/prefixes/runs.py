@@ -73,8 +73,8 @@ class Run(Node):
 class Holding:
     """The names that one publisher has given to blocks of a run, and at which levels of which groups these are.
 
-    A publisher may have several names for one content (hashes may cover what no event tells). The first names of the
-    blocks are in the holding that the run knows, the second ones in the one behind it (`more`), and so on.
+    A publisher may have several names for one content (hashes may cover what no event tells). The first name of each
+    block is here, the others are in `more`.
     """
 
     __slots__ = ("children", "masks", "more", "names", "run")
@@ -82,12 +82,12 @@ class Holding:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.names: list[Hash | None] = []
-        """By place in the run; None has none. Those of the first holding reach as far as anything known does."""
+        """By place in the run; None has none. They reach as far as anything known does."""
         self.masks: dict[Plane, int] = {}
         """Bit i of a plane's mask: the block named `names[i]` is there. None is 0."""
         self.children = 0
-        """Runs right below this one of which the same publisher has something. Counts in the first holding only."""
-        self.more: Holding | None = None
+        """Runs right below this one of which the same publisher has something."""
+        self.more: Aliases | None = None
 
     def place(self, name: Hash) -> int:
         """Where in the run a name stands."""
@@ -95,30 +95,28 @@ class Holding:
         # Mostly it is the last one: what is removed goes leaf first, and what is stored continues.
         return len(names) - 1 if names[-1] == name else names.index(name)
 
-    def layers(self) -> Iterator[Holding]:
-        """This holding and those behind it."""
-        layer: Holding | None = self
-        while layer is not None:
-            yield layer
-            layer = layer.more
-
     def there(self) -> dict[Plane, int]:
         """By plane, which blocks of the run are there under any name."""
         if self.more is None:
             return self.masks
-        union = dict(self.masks)
-        for layer in self.more.layers():
-            for plane, mask in layer.masks.items():
-                union[plane] = union.get(plane, 0) | mask
+        union = dict(self.more.masks)
+        for plane, mask in self.masks.items():
+            union[plane] = union.get(plane, 0) | mask
         return union
 
     def end(self) -> int:
         """Blocks of the run up to the last one that is anywhere."""
-        if self.more is None and len(self.masks) < 2:
-            for mask in self.masks.values():
-                return mask.bit_length()
-            return 0
-        return max((mask.bit_length() for layer in self.layers() for mask in layer.masks.values()), default=0)
+        masks = self.there()
+        return max([mask.bit_length() for mask in masks.values()], default=0)
+
+    def in_plane(self, plane: Plane) -> list[Hash]:
+        """The names of blocks that are there."""
+        mask = self.masks.get(plane, 0)
+        return [name for at, name in enumerate(self.names) if name is not None and mask >> at & 1]
+
+    def mark_name(self, name: Hash, plane: Plane) -> int:
+        """Note that one block is there; returns 1 if it was not."""
+        return self.mark(plane, self.place(name), 1)
 
     def mark(self, plane: Plane, at: int, count: int) -> int:
         """Note that `count` blocks are there; returns how many of them were not."""
@@ -145,16 +143,87 @@ class Holding:
         low = (1 << at) - 1
         above.masks = {plane: mask & low for plane, mask in self.masks.items() if mask & low}
         self.masks = {plane: mask >> at for plane, mask in self.masks.items() if mask >> at}
+        aliases, self.more = self.more, None
+        for name, (place, planes) in {} if aliases is None else aliases.names.items():
+            first, its_place = (above, place) if place < at else (self, place - at)
+            first.add_alias(name, its_place, planes)
         return above
 
+    def add_alias(self, name: Hash, place: int, planes: int = 0) -> Aliases:
+        """One more name of a block, which is in these planes; returns what keeps it."""
+        if self.more is None:
+            self.more = Aliases(self)
+        self.more.names[name] = place, 0
+        for plane in planes_of(planes):
+            self.more.mark_name(name, plane)
+        return self.more
 
-def chained(layers: list[Holding]) -> Holding:
-    """Holdings of one run behind each other; without those, but for the first, that name nothing."""
-    first = layers[0]
-    last = first
-    for layer in layers[1:]:
-        if layer.masks:
-            last.more = layer
-            last = layer
-    last.more = None
-    return first
+
+class Aliases:
+    """The further names that a publisher has given to blocks of a run; there is any number of them for each block.
+
+    Each is kept only while its block is in some plane under that name.
+    """
+
+    __slots__ = ("_counts", "first", "masks", "names")
+
+    def __init__(self, first: Holding) -> None:
+        self.first = first
+        self.names: dict[Hash, tuple[int, int]] = {}
+        """Each name's place in the run, and its planes as bits."""
+        self.masks: dict[Plane, int] = {}
+        """Bit i of a plane's mask: some alias of block i is there. None is 0."""
+        self._counts: dict[tuple[Plane, int], int] = {}
+        """How many aliases of a block are in a plane."""
+
+    @property
+    def run(self) -> Run:
+        """Whose blocks they name."""
+        return self.first.run
+
+    def place(self, name: Hash) -> int:
+        """Where in the run a name stands."""
+        return self.names[name][0]
+
+    def in_plane(self, plane: Plane) -> list[Hash]:
+        """The names of blocks that are there."""
+        return [name for name, (_, planes) in self.names.items() if planes >> plane & 1]
+
+    def mark_name(self, name: Hash, plane: Plane) -> int:
+        """Note that one block is there; returns 1 if it was not."""
+        place, planes = self.names[name]
+        if planes >> plane & 1:
+            return 0
+        self.names[name] = place, planes | 1 << plane
+        self._counts[plane, place] = self._counts.get((plane, place), 0) + 1
+        self.masks[plane] = self.masks.get(plane, 0) | 1 << place
+        return 1
+
+    def unmark_name(self, name: Hash, plane: Plane) -> int:
+        """Note that one block is not there any more; returns 1 if it was. One that is nowhere has lost the name."""
+        place, planes = self.names[name]
+        if not planes >> plane & 1:
+            return 0
+        planes ^= 1 << plane
+        if planes:
+            self.names[name] = place, planes
+        else:
+            del self.names[name]
+        left = self._counts.pop((plane, place)) - 1
+        if left:
+            self._counts[plane, place] = left
+        elif mask := self.masks[plane] ^ 1 << place:
+            self.masks[plane] = mask
+        else:
+            del self.masks[plane]
+        if not self.names:
+            self.first.more = None
+        return 1
+
+
+def planes_of(bits: int) -> Iterator[Plane]:
+    """The planes that stand in a set of bits."""
+    while bits:
+        plane = bits.bit_length() - 1
+        yield plane
+        bits ^= 1 << plane

@@ -21,8 +21,8 @@ from kvcache.errors import InvariantViolated, NotASnapshot, SnapshotDamaged, Sna
 from kvcache.prefixes import check
 from kvcache.prefixes.holder import Holder
 from kvcache.prefixes.publisher import Counts, Publisher
-from kvcache.prefixes.runs import Adapter, Holding, Node, Owner, Plane, Run
-from kvcache.prefixes.source import Source, Sources
+from kvcache.prefixes.runs import Adapter, Holding, Node, Owner, Plane, Run, planes_of
+from kvcache.prefixes.source import PLANES_MAX, Source, Sources
 from kvcache.prefixes.tree import PrefixTree
 
 _MAGIC = b"kvprefix"
@@ -147,16 +147,31 @@ def _runs(tree: PrefixTree, sources: Sources) -> list[_Run]:
     rows = []
     for root, run in tree.runs():
         places[run] = len(places)
-        layers = {
-            numbers[holder]: [
-                _Layer(layer.names, {plane: _bytes(mask) for plane, mask in layer.masks.items()})
-                for layer in first.layers()
-            ]
-            for holder, first in run.holders.items()
-        }
+        layers = {numbers[holder]: _layers(first) for holder, first in run.holders.items()}
         above = places.get(run.parent, -1)
         rows.append(_Run(above, root.adapter, root.block_bytes, run.extra, bytes(run.tokens), layers))
     return rows
+
+
+def _layers(first: Holding) -> list[_Layer]:
+    """The first names of the blocks, the second ones, and so on."""
+    layers = [_Layer(first.names, {plane: _bytes(mask) for plane, mask in first.masks.items()})]
+    if first.more is None:
+        return layers
+    rows: dict[int, list[tuple[Hash, int]]] = {}
+    for name, (place, planes) in first.more.names.items():
+        rows.setdefault(place, []).append((name, planes))
+    for number in range(max(map(len, rows.values()))):
+        names: list[Hash | None] = []
+        masks: dict[Plane, int] = {}
+        for place, row in sorted(rows.items()):
+            if number < len(row):
+                name, planes = row[number]
+                names += [*[None] * (place - len(names)), name]
+                for plane in planes_of(planes):
+                    masks[plane] = masks.get(plane, 0) | 1 << place
+        layers.append(_Layer(names, {plane: _bytes(mask) for plane, mask in masks.items()}))
+    return layers
 
 
 def _bytes(bits: int) -> bytes:
@@ -189,17 +204,18 @@ def _rebuild(file: _File, tree: PrefixTree, sources: Sources) -> None:
 
 
 def _rebuild_holding(run: Run, holder: Holder, layers: list[_Layer]) -> None:
-    before: Holding | None = None
-    for saved in layers:
-        layer = Holding(run)
-        layer.names = saved.names
-        layer.masks = {plane: int.from_bytes(mask, "little") for plane, mask in saved.masks.items()}
-        holder.names.update((name, layer) for name in layer.names if name is not None)
-        if before is None:
-            run.holders[holder] = layer
-        else:
-            before.more = layer
-        before = layer
+    first = run.holders[holder] = Holding(run)
+    first.names = layers[0].names
+    first.masks = {plane: int.from_bytes(mask, "little") for plane, mask in layers[0].masks.items()}
+    holder.names.update((name, first) for name in first.names if name is not None)
+    for saved in layers[1:]:
+        masks = {plane: int.from_bytes(mask, "little") for plane, mask in saved.masks.items()}
+        if not all(0 <= plane < PLANES_MAX for plane in masks):
+            raise ValueError("a plane that no group has")
+        for place, name in enumerate(saved.names):
+            if name is not None:
+                planes = sum(1 << plane for plane, mask in masks.items() if mask >> place & 1)
+                holder.names[name] = first.add_alias(name, place, planes)
     if isinstance(run.parent, Run):
         run.parent.holders[holder].children += 1
 

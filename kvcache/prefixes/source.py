@@ -17,6 +17,7 @@ from kvcache.prefixes.tree import PrefixTree
 
 GROUPS_MAX = 64
 """Groups with higher numbers are ignored: nobody has as many, and what is noted of a group takes memory."""
+PLANES_MAX = GROUPS_MAX * LEVELS
 _HERE = (None, "LOCAL")
 
 

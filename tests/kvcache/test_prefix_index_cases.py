@@ -27,6 +27,7 @@ from kvcache.prefixes.index import RANKS_MAX, Overlap
 from kvcache.prefixes.publisher import Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.prefix_streams import Honest, Liar
+from tests.work import lines_run
 
 HEADER = struct.Struct("<8sIQ32s")
 
@@ -198,6 +199,38 @@ class TestPublishersThatErr:
         index = told(stored([1]), stored([2]), BlockRemoved((1,), "GPU"))
         assert (overlap(index), index.counts("a").aliases) == (Overlap(2, 2, 2), 1)
         assert overlap(told(BlockRemoved((2,), "GPU"), index=index)) == (0, 0, 0)
+
+    def test_names_of_one_content_cost_the_same_however_many_there_are(self, tmp_path: Path) -> None:
+        """Each is stored, matched, saved and removed; four times as many are four times the work."""
+
+        def work(count: int) -> int:
+            index = PrefixIndex()
+            events: list[VLLMEvent] = [stored([name]) for name in range(count)]
+            events += [BlockRemoved((name,), "GPU") for name in range(count)]
+            batches = [VLLMBatch(0.0, (event,), 0) for event in events]
+
+            def run() -> None:
+                for batch in batches:
+                    index.apply("a", batch)
+                    index.match([0, 1])
+
+            return lines_run(run)
+
+        assert work(400) < 5 * work(100)
+        index = told(
+            stored([1, 2, 3]),
+            *(stored([10 * name, 10 * name + 1]) for name in range(1, 30)),
+            *(stored([5, 6 + name], medium="CPU") for name in (0, 1)),
+        )
+        index.save(tmp_path / "i")
+        loaded = PrefixIndex.load(tmp_path / "i")
+        for each in (index, loaded):
+            # A prompt that leaves it after a block cuts the run, and its second names with it.
+            told(stored([4], 1, 1, tokens=(7, 7)), index=each)
+            told(BlockRemoved((1, 2, 3), "GPU"), index=each)
+            assert (overlap(each), each.match_hashes([290, 291])) == ((4, 4, 4), {("a", 0): Overlap(2, 2, 2)})
+            told(*(BlockRemoved((10 * name, 10 * name + 1), "GPU") for name in range(1, 30)), index=each)
+            assert overlap(each) == (0, 4, 4)
 
     @pytest.mark.parametrize("name", [1, 2])
     def test_what_follows_a_name_whose_block_is_gone(self, name: int) -> None:
