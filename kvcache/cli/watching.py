@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.cli.hearing import Heard, Source
 from kvcache.cli.holders import Prompt
-from kvcache.cli.output import Output, rich_console
+from kvcache.cli.output import Output, count, rich_console
 from kvcache.cli.parser import integer, seconds
 from kvcache.cli.prompts import read_tokens
 from kvcache.cli.times import iso
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _LIVE_SECONDS = 0.5
 _EVERY_SECONDS = 10.0
+_AROUND_ROWS = 7
+"""Lines of a terminal that the table needs besides its rows: its head, and what is said below."""
 _IDLE = 10
 """Looking at all blocks, and drawing, may take this part of the time, and no more."""
 Show = Callable[[Report], None]
@@ -119,12 +121,16 @@ def _display(listening: Source, args: argparse.Namespace, out: Output) -> Iterat
 
         # No thread of its own: a report is drawn between two batches, never in the middle of one.
         with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
-            yield _LIVE_SECONDS, lambda report: live.update(drawn(view(report, console.width)), refresh=True)
+
+            def draw(report: Report) -> None:
+                room = max(console.height - _AROUND_ROWS, 1)
+                live.update(drawn(view(report, console.width, room)), refresh=True)
+
+            yield _LIVE_SECONDS, draw
 
 
 def _print(shown: View, out: Output) -> None:
-    workers = f"{len(shown.rows)} worker{'' if len(shown.rows) == 1 else 's'}"
-    out.heading(f"{iso(time.time_ns())}  {workers}")
+    out.heading(f"{iso(time.time_ns())}  {count(shown.workers, 'worker')}")
     out.table(shown.columns, shown.rows, right=[name for name in shown.columns if name not in LEFT])
     for line in shown.below:
         out.line(line)

@@ -12,6 +12,7 @@ from kvcache.cli.messages import printable
 from kvcache.cli.output import count
 from kvcache.cli.times import iso
 from kvcache.cli.workers import Row, Workers
+from kvcache.prefixes.publisher import RANKS_MAX
 
 _FULL = (
     *("worker", "topic", "rank", "GPU", "host", "storage", "ev/s", "lag"),
@@ -44,6 +45,9 @@ LEFT = ("worker", "topic")
 _SHORTEST_NAME = 8
 _WIDE, _NARROW = 2, 1
 _NONE = "–"
+_MANY = "?"
+ROWS_MAX = 100
+"""Workers that are shown to people; JSON has all of them."""
 
 
 class Report(NamedTuple):
@@ -64,6 +68,8 @@ class View(NamedTuple):
     styles: list[str]
     """Of each row: how rich is to draw it."""
     below: list[str]
+    workers: int
+    """Of which as many as there is room for have a row."""
 
 
 def state(row: Row, connected: bool | None, now: float) -> str:
@@ -75,12 +81,14 @@ def state(row: Row, connected: bool | None, now: float) -> str:
     return "silent" if row.silent(now) else "live"
 
 
-def view(report: Report, width: int | None) -> View:
-    """The table in at most `width` columns of a terminal (None: any number), if that is possible."""
+def view(report: Report, width: int | None, height: int = ROWS_MAX) -> View:
+    """The table with the first `height` workers, in at most `width` columns (None: any number), if that is possible."""
     workers = report.workers
     longest = workers.longest()
-    cells = [_cells(row, report) for row in workers.rows()]
-    styles = [_style(row, report, best=row in longest) for row in workers.rows()]
+    every = workers.rows()
+    shown_rows = every[: min(height, ROWS_MAX)]
+    cells = [_cells(row, report) for row in shown_rows]
+    styles = [_style(row, report, best=row in longest) for row in shown_rows]
     shown = [_columns(_FULL, cells, without) for without in _SHORTER]
     gap = _WIDE
     columns = next((each for each in shown if width is None or _width(each, cells, gap) <= width), None)
@@ -90,7 +98,8 @@ def view(report: Report, width: int | None) -> View:
         columns, room = _brief(cells, width)
         _shorten(cells, room)
     rows = [tuple(cell[name] for name in columns) for cell in cells]
-    return View(columns, rows, gap, styles, _below(workers, longest))
+    below = _omitted(workers, shown_rows, len(every)) + _below(workers, longest)
+    return View(columns, rows, gap, styles, below, len(every))
 
 
 def _columns(
@@ -142,7 +151,8 @@ def _cells(row: Row, report: Report) -> dict[str, str]:
     workers, index = report.workers, row.index
     now = workers.now()
     known = row.seq is not None
-    gaps = f"{index.missed_batches:,}/{index.recovered_batches:,}"
+    lost = _MANY if row.partial and not index.missed_batches else _number(index.missed_batches)
+    gaps = f"{lost}/{index.recovered_batches:,}"
     return {
         "worker": name(row),
         "topic": printable(row.topic) if row.speaker.worker is None else "",
@@ -152,7 +162,7 @@ def _cells(row: Row, report: Report) -> dict[str, str]:
         "storage": _number(index.count(STORAGE)) if index.count(STORAGE) else _NONE,
         "ev/s": _number(round(row.rate.per_second(now))),
         "lag": _NONE if row.lag is None else span(row.lag),
-        "lost": _number(index.missed_batches),
+        "lost": lost,
         "recovered": _number(index.recovered_batches),
         "gaps": _NONE if gaps == "0/0" else gaps,
         "restarts": _number(index.restarts),
@@ -181,9 +191,27 @@ def _heard(row: Row, report: Report) -> str:
 def _style(row: Row, report: Report, *, best: bool) -> str:
     its = state(row, report.connected(row), report.workers.now())
     color = {"gone": "red", "silent": "red", "waiting": "dim", "connected": "dim"}.get(its, "")
-    if not color and row.index.missed_batches:
+    if not color and (row.partial or row.index.missed_batches):
         color = "yellow"
     return f"{'bold ' if best else ''}{color}".strip()
+
+
+def _omitted(workers: Workers, shown: list[Row], count_of_all: int) -> list[str]:
+    """What the rows do not say."""
+    lines = []
+    if count_of_all > len(shown):
+        lines.append(f"… and {count(count_of_all - len(shown), 'more worker')}: --json has all")
+    if workers.ignored_batches:
+        lines.append(
+            f"{count(workers.ignored_batches, 'batch', 'batches')} of ranks above {RANKS_MAX - 1:,} ignored"
+        )
+    partial = sum(row.partial for row in shown)
+    if partial:
+        lines.append(
+            f"only a part is known of {count(partial, 'worker')}: first heard in the middle (lost: {_MANY}), or "
+            "batches are lost; ENDPOINT?replay=PORT asks a replay for them"
+        )
+    return lines
 
 
 def _below(workers: Workers, longest: list[Row]) -> list[str]:
@@ -249,6 +277,7 @@ def _who(row: Row, report: Report, now: float) -> dict[str, Any]:
         "rank": row.rank,
         "state": state(row, report.connected(row), now),
         "seq": row.seq,
+        "partial": row.partial,
     }
 
 

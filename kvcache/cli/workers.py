@@ -7,10 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 
-from events.subscribe.continuity import Received, Report, Restarted
+from events.formats.vllm import AllBlocksCleared
+from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.index import Index
 from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
 from kvcache.cli.listening import Speaker
+from kvcache.prefixes.publisher import RANKS_MAX
 
 RATE_SECONDS = 5.0
 """Events per second are those of so long."""
@@ -55,6 +57,9 @@ class Row:
         self.rate = Rate(started)
         self.seq: int | None = None
         """The last batch."""
+        self.partial = False
+        """Whether only a part of its blocks is known: it was first heard in the middle, or batches are lost, and it has
+        not told its whole state since."""
         self.lag: float | None = None
         """How much later than its time the last live batch came, in seconds; below 0 where clocks differ."""
         self.heard_at: float | None = None
@@ -67,6 +72,8 @@ class Row:
         """Take in a batch."""
         self.index.fold(report)
         self.seq, self.topic = report.seq, report.topic or self.topic
+        if any(isinstance(event, AllBlocksCleared) for event in report.batch.events):
+            self.partial = False
         self.rate.add(now, len(report.batch.events))
         if report.replayed:
             return
@@ -83,6 +90,8 @@ class Row:
         self.index.fold(report)
         if isinstance(report, Restarted):
             self._longest_pause = 0.0  # until it was there again
+        elif isinstance(report, Missed) and not report.recovered:
+            self.partial = True
 
     def silent(self, now: float) -> bool:
         """Whether heartbeats have ceased. Of who sends none nobody knows."""
@@ -106,6 +115,10 @@ class Workers:
         self._held: dict[tuple[Hashable, int], Held] = {}
         self._clock, self._wall = clock, wall
         self._rows: dict[Speaker, dict[int | None, Row]] = {}
+        self._begun: set[Speaker] = set()
+        """Who was heard since its numbers began."""
+        self.ignored_batches = 0
+        """Of ranks that nobody has (`RANKS_MAX`)."""
 
     def expect(self, speakers: Iterable[Speaker]) -> None:
         """Show also those that were not heard yet."""
@@ -120,14 +133,24 @@ class Workers:
         if not isinstance(report, Received):
             for row in rows.values():
                 row.interrupt(report)
+            if isinstance(report, Restarted):
+                self._begun.discard(speaker)
             return
         rank = report.batch.rank
+        if rank is not None and not 0 <= rank < RANKS_MAX:
+            self.ignored_batches += 1
+            return
         if rank not in rows and None in rows and rows[None].seq is None:
             # Until now it was not known which rank speaks there.
             rows[rank] = rows.pop(None)
             rows[rank].rank = rank
         if rank not in rows:
             rows[rank] = Row(speaker, rank, self._clock())
+            rows[rank].partial = any(row.partial for row in rows.values())
+        if speaker not in self._begun:
+            self._begun.add(speaker)
+            for row in rows.values():
+                row.partial = report.seq > 0
         rows[rank].take(report, self._clock(), self._wall())
 
     def rows(self) -> list[Row]:

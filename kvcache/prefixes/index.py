@@ -31,13 +31,10 @@ from kvcache.prefixes import check, snapshot
 from kvcache.prefixes.contents import pack_extras
 from kvcache.prefixes.groups import servable
 from kvcache.prefixes.matching import Rows, leading_blocks, path, rows_of
-from kvcache.prefixes.publisher import Counts, Publisher
+from kvcache.prefixes.publisher import RANKS_MAX, Counts, Publisher
 from kvcache.prefixes.runs import Adapter
 from kvcache.prefixes.source import Source, Sources
 from kvcache.prefixes.tree import PrefixTree
-
-RANKS_MAX = 1024
-"""Batches of higher ranks are ignored: nobody has as many, and what is noted of a rank takes memory."""
 
 
 class Overlap(NamedTuple):

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
+RANKS_MAX = 1024
+"""Batches of higher ranks are ignored: nobody has as many, and what is noted of a rank takes memory."""
+
 
 class Publisher(NamedTuple):
     """Who tells events."""

@@ -503,6 +503,43 @@ class TestView:
         cells = dict(zip(shown.columns, shown.rows[0], strict=True))
         assert (cells["anew"], cells["restarts"]) == ("1", "0")
 
+    @pytest.mark.parametrize(
+        ("reports", "lost"),
+        [
+            ([received(0, stored(1))], "0"),
+            ([received(7, stored(1))], "?"),
+            ([received(7, CLEARED, stored(1))], "0"),
+            ([received(7), received(8, CLEARED, stored(1))], "0"),
+            ([received(7), received(8, stored(1), rank=1)], "?"),
+            ([received(0), Missed(1, 2, recovered=False), received(3)], "2"),
+            ([received(0), Missed(1, 2, recovered=True), received(3)], "0"),
+            ([received(7), Restarted(7, 0), received(0)], "0"),
+            ([received(7, CLEARED), Restarted(7, 2), received(2)], "?"),
+        ],
+    )
+    def test_a_worker_of_which_a_part_is_known_is_marked(self, reports: list[Report], lost: str) -> None:
+        """By what was lost, and below, from when it is first heard in the middle until it tells its whole state."""
+        workers = Workers(clock=Clock(), wall=lambda: 500.0)
+        for report in reports:
+            workers.fold(Speaker("tcp://a:1"), report)
+        for width in (None, 50):
+            shown = view(TableReport(workers, lambda row: True), width)
+            cells = dict(zip(shown.columns, shown.rows[-1], strict=True))
+            assert cells.get("lost", cells.get("gaps", lost).partition("/")[0].replace("–", "0")) == lost
+            assert any("only a part is known of" in line for line in shown.below) == (lost != "0")
+            assert (shown.styles[-1] == "yellow") == (lost != "0")
+
+    def test_more_ranks_than_there_is_room_for_are_counted(self) -> None:
+        """Rows are as many as fit, at most a hundred; what claims to be of a rank that nobody has takes no memory."""
+        workers = Workers(clock=Clock(), wall=lambda: 500.0)
+        for rank in [*range(3000), -1]:
+            workers.fold(Speaker("tcp://a:1"), received(0, rank=rank))
+        report = TableReport(workers, lambda row: True)
+        for shown, rows in ((view(report, 120), 100), (view(report, 120, 7), 7)):
+            assert (len(shown.rows), len(shown.styles), shown.workers) == (rows, rows, 1024)
+            more = f"… and {1024 - rows:,} more workers: --json has all"
+            assert shown.below == [more, "1,977 batches of ranks above 1,023 ignored"]
+
     def test_what_it_says(self) -> None:
         """Each cell, at any width; nothing that a publisher calls itself drives the terminal."""
         workers = Workers(clock=(clock := Clock()), wall=lambda: 500.0)

@@ -23,8 +23,8 @@ from kvcache.errors import (
     SnapshotTooNew,
     Unsupported,
 )
-from kvcache.prefixes.index import RANKS_MAX, Overlap
-from kvcache.prefixes.publisher import Publisher
+from kvcache.prefixes.index import Overlap
+from kvcache.prefixes.publisher import RANKS_MAX, Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.prefix_streams import Honest, Liar
 from tests.work import lines_run
