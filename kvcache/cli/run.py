@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Play requests through a cache and verify every reused byte and the log."
     parser.epilog = _EPILOG
     parser.add_argument(
-        "trace", nargs="?", type=Path, metavar="TRACE", help="requests as JSON lines (Mooncake form)"
+        "trace",
+        nargs="?",
+        type=Path,
+        metavar="TRACE",
+        help="requests as JSON lines (Mooncake form, one hash_id for each 512 tokens)",
     )
     settings.add_options(parser)
     _add_load_options(parser)

@@ -2,7 +2,8 @@
 
 A line says when a request arrived (`timestamp`, ms), how long its prompt and its output are, and names
 the prompt's blocks of 512 tokens by `hash_ids`: equal numbers, equal tokens. No text and no token ids are in
-such a file, which is why real services can publish them. The last block is cut to `input_length`.
+such a file, which is why real services can publish them. The last block is cut to `input_length`. A line with more or
+fewer numbers is refused: with blocks of another size it would be played as other prompts.
 
 Reading streams: a trace of any length takes the memory of one line.
 """
@@ -48,16 +49,16 @@ class TraceRequest(msgspec.Struct, frozen=True):
     output_length: Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
     """Tokens to generate."""
     hash_ids: tuple[HashId, ...]
-    """One number per 512 prompt tokens; the last may stand for fewer."""
+    """One number per 512 prompt tokens, rounded up: the last may stand for fewer."""
     cache_salt: str | None = None
     """Requests share blocks only if their salts are equal. Published traces have none."""
 
     def __post_init__(self) -> None:
         needed = -(-self.input_length // TRACE_BLOCK_TOKENS)
-        if len(self.hash_ids) < needed:
+        if len(self.hash_ids) != needed:
             raise ValueError(
-                f"hash_ids has {len(self.hash_ids)} entries, but input_length {self.input_length} "
-                f"needs {needed} of {TRACE_BLOCK_TOKENS} tokens each"
+                f"hash_ids has {len(self.hash_ids)} entries, but input_length {self.input_length} needs {needed}, one per "
+                f"{TRACE_BLOCK_TOKENS} tokens; a trace with blocks of another size has to be converted"
             )
 
 

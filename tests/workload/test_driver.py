@@ -43,7 +43,7 @@ TWO_AT_ONCE = DriveOptions(concurrency=2)
 def request(
     hash_ids: Sequence[int], length: int, outputs: int = 3, at: int = 0, salt: str | None = None
 ) -> TraceRequest:
-    return TraceRequest(at, length, outputs, tuple(hash_ids), salt)
+    return TraceRequest(at, length, outputs, tuple(hash_ids)[: -(-length // 512)], salt)
 
 
 class Recorder:

@@ -25,10 +25,10 @@ def trace(tmp_path: Path, *lines: str) -> Path:
 
 def test_reads_the_published_form(tmp_path: Path) -> None:
     """A line becomes a request; blank lines and fields of other tools are passed over."""
-    extra = '{"session": "x", "timestamp": 3, "input_length": 1, "output_length": 0, "hash_ids": [1, 2]}'
+    extra = '{"session": "x", "timestamp": 3, "input_length": 1, "output_length": 0, "hash_ids": [1]}'
     assert list(read_trace(trace(tmp_path, GOOD, "", "  ", extra))) == [
         TraceRequest(27, 600, 5, (46, 47)),
-        TraceRequest(3, 1, 0, (1, 2)),
+        TraceRequest(3, 1, 0, (1,)),
     ]
 
 
@@ -72,8 +72,10 @@ def test_reading_streams(tmp_path: Path) -> None:
         (GOOD.replace("46", str(2**63)), "at `$.hash_ids[0]`"),
         (
             GOOD.replace("600", "1025"),
-            "hash_ids has 2 entries, but input_length 1025 needs 3 of 512 tokens each",
+            "hash_ids has 2 entries, but input_length 1025 needs 3, one per 512 tokens; a trace with blocks of another",
         ),
+        (GOOD.replace("600", "512"), "hash_ids has 2 entries, but input_length 512 needs 1"),
+        (GOOD.replace("[46, 47]", "[46, 47, 48]"), "hash_ids has 3 entries, but input_length 600 needs 2"),
         (GOOD.replace("600", "1" + "0" * 30), "Expected `int` <= 2147483647 - at `$.input_length`"),
         (GOOD.replace(": 5", ": 3000000000"), "Expected `int` <= 2147483647 - at `$.output_length`"),
         (GOOD.replace("27", "9" * 400), "at `$.timestamp`"),
@@ -116,7 +118,7 @@ def test_missing_file_is_the_systems_error(tmp_path: Path) -> None:
 @st.composite
 def requests(draw: st.DrawFn) -> TraceRequest:
     ids = draw(st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
-    length = draw(st.integers(1, 512 * len(ids)))
+    length = draw(st.integers(512 * len(ids) - 511, 512 * len(ids)))
     salt = draw(st.none() | st.text(max_size=5))
     return TraceRequest(
         draw(st.integers(0, 2**40)), length, draw(st.integers(0, 2**31 - 1)), tuple(ids), salt
