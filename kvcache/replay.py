@@ -142,11 +142,15 @@ class Replayed:
         with fitting(self.last_seq):
             check(self.state)
 
-    def fold(self, batch: EventBatch, *, verify: bool) -> None:
-        """Apply one batch; raises `Unreplayable`."""
+    def fold(
+        self, batch: EventBatch, *, verify: bool, watch: Callable[[AnyEvent], None] | None = None
+    ) -> None:
+        """Apply one batch, and call `watch` after each event; raises `Unreplayable`."""
         with fitting(batch.seq):
             for event in known_events(batch):
                 self._apply(batch.seq, event, verify)
+                if watch is not None:
+                    watch(event)
         self.last_seq, self.last_ts = batch.seq, batch.ts
         self.batches += 1
         self.events += len(batch.events)

@@ -19,6 +19,7 @@ COMMANDS = {
     "events": "the events of a log, all or a choice",
     "diff": "where two logs first differ, and how their reuse does",
     "match": "what a prompt would reuse, block by block",
+    "who": "who holds a slot, and who held it",
     "explain": "why a request reused what it did, and computed the rest",
     "audit": "why prompt tokens were computed, over all requests",
     "curve": "what a log's prompts would reuse in a smaller or larger cache",

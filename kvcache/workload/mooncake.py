@@ -57,8 +57,8 @@ class TraceRequest(msgspec.Struct, frozen=True):
         needed = -(-self.input_length // TRACE_BLOCK_TOKENS)
         if len(self.hash_ids) != needed:
             raise ValueError(
-                f"hash_ids has {len(self.hash_ids)} entries, but input_length {self.input_length} needs {needed}, one per "
-                f"{TRACE_BLOCK_TOKENS} tokens; a trace with blocks of another size has to be converted"
+                f"hash_ids has {len(self.hash_ids)} entries, but input_length {self.input_length} needs {needed}, "
+                f"one per {TRACE_BLOCK_TOKENS} tokens; a trace with blocks of another size has to be converted"
             )
 
 

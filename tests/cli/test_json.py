@@ -103,6 +103,7 @@ def said_by_all(kvcache: Kvcache, place: Path) -> dict[str, list[Any]]:
         "events without tokens": lines(answer("events", log, "--no-tokens").out),
         "replay": [json.loads(answer("replay", log, "--verify").out)],
         "match": [json.loads(answer("match", log, "--request", 3, "--at", 40).out)],
+        "who": [json.loads(answer("who", log, "--slot", 3, "--at", 40).out)],
         "explain": [json.loads(answer("explain", log, "--request", 9).out)],
         "audit": [json.loads(answer("audit", log).out)],
         "curve": [json.loads(answer("curve", log, "--bound", "30").out)],

@@ -1,0 +1,156 @@
+"""Who has a slot: which requests hold it, which block is cached there, and how that came about.
+
+Read from the state that a log folds into, after each event that may concern the slot. So the history says what the
+cache itself decided, event by event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from events import types as ev
+from events.packed import names_of_keys
+from events.types import PRIMARY, EventBatch, RequestId
+from kvcache.fold.contents import AnyGroup
+from kvcache.fold.places import Places
+from kvcache.fold.prefix_tree import Run
+from kvcache.fold.state import CacheState
+from kvcache.replay import Progress, Replayed
+
+_ALWAYS = (
+    ev.CacheCreated,
+    ev.StateExported,
+    ev.CacheCleared,
+    ev.SequenceForked,
+    ev.SequenceRewound,
+    ev.SequenceRemoved,
+    ev.EncoderRemoved,
+    ev.TransferLanded,
+    ev.TransferFailed,
+)
+"""Events that may concern a slot which they do not name."""
+_NEVER = (ev.SequenceAdded, ev.TokensAppended, ev.ContextComputed, ev.Checkpoint)
+"""Events with other numbers in their columns."""
+
+
+class Occupant(NamedTuple):
+    """What is in a slot. Nothing: it is blank."""
+
+    requests: tuple[RequestId, ...] = ()
+    """The running requests that hold it, in the order in which they were admitted."""
+    block: int | None = None
+    """The block's place in their prompts, and in that of who stored it, from 0."""
+    cached: bool = False
+    """Whether others can reuse it."""
+    name: str | None = None
+    """Of a cached block: 16 hex digits; None: it has none."""
+    landed: bool = True
+    """Whether its bytes are there."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """An event after which a slot had another occupant, or another state of it."""
+
+    seq: int
+    index: int
+    ts: int
+    type: str
+    why: str | None
+    """As the event says it, if it does."""
+    occupant: Occupant
+
+
+@dataclass
+class SlotHistory:
+    """One slot of one window."""
+
+    group: int
+    window: int
+    changes: list[Change] = field(default_factory=list)
+    """In order; empty: it was blank all the time."""
+
+    @property
+    def now(self) -> Occupant:
+        """Who has it."""
+        return self.changes[-1].occupant if self.changes else Occupant()
+
+
+class SlotWatch:
+    """The histories of a slot in all windows that have it (or in one: `group`), while a log is folded."""
+
+    def __init__(self, level: int, slot: int, group: int | None = None) -> None:
+        self.level, self.slot, self.group = level, slot, group
+        self._packed = slot.to_bytes(4, "little")
+        self._histories: dict[int, SlotHistory] = {}
+
+    def fold(self, batches: Iterable[EventBatch], progress: Progress | None = None) -> Replayed:
+        """Fold all batches, and note what becomes of the slot. Raises `Unreplayable`."""
+        replayed = Replayed(CacheState())
+        for batch in batches:
+            replayed.fold(batch, verify=False, watch=partial(self._see, replayed, batch))
+            if progress is not None:
+                progress(batch.seq)
+        return replayed
+
+    def histories(self, state: CacheState) -> list[SlotHistory]:
+        """Of the windows that have the slot in a state, ascending."""
+        return [
+            self._histories.get(index) or SlotHistory(index, group.window)
+            for index, group in self._groups(state)
+        ]
+
+    def _groups(self, state: CacheState) -> Iterator[tuple[int, AnyGroup]]:
+        for index, group in enumerate(state.groups):
+            if self.group in (None, index) and self.slot < group.levels[self.level].size:
+                yield index, group
+
+    def _see(self, replayed: Replayed, batch: EventBatch, event: ev.AnyEvent) -> None:
+        if isinstance(event, _NEVER) or not (isinstance(event, _ALWAYS) or self._is_named(event)):
+            return
+        state = replayed.state
+        for index, group in self._groups(state):
+            history = self._histories.get(index)
+            if history is None:
+                history = self._histories[index] = SlotHistory(index, group.window)
+            occupant = occupant_of(state, index, self.level, self.slot)
+            if occupant != history.now:
+                place = next(at for at, each in enumerate(batch.events) if each is event)
+                why = getattr(event, "why", None)
+                told = None if why is None else str(why)
+                history.changes.append(
+                    Change(batch.seq, place, batch.ts, type(event).__name__, told, occupant)
+                )
+
+    def _is_named(self, event: ev.AnyEvent) -> bool:
+        """Whether the slot's number is in any column of an event; it may be there by chance."""
+        values = (getattr(event, name) for name in event.__struct_fields__)
+        return any(isinstance(value, bytes) and self._packed in value for value in values)
+
+
+def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupant:
+    """Who has a slot of a group's level."""
+    group, requests, block = state.groups[index], list[RequestId](), None
+    for sequence in state.sequences.values() if level == PRIMARY else ():
+        table = sequence.tables[index]
+        if slot in table:
+            requests.append(sequence.request_id)
+            block = table.index(slot)
+    if not group.is_cached(level, slot):
+        return Occupant(tuple(requests), block)
+    run, at, landed = _cached(group, level, slot)
+    size = group.tree.key_bytes
+    name = names_of_keys(bytes(run.keys[at * size : (at + 1) * size]), size).hex() if size else None
+    return Occupant(tuple(requests), run.start + at, True, name, landed)
+
+
+def _cached(group: AnyGroup, level: int, slot: int) -> tuple[Run, int, bool]:
+    """The run of a cached block, its place in it, and whether it has landed."""
+    if isinstance(group, Places):
+        place = slot + level * group.levels[PRIMARY].size
+        return *group.find(place), not group.transfers[place]
+    run = group.run_at(level, slot)
+    return run, run.slots.index(slot), not run.transfer

@@ -1,0 +1,183 @@
+"""``kvcache who``: which requests and which block have a slot at a moment of a log, and which had it before."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from events.log import LogReader
+from events.structs import LEVEL_NAMES
+from kvcache.audit.slots import Change, Occupant, SlotHistory, SlotWatch
+from kvcache.cli import moments, times, told
+from kvcache.cli.messages import printable
+from kvcache.cli.moments import UpTo
+from kvcache.cli.output import Output, count
+from kvcache.cli.parser import natural
+from kvcache.cli.progress import progress
+from kvcache.cli.replay import describe_point
+from kvcache.cli.times import Times, iso
+from kvcache.errors import UsageError
+from kvcache.replay import Replayed
+
+_SHOWN = 20
+"""Changes that people see; JSON has all."""
+_COLUMNS = ("event", "time", "type", "block", "name", "held by")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.description = (
+        "Say who holds a slot of the cache after a batch, which block is cached there, and what became of the slot "
+        "before, event by event."
+    )
+    parser.epilog = (
+        "The history begins where the log does: with its first batch, or with the state that pruning has left. Blocks "
+        "are\ncounted from 0 in each prompt.\n\n" + moments.FORMS_HELP
+    )
+    parser.add_argument("log", type=Path, metavar="LOG", help="a log directory")
+    parser.add_argument(
+        "--slot", type=natural, metavar="N", required=True, help="the slot, as in block tables"
+    )
+    parser.add_argument(
+        "--level",
+        choices=LEVEL_NAMES,
+        default=LEVEL_NAMES[0],
+        help="where the slot is (primary, as without this)",
+    )
+    parser.add_argument(
+        "--group", type=natural, metavar="N", help="of one window only, by its number in events"
+    )
+    parser.add_argument(
+        "--at", type=moments.argument, metavar=moments.METAVAR, help="after this batch (the last one)"
+    )
+    times.add_option(parser)
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+
+
+def run(args: argparse.Namespace, out: Output) -> int:
+    """Fold, watch the slot, print."""
+    if told.is_told(args.log):
+        raise UsageError("engines tell nothing of slots: give a log of a cache of ours")
+    watch = SlotWatch(LEVEL_NAMES.index(args.level), args.slot, args.group)
+    batches = UpTo(LogReader(args.log), args.at)
+    with progress("replaying", None, shown=not out.quiet) as update:
+        replayed = watch.fold(batches, progress=update)
+    batches.check()
+    histories = watch.histories(replayed.state)
+    if not histories:
+        raise UsageError(_no_such_slot(args, replayed))
+    if args.json:
+        out.json(to_json(args, replayed, histories))
+        return 0
+    times_of = Times(args.time, batches.first_ts)
+    for number, history in enumerate(histories):
+        if number:
+            out.line()
+        window = f", window {history.window:,} (group {history.group})" * (len(replayed.state.groups) > 1)
+        out.heading(f"slot {args.slot:,} of {args.level}{window}, after {describe_point(replayed, times_of)}")
+        _show(history, times_of, out)
+    return 0
+
+
+def _no_such_slot(args: argparse.Namespace, replayed: Replayed) -> str:
+    if replayed.state.created is None:
+        return f"{args.log} holds no cache yet: its first batch is missing"
+    sizes = [group.levels[LEVEL_NAMES.index(args.level)].size for group in replayed.state.groups]
+    if args.group is not None and args.group >= len(sizes):
+        return f"there is no group {args.group}: the cache has {count(len(sizes), 'group')}, counted from 0"
+    size = max(sizes) if args.group is None else sizes[args.group]
+    return f"there is no slot {args.slot:,} in {args.level}: it has {count(size, 'slot')}, counted from 0"
+
+
+def _show(history: SlotHistory, when: Times, out: Output) -> None:
+    now, changes = history.now, history.changes
+    facts = [("now", _in_words(now))]
+    if changes:
+        last = changes[-1]
+        facts.append(("since", f"{_type(last)} {last.seq}.{last.index} ({when.of(last.ts)})"))
+    else:
+        facts.append(("since", "the log's beginning"))
+    out.facts(facts)
+    if not changes:
+        return
+    out.line()
+    rows = [
+        (
+            f"{each.seq}.{each.index}",
+            when.of(each.ts),
+            _type(each),
+            "" if each.occupant.block is None else f"{each.occupant.block:,}",
+            _name(each.occupant),
+            _holders(each.occupant),
+        )
+        for each in changes[-_SHOWN:]
+    ]
+    out.table(_COLUMNS, rows, right=("event", "time", "block"))
+    if len(changes) > _SHOWN:
+        out.line(f"{count(len(changes) - _SHOWN, 'change')} before: --json has all")
+
+
+def _type(change: Change) -> str:
+    return change.type if change.why is None else f"{change.type} ({change.why})"
+
+
+def _in_words(occupant: Occupant) -> str:
+    if occupant.block is None:
+        return "blank"
+    holders = f"held by {_holders(occupant)}" if occupant.requests else "held by nobody"
+    if not occupant.cached:
+        return f"block {occupant.block:,}, not cached yet, {holders}"
+    name = "" if occupant.name is None else f" as {occupant.name}"
+    return f"block {occupant.block:,}, cached{name}{'' if occupant.landed else ', still being copied'}, {holders}"
+
+
+def _name(occupant: Occupant) -> str:
+    if not occupant.cached:
+        return ""
+    return (occupant.name or "cached") + ("" if occupant.landed else ", being copied")
+
+
+def _holders(occupant: Occupant) -> str:
+    return ", ".join(printable(str(each)) for each in occupant.requests)
+
+
+def to_json(args: argparse.Namespace, replayed: Replayed, histories: list[SlotHistory]) -> dict[str, Any]:
+    """Who has the slot, and all changes, the last of which led to that."""
+    return {
+        "seq": replayed.last_seq,
+        "ts": replayed.last_ts,
+        "time": None if replayed.last_ts is None else iso(replayed.last_ts),
+        "level": args.level,
+        "slot": args.slot,
+        "groups": [
+            {
+                "group": history.group,
+                "window": history.window,
+                "now": _occupant_json(history.now),
+                "changes": [
+                    {
+                        "seq": each.seq,
+                        "index": each.index,
+                        "ts": each.ts,
+                        "time": iso(each.ts),
+                        "type": each.type,
+                        "why": each.why,
+                        **_occupant_json(each.occupant),
+                    }
+                    for each in history.changes
+                ],
+            }
+            for history in histories
+        ],
+    }
+
+
+def _occupant_json(occupant: Occupant) -> dict[str, Any]:
+    return {
+        "requests": list(occupant.requests),
+        "block": occupant.block,
+        "cached": occupant.cached,
+        "name": occupant.name,
+        "landed": occupant.landed,
+    }
