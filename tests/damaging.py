@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
@@ -38,6 +42,22 @@ def without_beginning(whole: Path, log: Path, *, segments: int) -> Path:
     shutil.copytree(whole, log)
     prune(log, Limits(segments=segments))
     return log
+
+
+@contextmanager
+def unreadable(path: Path, begin: int = 0) -> Iterator[None]:
+    """A file that the disk does not give back, from this byte on."""
+    pread, bad = os.pread, path.stat().st_ino
+
+    def refuse(descriptor: int, count: int, offset: int) -> bytes:
+        if os.fstat(descriptor).st_ino == bad and offset + count > begin:
+            if offset >= begin:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return pread(descriptor, begin - offset, offset)
+        return pread(descriptor, count, offset)
+
+    with patch.object(os, "pread", refuse):
+        yield
 
 
 def _file(rng: random.Random, log: Path) -> tuple[Path, bytearray]:

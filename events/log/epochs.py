@@ -32,6 +32,7 @@ class Beginning:
 
 def beginnings(directory: Path) -> list[Beginning]:
     """Of all epochs whose first segment is there, and all snapshots, oldest first. Raises LogDamaged, LogTooNew."""
+    oldest = segment_paths(directory)[:1]
     found = [
         Beginning(each.header.log_id, each.header.epoch, each.seq, True) for each in snapshots(directory)
     ]
@@ -42,6 +43,8 @@ def beginnings(directory: Path) -> list[Beginning]:
         if begins or (previous is None and _begins_epoch(directory, header.base_seq) is not None):
             found.append(Beginning(header.log_id, header.epoch, header.base_seq))
         previous = header
+    if segment_paths(directory)[:1] != oldest:
+        return beginnings(directory)  # What the log begins with was compressed or removed meanwhile.
     # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
     return sorted(found, key=lambda each: (each.epoch, each.seq))
 

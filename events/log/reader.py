@@ -171,11 +171,14 @@ class LogReader:
             try:
                 segment = Segment(path)
             except FileNotFoundError:
-                continue  # Recovery has put it aside: it held no whole frame. Or it is gone, or compressed by now.
+                continue  # Recovery has put it aside: it held no whole frame. Or it is not kept any longer.
             with segment:
                 self._hold(first_seq(path))
                 state = self._instead_of_missing(segment, chain)
-                if state is not None:
+                header = segment.header()
+                misfits = header is not None and chain.refuses_segment(header) is not None
+                # What was compressed or removed meanwhile may not have been listed: what stands there now counts.
+                if state is not None or (misfits and self._behind(previous) != path):
                     continue
                 end, step = yield from self._segment(segment, ahead)
             if step != "again":
@@ -209,7 +212,8 @@ class LogReader:
                         wanted = Chain(seq=self._start or 0)
                         return chain, None, self._instead_of_missing(segment, wanted)
                     return chain, paths[at - 1] if at else None, None
-        return Chain(), None, None
+        gone = paths[:1] != segment_paths(self.directory)[:1] if paths else False
+        return self._beginning() if gone else (Chain(), None, None)
 
     def _instead_of_missing(self, segment: Segment, chain: Chain) -> tuple[Snapshot, EventBatch] | None:
         """What stands for the segments before this one that are not kept any longer; None: none are missing."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,7 +170,7 @@ class Kept:
 def _parts(directory: Path) -> Iterator[Part]:
     """All segments that hold a batch. One that was just begun and lost its first one is no place to go on from."""
     for path in segment_paths(directory):
-        with Segment(path) as segment:
+        with suppress(FileNotFoundError), Segment(path) as segment:
             header = segment.header()
             if header is None:
                 continue
@@ -178,4 +179,4 @@ def _parts(directory: Path) -> Iterator[Part]:
             found = segment.read(chain)
             if isinstance(found, Frame) and found.header.events:
                 sizes = os.fstat(segment.descriptor).st_size, segment.size()
-                yield Part(path, header.base_seq, *sizes, stamp_of(found.payload).ts)
+                yield Part(segment.path, header.base_seq, *sizes, stamp_of(found.payload).ts)

@@ -118,13 +118,14 @@ class Segment:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.offset = SEGMENT_HEADER_BYTES
         self._window = memoryview(b"")
         self._window_start = 0
         self._header: SegmentHeader | None = None
         self._seed = 0
         self._stored = open_stored(path)
+        self.path = self._stored.path
+        """The file's, which may have another form than that asked for."""
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +170,8 @@ class Segment:
         except FileNotFoundError:
             return False  # It is not to be kept any longer, or is compressed.
         data = stored.read(0, SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
-        if len(data) < SEGMENT_HEADER_BYTES or parse_segment_header(data) != self._header:
+        short = stored.is_compressed or len(data) < SEGMENT_HEADER_BYTES
+        if short or parse_segment_header(data) != self._header:
             stored.close()
             return False
         self._stored.close()

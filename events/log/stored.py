@@ -52,11 +52,24 @@ class StoredBytes:
 
     def read(self, offset: int, least: int, most: int) -> bytes | memoryview:
         """The bytes from `offset` on: at least so many, unless the segment ends before."""
-        return _pread(self.descriptor, max(least, most), offset)
+        return self._pread(max(least, most), offset)
 
     def is_lost(self, offset: int) -> bool:
         """Whether what should be there cannot be expanded."""
         return False
+
+    def _pread(self, count: int, offset: int) -> bytes:
+        """`os.pread` that comes back short only at the end of the file (the system stops at 2 GiB); names the file."""
+        try:
+            data = os.pread(self.descriptor, count, offset)
+            while len(data) < count:
+                more = os.pread(self.descriptor, count - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        return data
 
 
 class _Group(NamedTuple):
@@ -133,7 +146,7 @@ class CompressedBytes(StoredBytes):
             if header.method != groups.PLAIN:
                 require_zstd(self.path)
             try:
-                data = memoryview(groups.expand(header, _pread(self.descriptor, header.stored, position)))
+                data = memoryview(groups.expand(header, self._pread(header.stored, position)))
             except ValueError:
                 data = None
             self._expanded = at, data
@@ -144,7 +157,7 @@ class CompressedBytes(StoredBytes):
         position, reached, whole = 0, 0, None
         disk = os.fstat(self.descriptor).st_size
         while position < disk:
-            header = parse_group_header(os.pread(self.descriptor, GROUP_HEADER_BYTES, position))
+            header = parse_group_header(self._pread(GROUP_HEADER_BYTES, position))
             if header is None:
                 position = self._next_sync(position + 1, disk)
                 continue
@@ -161,12 +174,12 @@ class CompressedBytes(StoredBytes):
             position = behind if behind == disk or self._is_group(behind) else self._next_sync(position, disk)
 
     def _is_group(self, position: int) -> bool:
-        return parse_group_header(os.pread(self.descriptor, GROUP_HEADER_BYTES, position)) is not None
+        return parse_group_header(self._pread(GROUP_HEADER_BYTES, position)) is not None
 
     def _next_sync(self, position: int, disk: int) -> int:
         """Where a header may begin, from there on."""
         while position < disk:
-            chunk = os.pread(self.descriptor, _CHUNK_BYTES, position)
+            chunk = self._pread(_CHUNK_BYTES, position)
             at = chunk.find(groups.SYNC)
             if at >= 0:
                 return position + at
@@ -175,8 +188,19 @@ class CompressedBytes(StoredBytes):
 
 
 def open_stored(path: Path) -> StoredBytes:
-    """Open a segment, by its name. Raises LogDamaged, LogTooNew, OSError."""
-    return CompressedBytes(path) if path.suffix == COMPRESSED_SUFFIX else StoredBytes(path)
+    """Open a segment, by its name; one that was compressed since its name was read, compressed.
+
+    Raises LogDamaged, LogTooNew, OSError, of which FileNotFoundError means that it is gone in either form.
+    """
+    if path.suffix == COMPRESSED_SUFFIX:
+        return CompressedBytes(path)
+    try:
+        return StoredBytes(path)
+    except FileNotFoundError as gone:
+        try:
+            return CompressedBytes(path.with_suffix(COMPRESSED_SUFFIX))
+        except FileNotFoundError:
+            raise gone from None
 
 
 def stored_size(path: Path) -> int:
@@ -187,14 +211,3 @@ def stored_size(path: Path) -> int:
         if header is not None:
             return header.whole
     return path.stat().st_size
-
-
-def _pread(descriptor: int, count: int, offset: int) -> bytes:
-    """`os.pread` that comes back short only at the end of the file (the system stops at 2 GiB)."""
-    data = os.pread(descriptor, count, offset)
-    while len(data) < count:
-        more = os.pread(descriptor, count - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data

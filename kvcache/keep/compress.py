@@ -45,7 +45,7 @@ class Compressed:
     bytes: int = 0
     """And that they have now."""
     left: int = 0
-    """Segments that are damaged, and so were left as they are."""
+    """Segments that are damaged or that the disk does not give back, and so were left as they are."""
 
 
 def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) -> Compressed:
@@ -88,13 +88,13 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
             _write(unfinished, _groups(segment, progress))
             whole, size = segment.size(), unfinished.stat().st_size
             invariant(_is_equal(segment, unfinished), "a compressed segment is not what it was made of")
-    except (LogDamaged, FileNotFoundError):
-        unfinished.unlink(missing_ok=True)
-        done.left += path.exists()
-        return
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+        unreadable = getattr(error, "errno", None) in raw.UNREADABLE
+        if unreadable or isinstance(error, LogDamaged | FileNotFoundError):
+            done.left += path.exists()
+            return
         raise
     unfinished.replace(target)
     sync_directory(path.parent)

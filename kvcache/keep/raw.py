@@ -6,6 +6,7 @@ found is told by `kvcache.keep.scan`.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -26,6 +27,8 @@ VERSION = 1
 ENDS_EPOCH, AFTER_LOSS, BEHIND_SYNC = 1, 2, 4
 HEADER_BYTES, FRAME_HEADER_BYTES = 64, 36
 MAX_PAYLOAD = 1 << 30
+UNREADABLE = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+"""How the system says that the disk does not have what a file holds."""
 MAX_EPOCH = (1 << 23) - 2
 """Numbers of sequences have 23 bits for it, and one value is left out."""
 _HEADER = struct.Struct("<8s2HI16s3Q2I")
@@ -71,8 +74,9 @@ class Frame(NamedTuple):
 
 def segments(directory: Path) -> list[Path]:
     """The segments, by number: names are 20 digits and a suffix. One that is there twice was just compressed."""
-    compressed = {int(path.stem): path for path in _names(directory, COMPRESSED)}
+    # First those as they were written: what is compressed in between is then in both lists, and not in neither.
     plain = {int(path.stem): path for path in _names(directory, ".kvlog")}
+    compressed = {int(path.stem): path for path in _names(directory, COMPRESSED)}
     return [path for _, path in sorted((compressed | plain).items())]
 
 
@@ -81,19 +85,35 @@ def snapshots(directory: Path) -> list[Path]:
     return _names(directory, ".kvsnap")
 
 
+def is_there(path: Path) -> bool:
+    """Whether a segment is there, in either form."""
+    return os.path.lexists(path) or os.path.lexists(path.with_suffix(COMPRESSED))
+
+
 def _names(directory: Path, suffix: str) -> list[Path]:
     pattern = re.compile(rf"\d{{20}}\{suffix}", re.ASCII)
     return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
 
 
 class File:
-    """A segment or a snapshot, open for reading.
+    """A segment or a snapshot, open for reading; a segment that was compressed since its name was read, compressed.
 
     Raises LogDamaged if it is no file, or nothing of what is compressed is whole; LogTooNew, ZstdMissing, OSError.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        try:
+            self._open(path)
+        except FileNotFoundError as gone:
+            if path.suffix != ".kvlog":
+                raise
+            try:
+                self._open(path.with_suffix(COMPRESSED))
+            except FileNotFoundError:
+                raise gone from None
+
+    def _open(self, path: Path) -> None:
         # SECURITY: neither a link to some other file nor a pipe that never ends.
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -151,9 +171,14 @@ class File:
         return self._groups is not None and self._groups.is_lost(offset)
 
     def _read(self, offset: int, count: int) -> bytes:
-        data = os.pread(self._descriptor, count, offset)
-        while data and len(data) < count and (more := os.pread(self._descriptor, count, offset + len(data))):
-            data += more[: count - len(data)]
+        try:
+            data = os.pread(self._descriptor, count, offset)
+            while (
+                data and len(data) < count and (more := os.pread(self._descriptor, count, offset + len(data)))
+            ):
+                data += more[: count - len(data)]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         return data
 
     def header(self, magic: bytes) -> Header | None:

@@ -87,8 +87,7 @@ def _copy(log: Path, copy: _Copy, progress: Callable[[int], None]) -> Salvaged:
             done.damage.append(item)
             continuity.lose()
         elif isinstance(item, State):
-            continuity.begin(item.snapshot)
-            done.batches += copy.begin(item.snapshot)
+            done.batches += copy.restore(item.snapshot, continuity)
         else:
             for batch, header in _batches(item, continuity, snapshots):
                 done.batches += 1
@@ -170,17 +169,40 @@ class _Copy:
         """With which the log begins, as long as nothing stands behind it."""
         self.last_seq: int | None = None
 
-    def begin(self, snapshot: RawSnapshot) -> int:
-        """Begin with a snapshot, as a log does whose beginning is not kept; returns how many batches that has."""
+    def restore(self, snapshot: RawSnapshot, continuity: Continuity) -> int:
+        """Go on with a snapshot that stands for segments which are not kept; returns how many batches that has."""
+        if self.last_seq is None:
+            continuity.begin(snapshot)
+            self._begin(snapshot)
+            return 1
+        continuity.lose()  # They were removed while the log was copied.
+        batch = continuity.restore(snapshot, more=False)
+        if batch is not None:
+            self.write(batch, snapshot.header)
+        return int(batch is not None)
+
+    def _begin(self, snapshot: RawSnapshot) -> None:
+        """Begin with a snapshot, as a log does whose beginning is not kept."""
+        try:
+            content = snapshot.path.read_bytes()
+        except FileNotFoundError:  # By now it is not kept any longer.
+            self._write_state(snapshot)
+            return
         header, beside = snapshot.header, snapshot.beside
         self._begun = snapshot
         self._chain = Chain(
             header.log_id, header.epoch, header.number, beside.next_seq, header.before, beside.closed
         )
         with writing(self._directory, _ADVICE):
-            replace_file(self._directory / snapshot.path.name, snapshot.path.read_bytes(), 0o600)
+            replace_file(self._directory / snapshot.path.name, content, 0o600)
         self.last_seq = snapshot.seq
-        return 1
+
+    def _write_state(self, snapshot: RawSnapshot) -> None:
+        """Begin with the state of a snapshot, as a batch behind a `Gap`."""
+        batch = behind_loss(snapshot.batch, 0, snapshot.seq)
+        self._chain = Chain()
+        if batch is not None:
+            self.write(batch, snapshot.header)
 
     def write(self, batch: EventBatch, header: raw.Header) -> None:
         """Write the next batch, which is of the epoch in the header."""
@@ -211,11 +233,8 @@ class _Copy:
         """Write what is left to write, and make all of it durable."""
         if self._begun is not None:
             # A log has segments: what stands for them is a batch then.
-            batch, header = behind_loss(self._begun.batch, 0, self._begun.seq), self._begun.header
             (self._directory / self._begun.path.name).unlink()
-            self._chain = Chain()
-            if batch is not None:
-                self.write(batch, header)
+            self._write_state(self._begun)
         self.finish()
         for path in raw.segments(self._directory):
             with Segment(path) as segment, writing(self._directory, _ADVICE):

@@ -91,22 +91,44 @@ class Scan:
     def __iter__(self) -> Iterator[Found | Damage | State]:
         previous: Path | None = None
         while not self._ended and (path := self._behind(previous)) is not None:
-            previous = path
+            number = self._number
             try:
-                file = raw.File(path)
+                with raw.File(path) as file:
+                    state = self._instead(file)
+                    if state is None and self._is_refused(file) and self._has_moved(previous, path):
+                        continue
+                    previous = path
+                    if state is not None:
+                        self._begin_behind(state)
+                        previous = self._directory / f"{state.seq:020d}.kvlog"
+                        yield State(state)
+                    else:
+                        yield from self._segment(file)
             except FileNotFoundError:
-                continue
+                previous = path  # It is not kept any longer.
             except LogDamaged as error:
+                previous = path
                 yield Damage(path, 0, self.seq, error.reason)
-                continue
-            with file:
-                state = self._instead(file)
-                if state is not None:
-                    self._begin_behind(state)
-                    previous = self._directory / f"{state.seq:020d}.kvlog"
-                    yield State(state)
-                else:
-                    yield from self._segment(file)
+            except OSError as error:
+                if error.errno not in raw.UNREADABLE:
+                    raise
+                previous = path
+                yield self._unreadable(path, error, known=self._number > number)
+
+    def _has_moved(self, previous: Path | None, path: Path) -> bool:
+        """Whether it is not what stands behind the previous one any more: the log's keeper was at work meanwhile."""
+        return not raw.is_there(path) if self._order is not None else self._behind(previous) != path
+
+    def _is_refused(self, file: raw.File) -> bool:
+        header = file.header(raw.SEGMENT_MAGIC)
+        return header is not None and self._why_not(file, header) is not None
+
+    def _unreadable(self, path: Path, error: OSError, *, known: bool) -> Damage:
+        """A segment that the disk does not give back, whose number is `known` or not; the next one is gone on with."""
+        self._number += not known
+        self._crc, self._closed = None, False
+        offset = self.offset if self.path == path else 0
+        return Damage(path, offset, self.seq, f"it cannot be read: {error.strerror}")
 
     def _behind(self, previous: Path | None) -> Path | None:
         paths = raw.segments(self._directory) if self._order is None else self._order
@@ -121,12 +143,15 @@ class Scan:
         header = file.header(raw.SEGMENT_MAGIC)
         if header is None or header.number <= self._number or not self._is_named(file, header):
             return None
-        if self._order is None and raw.segments(self._directory)[:1] != [file.path]:
-            return None
-        if self._order is not None and self._order[0] != file.path:
+        if any(raw.is_there(path) for path in self._before(file.path)):
             return None
         later = (each for each in usable_snapshots(self._directory) if each.header.number > self._number)
         return next(later, None)
+
+    def _before(self, path: Path) -> list[Path]:
+        if self._order is not None:
+            return list(self._order[: self._order.index(path)])
+        return [each for each in raw.segments(self._directory) if int(each.stem) < int(path.stem)]
 
     def _begin_behind(self, snapshot: RawSnapshot) -> None:
         header, beside = snapshot.header, snapshot.beside
@@ -198,7 +223,7 @@ class Scan:
 
     def _log_ids(self) -> Iterator[bytes]:
         for path in raw.segments(self._directory):
-            with suppress(LogDamaged, FileNotFoundError), raw.File(path) as file:
+            with suppress(LogDamaged, OSError), raw.File(path) as file:
                 header = file.header(raw.SEGMENT_MAGIC)
                 if header is not None:
                     yield header.log_id

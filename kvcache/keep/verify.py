@@ -63,7 +63,8 @@ def verify(log: Path, progress: Callable[[int], None] = lambda _: None) -> Verif
         else:
             fold.take(item)
         progress(scan.seq)
-    found.unused += fold.snapshots.values()
+    # One that is gone by now is not kept any longer, as what was before it.
+    found.unused = [path for path in (*found.unused, *fold.snapshots.values()) if path.exists()]
     found.problems += fold.problems()
     found.end = LogEnd(scan.kind, fold.last_seq, scan.path, scan.offset, scan.seq, begins)
     return found
@@ -113,7 +114,10 @@ class _Fold:
             self._compare(self.snapshots.pop(batch.seq))
 
     def _compare(self, path: Path) -> None:
-        snapshot = read_snapshot(path)
+        try:
+            snapshot = read_snapshot(path)
+        except FileNotFoundError:
+            return  # It is not kept any longer.
         state = next((event for event in snapshot.batch.events if isinstance(event, StateExported)), None)
         if state == export(self._cache.state) and snapshot.beside.fingerprint == self._cache.fingerprint:
             self._found.snapshots += 1
@@ -138,6 +142,15 @@ def _snapshots(log: Path, found: Verified) -> dict[int, Path]:
                 good[snapshot.seq] = path
             else:
                 found.unused.append(path)
+        except FileNotFoundError:
+            continue  # It is not kept any longer.
         except LogError as error:
             found.problems.append(str(error))
+        except OSError as error:
+            if error.errno not in raw.UNREADABLE:
+                raise
+            if error.filename == str(path):
+                found.problems.append(f"{path} cannot be read: {error.strerror}")
+            else:
+                found.unused.append(path)  # It is the segment behind it, which is told of when it is read.
     return good

@@ -17,7 +17,7 @@ from kvcache.fold.state import CacheState
 from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import Replayed, replay
-from tests.damaging import CHANGES, Change, log_with_snapshots, without_beginning
+from tests.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
 from tests.events.logs import frame_offsets
 from tests.events.test_log_recovery import snapshot as bytes_in
 from tests.kvcache.test_pruning import states_of
@@ -115,6 +115,19 @@ def test_no_more_is_lost_than_up_to_the_next_snapshot(whole: Path, tmp_path: Pat
     gaps = [batch for batch in batches if has_gap(batch) and batch.seq == loss.last]
     assert [event for event in gaps[0].events if isinstance(event, Gap)][-1].first_seq == loss.first
     assert batches[-1] == list(LogReader(whole))[-1]
+
+
+def test_a_segment_that_the_disk_does_not_give_back_is_lost_and_no_more(whole: Path, tmp_path: Path) -> None:
+    """It is named, and what can be gone on with behind it is saved."""
+    place = segment_paths(whole)[2]
+    with unreadable(place):
+        done = salvage(whole, tmp_path / "new")
+        [damage], [loss] = done.damage, done.losses
+    assert (damage.path, loss.first) == (place, first_seq(place))
+    assert "cannot be read: Input/output error" in damage.reason
+    batches = list(LogReader(tmp_path / "new"))
+    assert batches[-1] == list(LogReader(whole))[-1]
+    assert {batch.seq for batch in batches} >= set(range(loss.first))
 
 
 @pytest.mark.parametrize("change", ["swap", "rename", "duplicate", "header", "first header", "foreign"])

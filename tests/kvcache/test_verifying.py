@@ -13,13 +13,13 @@ import pytest
 
 from events.errors import LogDamaged
 from events.log import LogEnd, LogReader, LogWriter
-from events.log.segments import segment_paths
+from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
 from kvcache.keep import raw
 from kvcache.keep.scan import Found, Scan, State
 from kvcache.keep.verify import verify
-from tests.damaging import CHANGES, Change, log_with_snapshots, without_beginning
+from tests.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
 from tests.events.logs import batch, frame_offsets, write_log
 from tests.kvcache.test_snapshots import random_log
 from tests.places import ROOT
@@ -109,6 +109,32 @@ def test_other_logs_segment(whole: Path, tmp_path: Path) -> None:
     damage = verify(log).damage
     assert (damage[0].path, damage[0].offset) == by_reader(log)[1]
     assert verify(log).batches > len(by_reader(log)[0])
+
+
+@pytest.mark.parametrize("frames", [-1, 0, 1])
+def test_a_segment_that_the_disk_does_not_give_back(whole: Path, frames: int) -> None:
+    """It is named, with the system's reason; what stands before and behind what cannot be read is read."""
+    paths = segment_paths(whole)
+    place = next(path for path in paths[2:-1] if len(frame_offsets(path.read_bytes())) > 2)
+    begin = 0 if frames < 0 else frame_offsets(place.read_bytes())[frames]
+    with unreadable(place, begin):
+        found = verify(whole)
+        with pytest.raises(OSError, match=place.name):
+            list(LogReader(whole))
+    [damage] = found.damage
+    assert damage.path == place
+    assert damage.reason == "it cannot be read: Input/output error"
+    assert found.problems == []
+    first, behind = first_seq(place), first_seq(paths[paths.index(place) + 1])
+    there = [batch.seq for batch in LogReader(whole)]
+    assert found.batches == sum(not first + max(frames, 0) <= seq < behind for seq in there)
+
+
+def test_a_snapshot_that_the_disk_does_not_give_back(whole: Path) -> None:
+    """It is named, and the log is read."""
+    snapshot = snapshot_paths(whole)[1]
+    with unreadable(snapshot):
+        assert verify(whole).problems == [f"{snapshot} cannot be read: Input/output error"]
 
 
 def test_beside_a_writer(tmp_path: Path) -> None:
