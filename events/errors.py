@@ -22,6 +22,7 @@ are never repeated. All errors survive pickling, because engines carry them betw
 
 from __future__ import annotations
 
+import errno
 import re
 import traceback
 from dataclasses import dataclass
@@ -177,7 +178,8 @@ class LogWriteFailed(LogError):
             return f"{self.path} is not recorded: {self.reason}; open a new log"
         if self.ended:
             return f"{self.path} could not be written to its end: {self.reason}; what is there can be read"
-        return f"{self.path} cannot be written: {self.reason}; make room or mend the disk: it is tried again by itself"
+        advice = "make room or mend the disk" if self.errno != errno.ESTALE else "put back what was there"
+        return f"{self.path} cannot be written: {self.reason}; {advice}: it is tried again by itself"
 
 
 def type_and_place(error: BaseException) -> str:

@@ -56,6 +56,16 @@ def renew_segment(path: Path, reached: frames.Chain, end: int) -> int:
         raise LogWriteFailed(path, reason, errno.EIO) from error
 
 
+def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
+    """Raise LogWriteFailed if a segment's first `end` bytes are not those with which the log has got to `reached`."""
+    try:
+        with Segment(path) as segment:
+            for _ in _intact(segment, reached, end):
+                pass
+    except (LogDamaged, LogTooNew, FileNotFoundError) as error:
+        raise LogWriteFailed(path, "what was written to it is not there", errno.ESTALE) from error
+
+
 def _intact(
     segment: Segment, reached: frames.Chain, end: int
 ) -> Iterator[tuple[bytes, ...] | tuple[bytes, memoryview]]:

@@ -14,6 +14,10 @@ could succeed without a byte, and nobody knows what is still there. What was dur
 frame as their checksums say that they were written; when that is on disk it gets the segment's name, and the rest is
 written there. As long as that fails, too, it is tried again, each time with another file.
 
+What is written where no reader will find it does not count either: behind each sync, and in each `look`, the directory
+and the segment must be those that were opened, and the segment as long as it was made. If not, what stands there when
+writing is tried again is used if it holds all that was durable: somebody has put it back. Nothing else is written to.
+
 A log that is never synced counts what the system has taken. Each of its segments is synced once, when it ends: so after
 a power cut the last one only may lack something. What is copied after a failed sync is then what the system still has,
 if its checksums say that it is all of it.
@@ -32,9 +36,10 @@ from typing import NamedTuple
 from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
+from events.errors import LogWriteFailed
 from events.log import frames
 from events.log.durable import Lock, sync_file, write_all
-from events.log.making import make_segment, renew_segment, unfinished_path
+from events.log.making import check_segment, make_segment, renew_segment, unfinished_path
 from events.log.segments import segment_name
 from events.types import FORMAT_VERSION, EventBatch
 
@@ -75,13 +80,12 @@ class LogOutput:
         self._chain = chain
         """Up to the last frame that waits."""
         self.set_epoch(chain.epoch)
-        self._record_tokens = record_tokens
+        self._record_tokens, self._sync = record_tokens, sync
         self._segment_bytes = segment_bytes
         self._segment_ns = None if segment_seconds is None else int(segment_seconds * 1e9)
         self._segment_begun = segment_begun
         self._begun_at = 0
         """When the first batch of the segment was made."""
-        self._sync = sync
         self._path: Path | None = None
         """The segment that is being written; None: none."""
         self._unfinished: Path | None = None
@@ -89,6 +93,8 @@ class LogOutput:
         self._descriptor: int | None = None
         self._failed_sync = False
         """Whether the segment's file is not to be used any more."""
+        self._file: tuple[int, int] | None = None
+        """Which file the segment is; None: what has its name must be looked into before it is written to."""
         self._offset = 0
         """End of the last durable frame; if none is synced, of the last one that was written."""
         self._ahead = 0
@@ -138,6 +144,13 @@ class LogOutput:
             self._force(self._descriptor)
             self._reach(self._written)
 
+    def look(self) -> None:
+        """Raise LogWriteFailed or OSError if what was written, all of it, is not in the place where it was written."""
+        if self._path is None:
+            self._check_place()
+        else:
+            self._check_segment(self._opened())
+
     def close(self, next_seq: int) -> None:
         """Write the mark of an orderly end, if anything was written before it. All before it is durable then."""
         if self._path is None:
@@ -159,7 +172,8 @@ class LogOutput:
             # If that is refused, too, it is a torn tail, which readers and recovery understand. Of a file that is done
             # with, it is for who goes on with the log of a process that was killed: he is not to find it whole.
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, self._offset)
+                if os.fstat(descriptor).st_size > self._offset:
+                    os.ftruncate(descriptor, self._offset)
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
@@ -220,12 +234,13 @@ class LogOutput:
             self._reach(whole)
 
     def _force(self, descriptor: int) -> None:
-        """Sync the segment."""
+        """Sync the segment, where readers will find it."""
         try:
             sync_file(descriptor)
         except BaseException:
             self._failed_sync = True
             raise
+        self._check_segment(descriptor)
 
     def _reach(self, count: int) -> None:
         """So many of the waiting frames are durable."""
@@ -265,14 +280,21 @@ class LogOutput:
                 self._failed_sync = False
             else:
                 self._descriptor = self._open_again(self._path)
+            self._file = _identity(os.fstat(self._descriptor))
         return self._descriptor
 
     def _open_again(self, path: Path) -> int:
         """The segment, cut off behind its last durable frame."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size < self._offset:
-                raise OSError(errno.EIO, "a segment is shorter than it was")
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise self._misplaced(path, "it was moved or removed") from None
+        try:
+            own = os.fstat(descriptor)
+            if own.st_size < self._offset:
+                raise self._misplaced(path, "it is shorter than it was")
+            if self._file != _identity(own):
+                check_segment(path, self._reached, self._offset)
             os.ftruncate(descriptor, self._offset)
         except BaseException:
             os.close(descriptor)
@@ -290,7 +312,25 @@ class LogOutput:
     def _check_place(self) -> None:
         """Open nothing in a directory that has taken the place of ours: it may be somebody else's log."""
         if not self._lock.in_place():
-            raise OSError(errno.ESTALE, "the log's directory was moved")
+            raise self._misplaced(self._directory, "the log's directory was moved or removed")
+
+    def _check_segment(self, descriptor: int) -> None:
+        """The segment must be where it was made, and as long as what was written to it."""
+        self._check_place()
+        assert self._path is not None
+        own = os.fstat(descriptor)
+        try:
+            there = self._path.lstat()
+        except FileNotFoundError:
+            raise self._misplaced(self._path, "it was moved or removed") from None
+        if _identity(there) != _identity(own):
+            raise self._misplaced(self._path, "another file has its name")
+        if not self._unwritten and own.st_size != self._ahead:
+            raise self._misplaced(self._path, "its size is not what was written to it")
+
+    def _misplaced(self, path: Path, reason: str) -> LogWriteFailed:
+        self._file = None
+        return LogWriteFailed(path, reason, errno.ESTALE)
 
     def _begin_segment(self, base_seq: int) -> None:
         self._check_place()
@@ -303,7 +343,7 @@ class LogOutput:
         path = self._directory / segment_name(base_seq)
         self._unfinished = path
         self._descriptor = make_segment(path, [[header.pack()]])
-        self._failed_sync = False
+        self._failed_sync, self._file = False, _identity(os.fstat(self._descriptor))
         self._unfinished, self._path = None, path
         self._reached.enter(header)
         chain.enter(header)
@@ -316,6 +356,11 @@ class LogOutput:
             unfinished_path(self._unfinished).unlink(missing_ok=True)
             self._unfinished.unlink(missing_ok=True)
             self._unfinished = None
+
+
+def _identity(of: os.stat_result) -> tuple[int, int]:
+    """Which file this is, as long as it is open."""
+    return of.st_dev, of.st_ino
 
 
 def _crc32(payload: bytes) -> int:

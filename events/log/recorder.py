@@ -32,6 +32,8 @@ _GROUP_BYTES = 4 << 20
 """What is encoded before it is written; bounds the thread's memory beside the queue."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 """Before the disk is tried again; doubled each time."""
+_LOOK_SECONDS = 1.0
+"""How often it is asked whether the files are where they were, though nothing is written."""
 _log = get_logger(__name__)
 
 
@@ -77,6 +79,8 @@ class Recorder:
         """So many of them were given to the system."""
         self._sync_at = math.inf
         """When they are to be durable, by the monotonic clock."""
+        self._look_at = time.monotonic() + _LOOK_SECONDS
+        """When the files are looked at next, by the same clock."""
         self._hurried = False
         self._pause = _FIRST_PAUSE_SECONDS
 
@@ -85,7 +89,8 @@ class Recorder:
         try:
             while self._group or self.queue or not self.closing:
                 self._await_work()
-                self._drain()
+                if self._look():
+                    self._drain()
             while not self._attempt(self._mark_end):
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
@@ -120,7 +125,8 @@ class Recorder:
         self.asleep = True
         # Asked only after saying so: an append after this question sees that we sleep and wakes us.
         if not self.queue and not self.closing:
-            self.work.wait(self._time_left())
+            now = time.monotonic()
+            self.work.wait(max(min(self._sync_at, self._look_at) - now, 0))
         self.asleep = False
         self.work.clear()
         left = self._time_left()
@@ -130,6 +136,16 @@ class Recorder:
     def _time_left(self) -> float | None:
         """Seconds until the next sync; None: there is nothing to sync."""
         return None if self._sync_at == math.inf else max(self._sync_at - time.monotonic(), 0)
+
+    def _look(self) -> bool:
+        """Whether the files are where they were, as far as it is time to ask; each time while nothing else is tried."""
+        if self.trouble is not None and (self._group or self.queue):
+            return True
+        now = time.monotonic()
+        if self.trouble is None and now < self._look_at:
+            return True
+        self._look_at = now + _LOOK_SECONDS
+        return self._attempt(self.output.look)
 
     def _drain(self) -> None:
         """Write all that is queued, in groups, and sync it if that is due, as long as the disk takes it."""

@@ -19,7 +19,7 @@ class LogStats:
     bytes: int
     """In the files of this epoch."""
     state: Literal["running", "suspended", "closed"]
-    """Suspended: the disk refuses, which is tried again."""
+    """Suspended: the disk refuses, or does not have the files where they were, which is tried again."""
     last_error: str | None
     """Why the disk refused the last time, while it does."""
     durable_seq: int = -1

@@ -266,7 +266,7 @@ class TestOpening:
             with pytest.raises(LogWriteFailed):
                 log.flush()
         for seq in (2, 3):
-            with pytest.raises(LogWriteFailed, match=os.strerror(errno.ESTALE)):
+            with pytest.raises(LogWriteFailed, match="the log's directory was moved or removed; put back"):
                 log.flush()
             log.append(batch(seq))
         assert {path: path.read_bytes() for path in place.glob("*.kvlog*")} == before

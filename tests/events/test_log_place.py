@@ -1,0 +1,215 @@
+"""A log whose directory or segment is moved, replaced or cut under its writer: it says so, and claims nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from events import LogWriteFailed
+from events.log import LogWriter, recorder
+from tests.chaos import wait_until
+from tests.events.logs import batch, batches, read_log, segments, write_log
+
+Change = Callable[[Path, Path], None]
+
+
+def remove_directory(log: Path, _: Path) -> None:
+    shutil.rmtree(log)
+
+
+def move_directory(log: Path, aside: Path) -> None:
+    log.rename(aside)
+
+
+def swap_directory(log: Path, aside: Path) -> None:
+    log.rename(aside)
+    write_log(log, batches(2))
+
+
+def remove_segment(log: Path, aside: Path) -> None:
+    segments(log)[-1].rename(aside)
+
+
+def replace_segment(log: Path, aside: Path) -> None:
+    place = segments(log)[-1]
+    place.rename(aside)
+    place.write_bytes(bytes(aside.stat().st_size))
+
+
+def empty_segment(log: Path, aside: Path) -> None:
+    shutil.copy(segments(log)[-1], aside)
+    os.truncate(segments(log)[-1], 0)
+
+
+def cut_segment(log: Path, aside: Path) -> None:
+    shutil.copy(segments(log)[-1], aside)
+    os.truncate(segments(log)[-1], aside.stat().st_size - 1)
+
+
+CHANGES = [
+    remove_directory,
+    move_directory,
+    swap_directory,
+    remove_segment,
+    replace_segment,
+    empty_segment,
+    cut_segment,
+]
+
+
+def content(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*.kvlog") if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not in its place is looked for again at once."""
+    monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(recorder, "_LONGEST_PAUSE_SECONDS", 0.002)
+
+
+@pytest.mark.parametrize("fsync", ["group", "never"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_an_idle_log_notices_within_a_second_of_its_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, fsync: Any
+) -> None:
+    """It is suspended with the reason, and what comes is neither durable nor written into what has the name now."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 0)
+    place, aside = tmp_path / "log", tmp_path / "aside"
+    log = LogWriter(place, fsync=fsync, segment_bytes=900)
+    for item in batches(8):
+        log.append(item)
+    log.flush()
+    durable = log.durable_seq
+    with capture_logs() as said:
+        change(place, aside)
+        before = content(tmp_path)
+        wait_until(lambda: log.stats().state == "suspended", "it is not noticed")
+    [line] = said
+    assert (line["event"], line["log"]) == ("log_suspended", str(place))
+    assert line["reason"]
+    assert log.stats().last_error
+    for seq in range(8, 20):
+        log.append(batch(seq))
+        with pytest.raises(LogWriteFailed, match="put back what was there") as raised:
+            log.flush()
+        assert raised.value.errno == errno.ESTALE
+    assert log.durable_seq == durable
+    assert content(tmp_path) == before
+    with pytest.raises(LogWriteFailed):
+        log.close()
+    assert (log.durable_seq, content(tmp_path)) == (durable, before)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_synced_elsewhere_is_not_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    """Nor does a busy log wait for its next look: each sync asks where the files are."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 1e6)
+    log = LogWriter(tmp_path / "log")
+    log.append(batch(0))
+    log.flush()
+    change(tmp_path / "log", tmp_path / "aside")
+    log.append(batch(1))
+    with pytest.raises(LogWriteFailed, match="put back what was there"):
+        log.flush()
+    assert log.durable_seq == 0
+    assert log.stats().state == "suspended"
+    with pytest.raises(LogWriteFailed):
+        log.close()
+
+
+@pytest.mark.parametrize("fsync", ["group", "never"])
+@pytest.mark.parametrize("change", CHANGES[1:], ids=lambda change: change.__name__)
+def test_what_is_put_back_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change, fsync: Any
+) -> None:
+    """Be it the file itself or a copy of it: nothing is lost, and a log that waits is told by itself."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 0)
+    place, aside = tmp_path / "log", tmp_path / "aside"
+    log = LogWriter(place, fsync=fsync, segment_bytes=900)
+    for item in batches(8):
+        log.append(item)
+    log.flush()
+    last = segments(place)[-1]
+    change(place, aside)
+    wait_until(lambda: log.stats().state == "suspended", "it is not noticed")
+    if aside.is_dir():
+        if place.exists():
+            place.rename(tmp_path / "other")
+        aside.rename(place)
+    else:
+        shutil.copy(aside, tmp_path / "copy")
+        (tmp_path / "copy").rename(last)
+    wait_until(lambda: log.stats().state == "running", "it does not go on")
+    log.append(batch(8))
+    log.close()
+    assert log.durable_seq == 8
+    assert read_log(place)[0] == batches(9)
+
+
+def test_what_others_append_is_cut_off(tmp_path: Path) -> None:
+    """Bytes behind the last frame are noticed by the next sync, and what was written behind them is written again."""
+    log = LogWriter(tmp_path, fsync="group")
+    log.append(batch(0))
+    log.flush()
+    with segments(tmp_path)[0].open("ab") as file:
+        file.write(b"not ours")
+    log.append(batch(1))
+    with pytest.raises(LogWriteFailed, match="its size is not what was written to it"):
+        log.flush()
+    log.close()
+    assert log.durable_seq == 1
+    assert read_log(tmp_path)[0] == batches(2)
+
+
+def test_another_file_while_the_disk_is_full_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has taken the segment's name while the log was suspended for another reason is looked into, too."""
+    log = LogWriter(tmp_path / "log")
+    log.append(batch(0))
+    log.flush()
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", full)
+        log.append(batch(1))
+        with pytest.raises(LogWriteFailed, match="make room"):
+            log.flush()
+        replace_segment(tmp_path / "log", tmp_path / "aside")
+        before = content(tmp_path)
+    with pytest.raises(LogWriteFailed, match="what was written to it is not there"):
+        log.flush()
+    assert (log.durable_seq, content(tmp_path)) == (0, before)
+    (tmp_path / "aside").rename(segments(tmp_path / "log")[0])
+    log.close()
+    assert read_log(tmp_path / "log")[0] == batches(2)
+
+
+def test_the_clock_is_the_thread_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of the monotonic clock is what an idle log lets pass between its looks."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    log = LogWriter(tmp_path / "log")
+    (tmp_path / "log").rename(tmp_path / "aside")
+    now[0] += 1
+    log._recorder.work.set()
+    for _ in range(2000):  # The clock stands still, also for who would wait by it.
+        if log.stats().state == "suspended":
+            break
+        time.sleep(0.005)
+    assert log.stats().state == "suspended"
+    (tmp_path / "aside").rename(tmp_path / "log")
+    log.close()
