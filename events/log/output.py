@@ -188,7 +188,8 @@ class LogOutput:
         seq, events, payload, ts = record
         size = frames.FRAME_HEADER_BYTES + len(payload)
         is_full = self._ahead + size > self._segment_bytes and self._ahead > frames.SEGMENT_HEADER_BYTES
-        is_old = self._segment_ns is not None and ts - self._begun_at > self._segment_ns
+        # Where the clock was set back, a segment would take as long as that and more.
+        is_old = self._segment_ns is not None and abs(ts - self._begun_at) > self._segment_ns
         if self._path is None or ((is_full or is_old) and not flags & frames.CLOSED):
             self._finish_segment()
             self._begin_segment(seq)

@@ -8,8 +8,8 @@ The newest segment with a batch in it is always kept: it tells a writer where th
 
 Limits are those of what is kept, compressed segments counted as they are on the disk, the segment that is being written
 as large as the largest, and time by the log's own clock: the age of a segment is how much later than its last batch the
-newest segment begins. Leases (`events.log.leases`) keep segments beyond the limits, until there is twice as much as
-these allow.
+newest segment begins. That clock never goes back: where the engine's was set back, it stands still up to the next
+segment. Leases (`events.log.leases`) keep segments beyond the limits, until there is twice as much as these allow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from events.log.durable import sync_directory
@@ -156,7 +157,7 @@ class Kept:
         kept = self.parts[cut:]
         if limits.segments is not None and len(kept) > limits.segments:
             return True
-        if limits.seconds is not None and kept[-1].ts - kept[1].ts > limits.seconds * _NS:
+        if limits.seconds is not None and _elapsed(kept[1:]) > limits.seconds * _NS:
             return True
         return limits.bytes is not None and self._bytes(kept) > limits.bytes
 
@@ -165,6 +166,11 @@ class Kept:
         sizes = [each.size for each in self.snapshots if each.seq >= kept[0].first]
         before = self.snapshots[-1].size if self.snapshots else 0  # that which stands before the first one
         return sum(part.bytes for part in kept[:-1]) + largest + sum(sizes) + before
+
+
+def _elapsed(parts: Sequence[Part]) -> int:
+    """Nanoseconds from the beginning of the first to that of the last one; a clock that went back has not moved."""
+    return sum(max(behind.ts - part.ts, 0) for part, behind in pairwise(parts))
 
 
 def _parts(directory: Path) -> Iterator[Part]:

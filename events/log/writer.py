@@ -59,7 +59,8 @@ class LogWriter:
       disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
     - `segment_bytes`: where a new file begins. A larger batch has a file of its own.
     - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
-    - `segment_begun`: called by the log's thread behind the beginning of each file; it must neither wait nor raise.
+    - `segment_begun`: called by the log's thread behind the beginning of each file. It must not raise; where it waits,
+      so does the log, as for a slow disk. `closed`: the same for `close`, which calls it at its end.
     - `fsync`: what makes batches durable. "group": one sync for all that wait, at once; `append` does not wait for it.
       "always": the same, and `append` waits. "interval": a sync every `fsync_seconds`, never later than that after a
       batch was written, and sooner where somebody waits or the queue is half full. "never": the end of its file; before
@@ -85,12 +86,14 @@ class LogWriter:
         kind: Kind = "cache",
         segment_seconds: float | None = None,
         segment_begun: Callable[[], None] = lambda: None,
+        closed: Callable[[], None] = lambda: None,
     ) -> None:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1 or fsync_seconds <= 0:
             raise ValueError("the limits of a log must be at least 1, and fsync_seconds above 0")
         if log_id is not None and len(log_id) != 16:
             raise ValueError("a log_id has 16 bytes")
         self.directory = Path(directory)
+        self._when_closed = closed
         self._blocks = overflow == "block"
         self._syncs = fsync != "never"
         self._max_batches = max_queued_batches
@@ -373,6 +376,7 @@ class LogWriter:
         self._lock.give_back()
         atexit.unregister(self._drain_at_exit)
         forks.release(self)
+        self._when_closed()
         if recorder.failure is not None:
             raise recorder.failure.with_traceback(None)
         recorder.failure = LogWriteFailed(self.directory, "the log is closed")

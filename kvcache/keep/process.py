@@ -1,30 +1,37 @@
-"""The process that keeps a log while its writer writes on: started whenever a segment begins, and gone when it is done.
+"""The process that keeps a log while its writer writes on: asked to whenever a segment begins, and when the log ends.
 
-It shares nothing with the engine but the files. It may be killed at any time, and the next one goes on; where none can
-be started, the log grows, and a warning tells of it.
+It shares nothing with the engine but the files: a line from the engine asks, one from it says that it is done, and what
+went wrong. It ends with the engine, and when it was not asked for some time. It may be killed at any time, and the next
+one goes on; where none can be started, the log grows, and a warning tells of it.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from events.diagnostics import get_logger
-from events.errors import LogBeingKept, type_and_place
-from events.log.retention import Limits
+from events.errors import LogBeingKept, LogError, type_and_place
+from events.log.retention import Kept, Limits
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.process import main; main(*sys.argv[2:])"
 _ROOT = Path(__file__).parents[2]
 _NICE = 5
-"""It has time until the next segment begins."""
+"""It has time until the next segment begins, unless that waits for it."""
+_IDLE_SECONDS = 10.0
+"""So long it waits to be asked again: to start it takes longer than a small segment."""
+_END_SECONDS = 1.0
 _log = get_logger(__name__)
 
 
@@ -40,16 +47,23 @@ class Keeper:
     """Has a log kept within its limits (None: it is kept whole, without snapshots), and compressed where wanted."""
 
     def __init__(self, directory: Path, limits: Limits | None, *, compress: bool = False) -> None:
-        self._directory = directory
+        self._directory, self._limits = directory, limits
         # -P: what lies in the working directory is none of its modules.
         self._command = [sys.executable, "-P", "-c", _CODE, str(_ROOT)]
         self._command += [str(directory.absolute()), msgspec.json.encode(_Wanted(limits, compress)).decode()]
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._again = False
         """Whether a segment has begun while the process was at work."""
 
     def look(self) -> None:
-        """Start the process; if it is at work, once more when it is done. Neither waits nor raises."""
+        """Ask the process; if it is at work, once more when it is done. Never raises.
+
+        Where bytes are limited, what was asked before is waited for: nothing else keeps the log from growing faster
+        than it is cut. Otherwise this does not wait.
+        """
+        if self._limits is not None and self._limits.bytes is not None:
+            self.wait()
         self._again = True
         if self._thread is not None and self._thread.is_alive():
             return
@@ -64,19 +78,55 @@ class Keeper:
 
     def _run(self) -> None:
         try:
-            process = subprocess.Popen(  # noqa: S603 - our own code
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-            _, said = process.communicate()
+            # One that had nothing to do for long has ended, perhaps just now.
+            said = self._answer() or self._answer()
         except (OSError, ValueError) as error:
             self._tell(type(error).__name__)
             return
-        if process.returncode:
-            last = said.decode(errors="replace").strip().splitlines()[-1:]
-            self._tell(last[0] if last else f"its process ended with {process.returncode}")
+        if said is None:
+            self._tell(self._last_words())
+        elif said.strip():
+            self._tell(said.decode(errors="replace").strip())
+
+    def _answer(self) -> bytes | None:
+        """What the process says, asked once; None if it ends instead. Raises OSError, ValueError if there is none."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = subprocess.Popen(  # noqa: S603 - our own code
+                self._command,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            weakref.finalize(self, _end, process, _END_SECONDS)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(b"\n")
+        return process.stdout.readline() or None
+
+    def _last_words(self) -> str:
+        process, self._process = self._process, None
+        assert process is not None
+        assert process.stderr is not None
+        last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
+        return last[0] if last else f"its process ended with {process.wait()}"
+
+    def close(self) -> None:
+        """Have the log, which has ended, kept within its limits, and wait for that. Never raises."""
+        self.wait()
+        if self._limits and self._exceeds(self._limits):
+            self.look()
+            self.wait()
+        if self._process is not None:
+            _end(self._process)
+
+    def _exceeds(self, limits: Limits) -> bool:
+        try:
+            return Kept(self._directory).wanted(limits) > 0
+        except (LogError, OSError):
+            return True  # Whoever reads it says why it cannot be.
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for what is at work."""
@@ -87,24 +137,47 @@ class Keeper:
         _log.warning("log_not_kept", log=str(self._directory), reason=reason)
 
 
+def _end(process: subprocess.Popen[bytes], timeout: float | None = None) -> None:
+    """Let the process end, once it has done what it was asked."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait(timeout)
+
+
 def main(directory: str, wanted: str) -> None:
-    """What the process does: exit code 0, or 1 and a line on stderr."""
-    with suppress(OSError):
-        os.nice(_NICE)
+    """What the process does: each time a line comes, it keeps the log, and answers with one: empty, or what failed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is for the engine, with which this ends.
+    task = msgspec.json.decode(wanted, type=_Wanted)
+    while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and sys.stdin.readline():
+        sys.stdout.write(f"{_kept(Path(directory), task)}\n")
+        sys.stdout.flush()
+
+
+def _kept(directory: Path, wanted: _Wanted) -> str:
+    """Keep it, and say what failed."""
     try:
-        _keep(Path(directory), msgspec.json.decode(wanted, type=_Wanted))
+        _keep(directory, wanted)
     except LogBeingKept:
-        return  # Somebody else is at it.
+        return ""  # Somebody else is at it.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
         # Our own errors quote nothing; of others not even the text.
         own = type(error).__module__.partition(".")[0] in ("events", "kvcache")
-        sys.stderr.write(f"{error if own else type_and_place(error)}\n")
-        sys.exit(1)
+        return " ".join(str(error).split()) if own else type_and_place(error)
+    return ""
 
 
 def _keep(directory: Path, wanted: _Wanted) -> None:
+    if wanted.limits is None or wanted.limits.bytes is None:
+        _be_nice()  # Nobody waits for it.
     if wanted.limits is not None:
         prune(directory, wanted.limits)
     # Behind that: snapshots are made faster of what is not compressed, and what goes need not be.
     if wanted.compress:
         compress(directory)
+
+
+def _be_nice() -> None:
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), _NICE))

@@ -180,7 +180,8 @@ def open_log(
         require_zstd(directory)
     if snapshots or limits or compress:
         kept = limits if snapshots or limits else None
-        written["segment_begun"] = Keeper(directory, kept, compress=compress).look
+        keeper = Keeper(directory, kept, compress=compress)
+        written["segment_begun"], written["closed"] = keeper.look, keeper.close
         written["segment_seconds"] = limits.seconds and limits.seconds / _SEGMENTS_KEPT
     if limits.bytes is not None:
         written["segment_bytes"] = min(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from events.log import LogReader, LogWriter
-from events.log.retention import Limits
+from events.log.retention import Kept, Limits
 from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from kvcache import KVCacheConfig, KVCacheManager
@@ -24,6 +25,10 @@ from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
 from tests.chaos import wait_until
 from tests.events.logs import TIME, batch
+
+KEPT = 100_000
+SEGMENT = KEPT // 8
+"""How large segments are where that much is kept; snapshots are smaller."""
 
 
 def config(**log: Any) -> KVCacheConfig:
@@ -49,23 +54,92 @@ def size_of(log: Path) -> int:
 
 
 def test_an_engine_s_log_stays_within_its_limits(tmp_path: Path) -> None:
-    """While the engine writes, old segments go; what is left replays to the state of the engine."""
+    """While the engine writes, old segments go; what is left replays to the state of the engine.
+
+    It never has more than a segment and a snapshot beyond the limit, and not more than that when it is closed.
+    """
     log = tmp_path / "log"
-    manager = KVCacheManager(config(retain_bytes=200_000), log=log)
-    stopping, read = threading.Event(), list[int]()
+    manager = KVCacheManager(config(retain_bytes=KEPT), log=log)
+    for first in range(0, 800, 20):
+        work(manager, first, 20)
+        assert size_of(log) <= KEPT + 2 * SEGMENT
+    manager.close()
+    assert size_of(log) <= KEPT
+    assert first_seq(segment_paths(log)[0]) > 0
+    assert replay(log).fingerprint == fingerprint(manager.state)
+    assert fold(LogReader(log)).fingerprint == fingerprint(manager.state)
+
+
+def test_a_log_waits_for_its_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: no third segment begins before what the first has asked for is done."""
+    log, goes_on, waits = tmp_path / "log", threading.Event(), threading.Event()
+    run, wait = Keeper._run, Keeper.wait
+
+    def slowly(keeper: Keeper) -> None:
+        goes_on.wait()
+        run(keeper)
+
+    def waiting(keeper: Keeper) -> None:
+        if len(segment_paths(log)) > 1:
+            waits.set()
+        wait(keeper)
+
+    monkeypatch.setattr(Keeper, "_run", slowly)
+    monkeypatch.setattr(Keeper, "wait", waiting)
+    manager = KVCacheManager(config(retain_bytes=40_000), log=log)
+    work(manager, 0, 100)
+    assert waits.wait(60)
+    assert len(segment_paths(log)) == 2
+    goes_on.set()
+    manager.close()
+    assert size_of(log) <= 40_000
+    assert replay(log).fingerprint == fingerprint(manager.state)
+
+
+def test_a_keeper_is_started_once_and_ends_with_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process keeps all segments; when it was killed, there is another one. A follower gets each batch once."""
+    log, stopping, read = tmp_path / "log", threading.Event(), list[int]()
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def starts(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    manager = KVCacheManager(config(retain_bytes=40_000), log=log)
     follower = LogReader(log, follow=True, stop=stopping.is_set)
     thread = threading.Thread(target=lambda: read.extend(each.seq for each in follower))
     thread.start()
-    for first in range(0, 4000, 500):
-        work(manager, first, 500)
+    work(manager, 0, 100)
+    wait_until(lambda: bool(started), "none is started")
+    started[0].kill()
+    started[0].wait()
+    work(manager, 100, 100)
     manager.close()
-    wait_until(lambda: size_of(log) <= 200_000 and first_seq(segment_paths(log)[0]) > 0, "nothing is removed")
+    wait_until(lambda: follower.closed, "the follower does not get to the end")
     stopping.set()
     thread.join()
-    assert replay(log).fingerprint == fingerprint(manager.state)
-    assert fold(LogReader(log)).fingerprint == fingerprint(manager.state)
+    assert len(started) == 2
+    assert all(each.returncode is not None for each in started)
+    assert first_seq(segment_paths(log)[0]) > 0
     assert read == sorted(set(read))
     assert read[-1] == replay(log).last_seq
+
+
+def test_a_clock_that_is_set_back_does_not_keep_what_is_old(tmp_path: Path) -> None:
+    """By the log's own clock, which stands still then, segments end and go as before."""
+    log, now = tmp_path / "log", [TIME]
+    manager = KVCacheManager(config(retain_seconds=60), log=log, wall_ns=lambda: now[0])
+    for number in range(200):
+        now[0] += 2 * 10**9 if number != 100 else -24 * 3600 * 10**9
+        work(manager, number, 1)
+    manager.close()
+    kept = Kept(log)
+    assert (kept.parts[-1].ts - kept.parts[1].ts) / 1e9 <= 60
+    assert now[0] - kept.parts[0].ts < 90 * 10**9
+    assert replay(log).fingerprint == fingerprint(manager.state)
 
 
 def test_snapshots_alone(tmp_path: Path) -> None:
