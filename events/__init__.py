@@ -22,7 +22,9 @@ from events.errors import LogOfOtherKind as LogOfOtherKind
 from events.errors import LogTooNew as LogTooNew
 from events.errors import LogUnavailable as LogUnavailable
 from events.errors import LogWriteFailed as LogWriteFailed
+from events.errors import NoRegularFile as NoRegularFile
 from events.errors import NotALog as NotALog
+from events.errors import UnsafeFile as UnsafeFile
 from events.types import FORMAT_VERSION as FORMAT_VERSION
 from events.types import PRIMARY as PRIMARY
 from events.types import SECONDARY as SECONDARY

@@ -4,6 +4,8 @@
 
     EventsError
     ├── EventDecodeError      these bytes are no events
+    ├── UnsafeFile            another user has made it, or may change it
+    │   └── NoRegularFile     a pipe, or whatever else no file can be kept in
     └── LogError              about a log directory; `path` says where
         ├── LogExists         there is a log already, and nobody said to continue it
         ├── LogLocked         another writer has it open
@@ -55,6 +57,27 @@ class EventDecodeError(EventsError):
     """Bytes, or JSON, that hold no event batch."""
 
     reason: str
+
+
+@dataclass(eq=False, repr=False)
+class UnsafeFile(EventsError):
+    """A file or directory that another user has made, may change, or may read though it is secret; it was not changed.
+
+    `reason` says what is wrong, `advice` what to do.
+    """
+
+    path: Path
+    reason: str
+    advice: str
+    text = "{path} is not used: {reason}; {advice}"
+
+
+@dataclass(eq=False, repr=False)
+class NoRegularFile(UnsafeFile):
+    """What has the name of a file of ours is something else."""
+
+    reason: str = "it is no regular file"
+    advice: str = "remove it, or name another place"
 
 
 @dataclass(eq=False, repr=False)

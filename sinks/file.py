@@ -6,8 +6,9 @@ queued. A line that the disk takes only in part is cut off again. With ``?encodi
 (`sinks.encodings`), and ``?format=trtllm`` makes other lines (`sinks.trtllm`).
 
 Token ids are the prompt: they are left out unless ``?tokens=1``. A new file is readable by its owner
-only. A file that holds something already is refused unless ``?append=1``: one that a person kept must not
-be mixed up with another run's by accident. One writer per file, which a lock on it enforces.
+only. One that is there is refused if another user has made it or may write it, or may read it where it is to hold
+tokens (`events.files.safe.open_output`). A file that holds something already is refused unless ``?append=1``: one that
+a person kept must not be mixed up with another run's by accident. One writer per file, which a lock on it enforces.
 
 With ``?max_bytes=64MiB`` a file that the next line would take beyond that size becomes ``events.jsonl.1``, and a new
 one is begun; ``&keep=5`` such older files are kept, at most 1000, ``.1`` the newest. Lines are never cut: one that is
@@ -30,6 +31,7 @@ from typing import Literal
 
 import msgspec
 
+from events.files.safe import OTHERS, OTHERS_WRITE, create_file, open_output
 from events.log.durable import write_all
 from events.types import EventBatch
 from events.units import parse_bytes
@@ -37,7 +39,6 @@ from sinks.base import SinkContext, SinkError, SinkURL, SinkURLError
 from sinks.encodings import Encoding, Frames, JSONLines
 from sinks.trtllm import DictFeed, dict_feed
 
-FILE_MODE = 0o600
 LOOK_SECONDS = 1.0
 """How often the sink looks whether its path still has the file that it writes to."""
 KEEP = 5
@@ -63,6 +64,7 @@ class FileSink:
         # Whatever the process does, it is the same file.
         self._path = Path(path).absolute()
         self.needs_tokens = tokens = options.tokens
+        self._holds_prompts = tokens or options.format == "trtllm"
         packed = options.encoding == "msgpack"
         self._encoding: Encoding = Frames(tokens=tokens) if packed else JSONLines(key_bytes, tokens=tokens)
         self._append = options.append
@@ -77,7 +79,7 @@ class FileSink:
     def open(self) -> None:
         """Create the file, or open it for appending.
 
-        Raises SinkError if there is no such directory or two runs would be mixed, OSError if it cannot be opened.
+        Raises SinkError if there is no such directory or two runs would be mixed, UnsafeFile, OSError.
         """
         self._take(self._opened())
         # What is there from now on is this sink's own, also after a failure.
@@ -140,9 +142,8 @@ class FileSink:
         return bool(size) and size + more > self._max_bytes
 
     def _opened(self) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         try:
-            fd = os.open(self._path, flags, FILE_MODE)
+            fd = open_output(self._path, OTHERS if self._holds_prompts else OTHERS_WRITE)
         except FileNotFoundError:
             raise SinkError(f"no such directory: {self._path.parent}") from None
         try:
@@ -267,8 +268,7 @@ def _rotate(path: Path, keep: int) -> int:
     Raises OSError. What is likely to fail, making a file, comes first, and has changed nothing where it fails.
     """
     unfinished = path.with_name(f"{path.name}.new")
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, FILE_MODE)
+    descriptor = create_file(unfinished, os.O_WRONLY | os.O_APPEND)
     try:
         for number in range(keep - 1, 0, -1):
             _move(_older_file(path, number), _older_file(path, number + 1))

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable
 
 from events.diagnostics import get_logger
-from events.errors import type_and_place
+from events.errors import UnsafeFile, type_and_place
 from events.types import EventBatch
 from sinks.base import Sink, SinkError, SinkOpenError, SinkStats, State
 from sinks.queue import BatchQueue, Item, Loss, Overflow, note_loss
@@ -372,7 +372,7 @@ class SinkRunner:
 def describe(error: BaseException) -> str:
     """What went wrong, without any text that may quote what was being published."""
     # An OSError without a number was made up by a library, and may hold anything.
-    if isinstance(error, SinkError) or (isinstance(error, OSError) and error.errno is not None):
+    if isinstance(error, SinkError | UnsafeFile) or (isinstance(error, OSError) and error.errno is not None):
         return f"{type(error).__name__}: {error}"
     return type_and_place(error)
 

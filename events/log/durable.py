@@ -13,6 +13,8 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from events.files.safe import create_file, make_private, open_or_create
+
 _NOT_HERE = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
 """How file systems say that they have no `F_FULLFSYNC`, as those of other machines do. Other errors are failures."""
 _NO_DIRECTORY_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}
@@ -20,6 +22,7 @@ _NO_DIRECTORY_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, e
 _PARTS_MAX = 1000
 """Systems take 1024 buffers in one write."""
 _UNKNOWN_HOLDER = "another process"
+_HOLDER = "process "
 
 
 class LockHeld(Exception):
@@ -28,10 +31,6 @@ class LockHeld(Exception):
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
         self.holder = holder
-
-
-class NoRegularFile(Exception):
-    """What has the lock file's name is something else."""
 
 
 class Lock:
@@ -78,7 +77,7 @@ def take_lock(path: Path, *, with_directory: bool = False) -> Lock:
     """Lock a file, which is made if it is missing, and write this process into it.
 
     Whoever removes the file lets others in; not so if the file's directory is locked with it (`with_directory`), which
-    is then for this lock alone. Raises LockHeld, NoRegularFile, OSError.
+    is then for this lock alone. Raises LockHeld, UnsafeFile, OSError.
     """
     directory = _lock_directory(path) if with_directory else None
     try:
@@ -106,24 +105,27 @@ def _lock_directory(path: Path) -> int | None:
 
 def _lock_file(path: Path) -> int:
     # flock, not POSIX locks: those are granted twice within one process, and lost when any descriptor closes.
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     while True:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = open_or_create(path, os.O_RDWR)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise NoRegularFile
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise LockHeld(_holder(descriptor)) from None
             if Lock(path, descriptor, None).in_place():
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+                # Never empty again: it tells whose directory this is (`is_lock_file`).
+                size = os.pwrite(descriptor, f"{_HOLDER}{os.getpid()}\n".encode(), 0)
+                os.ftruncate(descriptor, size)
                 return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # It was removed while we locked it.
+
+
+def is_lock_file(path: Path) -> bool:
+    """Whether somebody has had a lock of ours there: other programs have files of such names, too."""
+    return _holder_in(path).startswith(_HOLDER)
 
 
 def _holder_in(path: Path) -> str:
@@ -153,11 +155,13 @@ def write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
                 rest = rest[os.write(descriptor, rest) :]
 
 
-def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Make `path` a file with this content: at any moment a crash leaves the old one or the new. Raises OSError."""
+def replace_file(path: Path, content: bytes) -> None:
+    """Make `path` a file with this content, for us alone: at any moment a crash leaves the old one or the new.
+
+    Raises UnsafeFile, OSError.
+    """
     unfinished = path.with_name(path.name + ".new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, mode)
+    descriptor = create_file(unfinished)
     try:
         write_all(descriptor, [content])
         sync_file(descriptor)
@@ -172,9 +176,7 @@ def make_directory(path: Path) -> None:
 
     As far as may be: where a directory may be written and not read, it cannot be synced. Raises OSError.
     """
-    missing = [each for each in (path, *path.parents) if not each.exists()]
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for made in missing:
+    for made in make_private(path):
         with contextlib.suppress(PermissionError):
             sync_directory(made.parent)
 

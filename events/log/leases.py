@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, take_lock
+from events.errors import UnsafeFile
+from events.files.safe import check_directory, make_private
+from events.log.durable import Lock, LockHeld, take_lock
 from events.log.segments import LEASES_NAME
 
 _NAME = re.compile(r"[0-9]+-[0-9]+\.lease")
@@ -36,9 +38,12 @@ class Lease:
         if first == self._first:
             return
         self._first = first
-        with suppress(OSError, LockHeld, NoRegularFile):
+        with suppress(OSError, LockHeld, UnsafeFile):
             if self._lock is None:
-                self._path.parent.mkdir(mode=0o700, exist_ok=True)
+                # Not into the log of another user: he could not remove it.
+                check_directory(self._path.parent.parent)
+                make_private(self._path.parent)
+                check_directory(self._path.parent)
                 self._lock = take_lock(self._path)
             self._lock.write(f"{first}\n".encode())
 

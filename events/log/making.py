@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from events.errors import LogDamaged, LogTooNew, LogWriteFailed
+from events.files.safe import create_file
 from events.log import frames
 from events.log.durable import sync_directory, sync_file, write_all
 from events.log.segments import UNFINISHED_SUFFIX, Frame, Segment
@@ -25,9 +26,7 @@ def make_segment(path: Path, parts: Iterable[Sequence[bytes | memoryview]]) -> i
     Raises OSError, and what `parts` raises; then the file is not used any more, whether it has got its name or not.
     """
     unfinished = unfinished_path(path)
-    unfinished.unlink(missing_ok=True)  # which the one before could not be rid of
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(unfinished, flags, 0o600)
+    descriptor = create_file(unfinished, os.O_WRONLY | os.O_APPEND)
     try:
         for part in parts:
             write_all(descriptor, part)

@@ -45,13 +45,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from events.errors import LogDamaged, LogExists, LogLocked, NotALog
+from events.diagnostics import get_logger
+from events.errors import LogDamaged, LogExists, LogLocked, NoRegularFile, NotALog
+from events.files.safe import check_directory, create_file, refuse_foreign
 from events.log import segments
 from events.log.closing import closed_chain
 from events.log.durable import (
     Lock,
     LockHeld,
-    NoRegularFile,
     make_directory,
     sync_directory,
     sync_file,
@@ -63,12 +64,15 @@ from events.log.frames import (
     SegmentHeader,
 )
 
+_PRIVATE = 0o700
+_log = get_logger(__name__)
+
 
 def claim(directory: Path, resume: bool) -> Lock:
     """Make `directory` a log directory of ours; returns its lock.
 
-    Raises NotALog, LogLocked, LogExists, OSError. A new log's directory is made private: its files name requests and
-    may hold prompts.
+    Raises NotALog, LogLocked, LogExists, UnsafeFile, OSError. The directory is made private: its files name requests
+    and may hold prompts. One in which others may have put segments is not continued.
     """
     try:
         make_directory(directory)
@@ -77,16 +81,29 @@ def claim(directory: Path, resume: bool) -> Lock:
     is_new = not segments.segment_paths(directory)
     if is_new and segments.holds_foreign_files(directory):
         raise NotALog(directory, to_write=True)
+    if is_new:
+        check_directory(directory, 0)
+    else:
+        check_directory(directory, may_be_sticky=False)
     lock = _lock(directory)
     try:
         if segments.segment_paths(directory) and not resume:
             raise LogExists(directory)
-        if is_new:
-            directory.chmod(0o700)
+        _make_private(directory, is_new)
     except BaseException:
         lock.give_back()
         raise
     return lock
+
+
+def _make_private(directory: Path, is_new: bool) -> None:
+    mode = directory.stat().st_mode & 0o777
+    if is_new:
+        directory.chmod(_PRIVATE)
+    elif mode & ~_PRIVATE:
+        with suppress(PermissionError):  # It is root's.
+            directory.chmod(_PRIVATE)
+            _log.warning("log_made_private", log=str(directory), mode_before=f"{mode:04o}")
 
 
 def _lock(directory: Path) -> Lock:
@@ -144,13 +161,17 @@ def recover(directory: Path) -> tuple[Chain, bool]:
 
 
 def plan(directory: Path) -> Recovery:
-    """What is to be done before the log can be written. Changes nothing; raises LogDamaged, LogTooNew, OSError."""
+    """What is to be done before the log can be written, which changes nothing.
+
+    Raises LogDamaged, LogTooNew, UnsafeFile, OSError.
+    """
     unfinished = tuple(sorted(directory.glob(f"*{segments.UNFINISHED_SUFFIX}")))
     aside: list[Aside] = []
     paths = segments.segment_paths(directory)
     while paths:
         path = paths.pop()
         with segments.Segment(path) as segment:
+            refuse_foreign(path, os.fstat(segment.descriptor), one_name=False)
             # What we are about to build on must not be something that only the page cache remembers.
             sync_file(segment.descriptor)
             closed = closed_chain(segment)
@@ -219,8 +240,7 @@ def _cut_tail(cut: Cut) -> None:
     unfinished = copy.with_name(copy.name + segments.UNFINISHED_SUFFIX)
     source = os.open(cut.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        target = os.open(unfinished, flags, 0o600)
+        target = create_file(unfinished)
         with os.fdopen(target, "wb") as file:
             offset = cut.offset
             while data := os.pread(source, 1 << 20, offset):

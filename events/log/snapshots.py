@@ -173,7 +173,7 @@ def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatc
         crc = frame.payload_crc
     path = directory / snapshot_name(batch.seq)
     content = b"".join(parts)
-    replace_file(path, content, 0o600)
+    replace_file(path, content)
     return Snapshot(path, header, about, len(content))
 
 

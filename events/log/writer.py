@@ -50,7 +50,7 @@ _ROOM = 0.25
 class LogWriter:
     """Appends batches to a log directory. One process, one writer; `append` and `flush` from one thread.
 
-    Opening raises NotALog, LogExists, LogLocked, LogUnavailable; with `resume` also LogDamaged and LogTooNew.
+    Opening raises NotALog, LogExists, LogLocked, LogUnavailable, UnsafeFile; with `resume` also LogDamaged, LogTooNew.
     With `resume` a log is continued by a new epoch: a torn tail is put into `quarantine/` and cut off. The manager
     begins its first batch with `epoch_started` and numbers it `next_seq`.
 

@@ -9,7 +9,6 @@ others may read, or that a group may write, is refused: its secret is none.
 
 from __future__ import annotations
 
-import os
 import stat
 import struct
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from events.errors import EventsError
+from events.errors import EventsError, UnsafeFile
+from events.files.safe import refuse_foreign
 
 DOMAIN = "kvcache"
 """Named on every encrypted server; who comes is asked about under this name."""
@@ -166,19 +166,9 @@ def _is_key(text: bytes) -> bool:
 
 def _check_mode(path: Path, forbidden: int) -> None:
     try:
-        found = path.stat()
+        refuse_foreign(path, path.stat(), forbidden, one_name=False, strict=True)
+    except UnsafeFile as unsafe:
+        reason = f"{unsafe.reason}; {unsafe.advice}, and make new keys if they may have been seen or replaced"
+        raise KeyFileError(path, reason) from None
     except (OSError, ValueError) as error:
         raise KeyFileError(path, getattr(error, "strerror", None) or "there is no such path") from None
-    if found.st_uid not in (0, os.geteuid()):
-        raise KeyFileError(path, "it belongs to another user: chown it to the one who runs this")
-    if found.st_mode & forbidden:
-        secret = forbidden & stat.S_IROTH
-        problem = (
-            "others may read it, or its group may write it"
-            if secret
-            else "others than its owner may write it"
-        )
-        remedy = "chmod 600" if secret else "chmod go-w"
-        raise KeyFileError(
-            path, f"{problem}: {remedy} it, and make new keys if they may have been seen or replaced"
-        )

@@ -14,13 +14,16 @@ import os
 import stat
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, sync_directory, sync_file, take_lock, write_all
+from events.errors import NoRegularFile
+from events.files.safe import OTHERS, create_file, open_own
+from events.log.durable import Lock, LockHeld, sync_directory, sync_file, take_lock, write_all
 from kvcache.device.secondary_errors import (
     NotASecondaryFile,
     SecondaryFileLocked,
@@ -33,7 +36,6 @@ from kvcache.layout import Layout
 if TYPE_CHECKING:
     import torch
 
-_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _open_files: weakref.WeakSet[SecondaryFile] = weakref.WeakSet()
@@ -130,19 +132,21 @@ def _opened(path: Path, header: SecondaryHeader, size: int) -> int:
     """The file, open for reading and writing, with all its room taken."""
     try:
         try:
-            descriptor = os.open(path, _FLAGS)
+            descriptor = open_own(path, os.O_RDWR)
         except FileNotFoundError:
             return _created(path, header, size)
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise NotASecondaryFile(path)
             header.refuse_other(path, _beginning(descriptor, len(header.pack())), status.st_size)
             _reserve(descriptor, path, size)
+            if status.st_mode & (OTHERS | stat.S_IRWXG):
+                # As a copy may have become: K and V are for nobody else to read. Root's cannot be changed by others.
+                with suppress(PermissionError):
+                    os.fchmod(descriptor, 0o600)
         except BaseException:
             os.close(descriptor)
             raise
-    except IsADirectoryError:
+    except (IsADirectoryError, NoRegularFile):
         raise NotASecondaryFile(path) from None
     except OSError as error:
         raise SecondaryFileUnavailable(path, _why(error)) from error
@@ -157,7 +161,7 @@ def _beginning(descriptor: int, size: int) -> bytes:
 def _created(path: Path, header: SecondaryHeader, size: int) -> int:
     """A new file; it gets its name when all its room is taken and its header is on disk."""
     unfinished = path.with_name(path.name + ".new")
-    descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_TRUNC, 0o600)
+    descriptor = create_file(unfinished, os.O_RDWR)
     try:
         _reserve(descriptor, path, size)
         write_all(descriptor, [header.pack()])

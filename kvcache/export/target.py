@@ -38,7 +38,8 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
 
     A file is written that begins with `header`, or a directory of tables (None). Raises `TargetExists`, also with
     `force` for what is no such thing, and FileNotFoundError where the path's own directory is missing. Until the end,
-    what is at `path` stays. A disk that takes no more is an OSError that names `path`.
+    what is at `path` stays. A disk that takes no more is an OSError that names `path`. As the log, it is for its owner
+    alone: it names requests.
     """
     _refuse(path, header, force)
     parent = path.absolute().parent
@@ -48,6 +49,7 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
     try:
         with _naming(path, work):
             yield work / "new"
+            _make_private(work / "new")
         # Somebody may have been faster.
         _refuse(path, header, force)
         if header is None and os.path.lexists(path):
@@ -55,6 +57,13 @@ def replacing(path: Path, *, force: bool, header: bytes | None) -> Iterator[Path
         (work / "new").replace(path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _make_private(new: Path) -> None:
+    if new.is_dir():
+        new.chmod(0o700)
+    for file in new.iterdir() if new.is_dir() else [new]:
+        file.chmod(0o600)
 
 
 @contextmanager

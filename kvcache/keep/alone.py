@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from events.errors import LogBeingKept, NotALog
-from events.log.durable import LockHeld, NoRegularFile, take_lock
+from events.errors import LogBeingKept, NoRegularFile, NotALog
+from events.files.safe import check_directory
+from events.log.durable import LockHeld, take_lock
 from events.log.segments import KEEPER_NAME
 
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Be the one. Raises LogBeingKept if it is another one, NotALog, OSError."""
+    """Be the one. Raises LogBeingKept if it is another one, NotALog, UnsafeFile, OSError."""
+    check_directory(directory, may_be_sticky=False)
     try:
         lock = take_lock(directory / KEEPER_NAME)
     except LockHeld as held:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from events.errors import LogDamaged, LogError, NotALog
+from events.files.safe import create_file
 from events.log.durable import sync_directory, sync_file, write_all
 from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, SegmentHeader
 from events.log.groups import group_of
@@ -105,9 +106,8 @@ def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> 
 
 def _write(path: Path, groups: Iterator[bytes]) -> None:
     """Write a file, and have it on the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with writing(path, _ADVICE):
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = create_file(path)
     try:
         for group in groups:
             with writing(path, _ADVICE):

@@ -194,7 +194,7 @@ class _Copy:
             header.log_id, header.epoch, header.number, beside.next_seq, header.before, beside.closed
         )
         with writing(self._directory, _ADVICE):
-            replace_file(self._directory / snapshot.path.name, content, 0o600)
+            replace_file(self._directory / snapshot.path.name, content)
         self.last_seq = snapshot.seq
 
     def _write_state(self, snapshot: RawSnapshot) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from events.codec import batch_without_tokens
 from events.diagnostics import get_logger
-from events.errors import LogDamaged
+from events.errors import LogDamaged, UnsafeFile
 from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
@@ -348,8 +348,9 @@ class SinkFollower:
         try:
             self._file.save(position)
             self._saved = position
-        except OSError as error:
-            _log.warning("position_not_saved", sink=self.name, reason=error.strerror or type(error).__name__)
+        except (OSError, UnsafeFile) as error:
+            reason = str(error) if isinstance(error, UnsafeFile) else error.strerror or type(error).__name__
+            _log.warning("position_not_saved", sink=self.name, reason=reason)
 
     def _let_routers_forget(self) -> None:
         """Whatever they were told may be wrong soon, and nothing more will be said."""

@@ -7,6 +7,7 @@ was killed. Then the batches in between come twice, unless the sink itself can t
 
 from __future__ import annotations
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Annotated
 
 import msgspec
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, replace_file, take_lock
+from events.errors import NoRegularFile
+from events.files.safe import check_directory, make_private, open_own
+from events.log.durable import Lock, LockHeld, replace_file, take_lock
 from sinks import SinkError
 
-_FILE_MODE = 0o600
 _NAME_CHARACTERS = 60
+_MOST_BYTES = 1 << 20
 _FORM = 1
 
 
@@ -62,8 +65,9 @@ class PositionFile:
         return self._lock is not None
 
     def open(self) -> Position | None:
-        """What it says; None: nothing yet. Raises SinkError if it is damaged or in use, OSError."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """What it says; None: nothing yet. Raises SinkError if it is damaged or in use, UnsafeFile, OSError."""
+        make_private(self.directory)
+        check_directory(self.directory)
         lock = self.path.with_name(self.path.name + ".lock")
         try:
             self._lock = take_lock(lock)
@@ -80,8 +84,8 @@ class PositionFile:
             raise
 
     def save(self, position: Position) -> None:
-        """Replace what it says, durably. Raises OSError."""
-        replace_file(self.path, msgspec.json.encode(_Content(_FORM, self.sink, position)) + b"\n", _FILE_MODE)
+        """Replace what it says, durably. Raises UnsafeFile, OSError."""
+        replace_file(self.path, msgspec.json.encode(_Content(_FORM, self.sink, position)) + b"\n")
 
     def close(self) -> None:
         """Let others have it."""
@@ -90,12 +94,11 @@ class PositionFile:
             lock.give_back()
 
     def _read(self) -> Position | None:
-        if not self.path.exists():
-            return None
-        if not self.path.is_file():
-            raise SinkError(f"{self.path} is no regular file: remove it, or give another --state")
         try:
-            content = msgspec.json.decode(self.path.read_bytes(), type=_Content)
+            with os.fdopen(open_own(self.path, os.O_RDONLY), "rb") as file:
+                content = msgspec.json.decode(file.read(_MOST_BYTES), type=_Content)
+        except FileNotFoundError:
+            return None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             reason = "restore it, or remove it: the sink gets the whole log again then"
             raise SinkError(

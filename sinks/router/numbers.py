@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import time
 import zlib
 from pathlib import Path
 
-from events.log.durable import Lock, LockHeld, NoRegularFile, replace_file, take_lock
+from events.errors import NoRegularFile
+from events.files.safe import check_directory, make_private, open_own
+from events.log.durable import Lock, LockHeld, replace_file, take_lock
 from sinks.base import SinkError
 
 STEP = 4096
 """Numbers per reservation, so that a sync is needed once in minutes."""
-FILE_MODE = 0o600
 
 _MAGIC = "kvcache feed numbers 1"
 _CONTENT = re.compile(rb"(" + _MAGIC.encode() + rb"\nreserved (\d{1,19})\n)crc32 ([0-9a-f]{8})\n")
@@ -51,10 +51,14 @@ class FeedNumbers:
         """The number that `take` returns next."""
 
     def open(self) -> None:
-        """Go on where the file says. Raises SinkError if it is damaged or in use, OSError if it cannot be read."""
+        """Go on where the file says.
+
+        Raises SinkError if it is damaged or in use, UnsafeFile if it is another user's, OSError if it cannot be read.
+        """
         if self._path is None:
             return
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._path.parent)
+        check_directory(self._path.parent)
         self._lock = _lock(self._path)
         try:
             stored = _read(self._path)
@@ -64,7 +68,7 @@ class FeedNumbers:
             raise
 
     def take(self) -> int:
-        """The next number. Raises OSError or SinkError, with nothing used, if it cannot be reserved."""
+        """The next number. Raises OSError, UnsafeFile or SinkError, with nothing used, if it cannot be reserved."""
         if self._path is not None and self.next >= self._reserved:
             self._keep_lock(self._path)
             _write(self._path, self.next + self._step)
@@ -136,14 +140,9 @@ def _read(path: Path) -> int | None:
 
 
 def _content(path: Path) -> bytes:
-    """What the file holds, up to more than it should; raises SinkError for what is no file: a pipe may never end."""
-    # A link would be replaced by a file with the first reservation.
-    if path.is_symlink():
-        raise SinkError(f"{path} is a symbolic link: name the file itself with state=")
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """What the file holds, up to more than it should."""
+    descriptor = open_own(path, os.O_RDONLY)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise SinkError(f"{path} is no regular file: name another place with state=")
         return os.read(descriptor, _MOST_BYTES)
     finally:
         os.close(descriptor)
@@ -153,4 +152,4 @@ def _write(path: Path, reserved: int) -> None:
     """Replace the file: at any moment a crash leaves the old content or the new."""
     content = f"{_MAGIC}\nreserved {reserved}\n".encode()
     content += f"crc32 {zlib.crc32(content):08x}\n".encode()
-    replace_file(path, content, FILE_MODE)
+    replace_file(path, content)

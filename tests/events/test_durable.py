@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from events.log.durable import LockHeld, NoRegularFile, sync_directory, sync_file, take_lock
+from events.errors import NoRegularFile, UnsafeFile
+from events.log.durable import LockHeld, sync_directory, sync_file, take_lock
 from tests.places import ROOT
 
 FULL = 51
@@ -179,7 +180,7 @@ class TestLock:
         else:
             path.symlink_to(other)
         before = open_descriptors()
-        with pytest.raises(NoRegularFile if kind == "pipe" else OSError):
+        with pytest.raises(NoRegularFile if kind == "pipe" else UnsafeFile):
             take_lock(path)
         assert open_descriptors() == before
         assert other.read_text() == "precious"

@@ -20,13 +20,21 @@ from events.errors import (
     LogTooNew,
     LogUnavailable,
     LogWriteFailed,
+    NoRegularFile,
     NotALog,
+    UnsafeFile,
     ZstdMissing,
 )
 
 PATH = Path("/logs/engine")
 EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (EventDecodeError("no batch"), {"reason": "no batch"}, "no batch"),
+    (
+        UnsafeFile(PATH, "others may write it", "chmod o-w it"),
+        {"path": PATH, "reason": "others may write it", "advice": "chmod o-w it"},
+        "is not used: others may write it; chmod o-w it",
+    ),
+    (NoRegularFile(PATH), {"path": PATH}, "it is no regular file; remove it"),
     (LogExists(PATH), {"path": PATH}, "resume=True"),
     (LogBeingKept(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "process 7 makes"),
     (LogLocked(PATH, "process 7"), {"path": PATH, "holder": "process 7"}, "by process 7"),
@@ -80,4 +88,4 @@ def test_every_error_is_in_the_drawn_tree_and_has_an_example() -> None:
     }
     assert names - {"EventsError", "LogError"} == {type(error).__name__ for error, _, _ in EXAMPLES}
     assert all(name in str(events.errors.__doc__) for name in names)
-    assert all(isinstance(error, LogError) for error, fields, _ in EXAMPLES if "path" in fields)
+    assert all(isinstance(error, LogError | UnsafeFile) for error, fields, _ in EXAMPLES if "path" in fields)

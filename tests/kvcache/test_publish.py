@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from events.errors import LogDamaged, NotALog
+from events.errors import LogDamaged, NoRegularFile, NotALog, UnsafeFile
 from events.log import LogReader, LogWriter
 from events.log.epochs import beginnings
 from events.log.head import LogHead
@@ -30,6 +30,7 @@ from sinks.file import FileOptions, FileSink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
 from tests.chaos import free_port, wait_until
+from tests.planted import as_root, plant
 
 CONFIG = KVCacheConfig(
     max_sequence_length=64, tokens_per_block=2, primary_blocks=64, block_hash="v2_sha256_64", model="m"
@@ -589,8 +590,23 @@ class TestSinksThatFail:
         path = self._change_position(tmp_path / "log", {})
         path.unlink()
         os.mkfifo(path)
-        with pytest.raises(SinkError, match="no regular file"):
+        with pytest.raises(NoRegularFile):
             once(tmp_path / "log", "x:a")
+
+    @as_root
+    @pytest.mark.parametrize("planted", ["state", "file"])
+    def test_a_state_of_another_user(self, tmp_path: Path, sinks: dict[str, Any], planted: str) -> None:
+        """Neither his directory nor his file says what a sink has had."""
+        write(tmp_path / "log")
+        plant(tmp_path / "state", None, 0o777)
+        if planted == "file":
+            os.chown(tmp_path / "state", 0, 0)
+            (tmp_path / "state").chmod(0o700)
+            once(tmp_path / "log", "x:a", state_dir=tmp_path / "state")
+            [path] = (tmp_path / "state").glob("publish-*.json")
+            os.chown(path, 65534, 65534)
+        with pytest.raises(UnsafeFile, match="another user"):
+            once(tmp_path / "log", "x:a", state_dir=tmp_path / "state")
 
     @staticmethod
     def _change_position(log: Path, position: dict[str, Any]) -> Path:

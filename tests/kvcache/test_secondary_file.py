@@ -17,6 +17,7 @@ import pytest
 import torch
 import xxhash
 
+from events.errors import UnsafeFile
 from kvcache.config import KVCacheConfig
 from kvcache.device.secondary_errors import (
     NotASecondaryFile,
@@ -204,7 +205,7 @@ def test_what_the_system_refuses_is_said(tmp_path: Path) -> None:
     with pytest.raises(SecondaryFileUnavailable, match="No such file"):
         pools(tmp_path / "missing" / "s")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SecondaryFileUnavailable):
+    with pytest.raises(UnsafeFile, match="symbolic link; name the file itself"):
         pools(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NotASecondaryFile):
@@ -225,6 +226,43 @@ def test_a_full_disk_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.M
     pools(tmp_path / "s")
     status = (tmp_path / "s").stat()
     assert status.st_blocks * 512 >= status.st_size
+
+
+def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """They would read and write K/V in it, and so would those who have another name for it; no byte of it changes."""
+    path = tmp_path / "s"
+    data = made(path)
+    path.chmod(0o666)
+    with pytest.raises(UnsafeFile, match="others may write it; chmod o-w it"):
+        pools(path)
+    path.chmod(0o600)
+    (tmp_path / "other name").hardlink_to(path)
+    with pytest.raises(UnsafeFile, match="hard links"):
+        pools(path)
+    (tmp_path / "other name").unlink()
+    assert path.read_bytes() == data
+    path.chmod(0o644)
+    pools(path).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("name", ["s", "s.lock", "s.new"])
+def test_what_another_user_has_planted_is_not_used(tmp_path: Path, name: str) -> None:
+    """Neither the file, which anybody can make who knows the settings, nor its lock; the unfinished one is replaced."""
+    path, planted = tmp_path / "s", tmp_path / name
+    data = made(path)
+    if name != "s":
+        path.unlink()
+        planted.write_bytes(b"")
+    os.chown(planted, 65534, 65534)
+    if name == "s.new":
+        pools(path).close()
+        assert path.stat().st_uid == 0
+        return
+    with pytest.raises(UnsafeFile, match=r"another user \(uid 65534\); run this as that user"):
+        pools(path)
+    assert planted.read_bytes() == (data if name == "s" else b"")
 
 
 def test_without_xxhash_the_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from events.errors import NoRegularFile, UnsafeFile
 from sinks import SinkError
 from sinks.router.numbers import FeedNumbers
 from tests.conftest import RunPython
 from tests.places import ROOT
+from tests.planted import as_root
 from tests.syncs import SYNCS, record_syncs
 
 STEP = 4
@@ -264,7 +266,7 @@ def test_a_pipe_is_no_file_of_numbers(path: Path, unfinished: bool) -> None:
     before = signal.signal(signal.SIGALRM, too_long)
     signal.alarm(5)
     try:
-        with pytest.raises((SinkError, OSError), match=r"no regular file: name another place|No such device"):
+        with pytest.raises(NoRegularFile):
             opened(path).take()
     finally:
         signal.alarm(0)
@@ -275,8 +277,21 @@ def test_a_pipe_is_no_file_of_numbers(path: Path, unfinished: bool) -> None:
 def test_a_link_is_no_file_of_numbers(path: Path) -> None:
     """It would be replaced by the first reservation, and a feed that opens what it points to would begin again."""
     path.symlink_to(path.with_name("elsewhere"))
-    with pytest.raises(SinkError, match="symbolic link: name the file itself"):
+    with pytest.raises(UnsafeFile, match="symbolic link; name the file itself"):
         opened(path)
+
+
+@as_root
+@pytest.mark.parametrize("planted", ["feed.numbers", "feed.numbers.lock", "directory"])
+def test_numbers_of_another_user_are_not_believed(path: Path, planted: str) -> None:
+    """He could let them begin again, and routers would drop all of it."""
+    directory = path.parent / "made"
+    numbers = opened(directory / path.name)
+    numbers.take()
+    numbers.close()
+    os.chown(directory if planted == "directory" else directory / planted, 65534, 65534)
+    with pytest.raises(UnsafeFile, match="another user"):
+        opened(directory / path.name)
 
 
 def test_two_feeds_cannot_share_a_file(path: Path) -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from events.errors import UnsafeFile
 from events.types import EventBatch
 from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.file import FileSink
 from tests.events.json_reader import from_json
+from tests.planted import as_root, plant
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +96,12 @@ def test_refuses_a_file_that_holds_something(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("other", ["{0}", "{0.parent}/./{0.name}", "{0.parent}/link", "{0.parent}/hard"])
+@pytest.mark.parametrize("other", ["{0}", "{0.parent}/./{0.name}", "{0.parent}/link"])
 def test_a_file_has_one_writer(tmp_path: Path, other: str) -> None:
     """By whatever name it goes; when that one is closed it can be had again, also while a forked child lives."""
     path = tmp_path / "e.jsonl"
     first = opened(path)
     (tmp_path / "link").symlink_to(path)
-    (tmp_path / "hard").hardlink_to(path)
     second = open_sink(f"file:{other.format(path)}?append=1", CONTEXT)
     with pytest.raises(SinkError, match="another sink writes to it"):
         second.open()
@@ -120,6 +121,36 @@ def test_a_file_has_one_writer(tmp_path: Path, other: str) -> None:
     second.write(make_batch(1))
     second.close()
     assert read(path) == [make_batch(0), make_batch(1)]
+
+
+@as_root
+@pytest.mark.parametrize("options", ["", "?append=1&tokens=1"])
+def test_planted_files_and_links_get_nothing(tmp_path: Path, options: str) -> None:
+    """His file would be his to read, and his link to a file of ours would let us spoil that."""
+    plant(tmp_path / "file")
+    (tmp_path / "precious").touch()
+    plant(tmp_path / "link", tmp_path / "precious")
+    for name in ("file", "link"):
+        with pytest.raises(UnsafeFile, match="another user"):
+            opened(tmp_path / name, options)
+    runner = SinkRunner(open_sink(f"file:{tmp_path}/file", CONTEXT), "file")
+    with pytest.raises(SinkOpenError, match=r"another user.*run this as that user"):
+        runner.start()
+    assert {path.stat().st_size for path in tmp_path.iterdir()} == {0}
+
+
+def test_a_file_that_others_may_read_gets_no_tokens(tmp_path: Path) -> None:
+    """What is no prompt it may get; a second name, by which others may have it, is refused."""
+    path = tmp_path / "e.jsonl"
+    write(path, make_batch(0))
+    path.chmod(0o644)
+    opened(path, "?append=1").close()
+    with pytest.raises(UnsafeFile, match="others may read it; chmod 600 it"):
+        opened(path, "?append=1&tokens=1")
+    (tmp_path / "hard").hardlink_to(path)
+    with pytest.raises(UnsafeFile, match="hard links"):
+        opened(path, "?append=1")
+    assert read(path) == [make_batch(0)]
 
 
 def test_rotated_files_have_one_writer_too(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Files that are ours alone, whoever else may write where they lie."""
