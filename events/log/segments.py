@@ -15,7 +15,9 @@ from typing import Self
 from zlib import crc32
 
 from events.errors import LogDamaged, LogTooNew
+from events.files.safe import PROBE_PREFIX
 from events.ids import MAX_EPOCH
+from events.log.durable import is_lock_file
 from events.log.frames import (
     BEHIND_SYNC,
     FRAME_HEADER_BYTES,
@@ -46,6 +48,8 @@ _NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{COMPRESSED_SUFFIX})")
 _OWN_NAME = re.compile(
     rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{COMPRESSED_SUFFIX})(\.new)?"
     rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
+    # What sinks and sidecars keep here, which may come before the first segment.
+    rf"|(feed-.+\.numbers|publish-.+\.json)(\.lock|\.new)?|{re.escape(PROBE_PREFIX)}.+"
 )
 
 
@@ -88,8 +92,10 @@ def is_log(directory: Path) -> bool:
 
 
 def holds_foreign_files(directory: Path) -> bool:
-    """Whether anything is here, in a directory without segments, that no log writer left."""
-    return not all(_OWN_NAME.fullmatch(name) for name in os.listdir(directory))
+    """Whether anything is here, in a directory without segments, that no log writer or sink left."""
+    names = os.listdir(directory)
+    # A writer has been here before the sinks were opened, which may keep whatever they like here.
+    return not all(map(_OWN_NAME.fullmatch, names)) and not is_lock_file(directory / LOCK_NAME)
 
 
 @dataclass(frozen=True)
