@@ -10,8 +10,10 @@ All room is taken at once. A file with holes on a full disk would end the proces
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import struct
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +40,10 @@ if TYPE_CHECKING:
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_FSTORE = struct.Struct("=Iiqqq")
+"""Of macOS, as the three constants: flags, from where, offset, bytes wanted, bytes taken."""
+_F_PREALLOCATE, _F_ALLOCATEALL, _F_PEOFPOSMODE = 42, 4, 3
+_BYTES_OF_ST_BLOCKS = 512
 _open_files: weakref.WeakSet[SecondaryFile] = weakref.WeakSet()
 
 
@@ -179,7 +185,7 @@ def _reserve(descriptor: int, path: Path, size: int) -> None:
     """Let the disk, or the memory of a tmpfs, be taken for all of the file; what is there stays."""
     try:
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            _allocate(descriptor, size)
         except OSError as error:
             if error.errno not in _CANNOT_RESERVE:
                 raise
@@ -190,6 +196,20 @@ def _reserve(descriptor: int, path: Path, size: int) -> None:
         disk = os.statvfs(path.parent)
         where, lower = f"room in {path.parent}", "secondary_blocks or host_cache_size"
         raise NotEnoughMemory(size, disk.f_bavail * disk.f_frsize, where, lower) from None
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Have the system take room for so many bytes of a file, which has them then. Raises OSError if it cannot."""
+    allocate = getattr(os, "posix_fallocate", None)
+    if allocate is not None:
+        allocate(descriptor, 0, size)
+        return
+    # macOS takes room behind what a file has; elsewhere the command is unknown (EINVAL).
+    missing = size - os.fstat(descriptor).st_blocks * _BYTES_OF_ST_BLOCKS
+    if missing > 0:
+        request = _FSTORE.pack(_F_ALLOCATEALL, _F_PEOFPOSMODE, 0, missing, 0)
+        fcntl.fcntl(descriptor, _F_PREALLOCATE, request)
+    os.ftruncate(descriptor, size)
 
 
 def _mapped(descriptor: int, size: int, pin: bool) -> torch.Tensor:

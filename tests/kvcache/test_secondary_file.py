@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import pickle
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -226,6 +228,37 @@ def test_a_full_disk_is_known_at_the_start(tmp_path: Path, monkeypatch: pytest.M
     pools(tmp_path / "s")
     status = (tmp_path / "s").stat()
     assert status.st_blocks * 512 >= status.st_size
+
+
+@pytest.mark.parametrize("answer", [None, errno.EINVAL, errno.ENOSPC])
+def test_room_is_taken_where_there_is_no_posix_fallocate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int | None
+) -> None:
+    """As on macOS: what is missing is asked for by another command, once; a full disk is known at the start, too."""
+    asked: list[tuple[Any, ...]] = []
+    really = fcntl.fcntl
+
+    def preallocate(descriptor: int, command: int, argument: Any = 0) -> Any:
+        if command != 42:
+            return really(descriptor, command, argument)
+        asked.append(struct.unpack("=Iiqqq", argument))
+        if answer is not None:
+            raise OSError(answer, os.strerror(answer))
+        os.ftruncate(descriptor, asked[-1][3])
+        os.pwrite(descriptor, bytes(asked[-1][3]), 0)
+        return argument
+
+    monkeypatch.delattr(os, "posix_fallocate")
+    monkeypatch.setattr(fcntl, "fcntl", preallocate)
+    if answer == errno.ENOSPC:
+        with pytest.raises(NotEnoughMemory, match="secondary_blocks"):
+            pools(tmp_path / "s")
+        return
+    first = made(tmp_path / "s")
+    assert made(tmp_path / "s") == first
+    flags, place, offset, missing, taken = asked[0]
+    assert (flags, place, offset, missing, taken) == (4, 3, 0, len(first), 0)
+    assert len(asked) == 1 or answer
 
 
 def test_a_file_that_others_may_write_is_refused(tmp_path: Path) -> None:
