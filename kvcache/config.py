@@ -229,6 +229,10 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     ] = None
     """The file in which secondary lies, on a tmpfs or, without a GPU, on a disk, so that `KVCacheManager.open` finds
     its blocks again when the process has died; made if it is missing. Needs `model`, and the package xxhash."""
+    verify_secondary: Flag = False
+    """Whether blocks are compared with their checksums before they are brought back from the file of `secondary_path`.
+    One that has changed is a failed copy: everything cached is dropped. Costs as much as its checksum when a block was
+    written."""
     window_shares: Annotated[
         Literal["equal", "window"] | Annotated[tuple[Weight, ...], OfWindows],
         BeforeValidator(rule_or_numbers),
@@ -337,6 +341,8 @@ def _problems_between(config: KVCacheConfig) -> list[str]:
     problems += _problems_of_lists(config)
     if config.secondary_path is not None:
         problems += _problems_of_file(config)
+    elif config.verify_secondary:
+        problems.append("verify_secondary: given; accepted: with secondary_path, whose blocks have checksums")
     if config.block_hash == "none" and config.eviction_policy == "levels":
         problems.append(
             "block_hash: given 'none'; accepted: another one with eviction_policy=levels, which counts uses by name"

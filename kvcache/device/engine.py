@@ -8,6 +8,7 @@ from typing import Any
 from cuda_ops.copier import Copier
 from kvcache.config import KVCacheConfig
 from kvcache.device.blank_fill import FillingEngine
+from kvcache.device.checking import CheckingCopier
 from kvcache.device.transfers import TransferEngine
 from kvcache.errors import UsageError
 from kvcache.layout import Layout
@@ -37,6 +38,9 @@ def engine_for(
         return None
     if not callable(getattr(copier, "submit", None)):
         raise UsageError(f"a copier must have submit; {type(copier).__name__} has not")
+    file = getattr(pools, "secondary_file", None)
+    if file is not None and config.verify_secondary:
+        copier = CheckingCopier(copier, file)
     if pools is not None and config.debug_fill_blank:
         return FillingEngine(copier, pools)
     return TransferEngine(copier)

@@ -73,7 +73,7 @@ class TransferEngine:
     """What `on_event` is to be subscribed to."""
 
     def __init__(self, copier: Copier) -> None:
-        self._copier = copier
+        self.copier = copier
         self._pending: list[_Transfer] = []
         self._in_flight: deque[_Batch] = deque()
 
@@ -122,7 +122,7 @@ class TransferEngine:
 
     def _ticket_of(self, copies: list[Copy]) -> Ticket:
         try:
-            ticket = self._copier.submit(copies)
+            ticket = self.copier.submit(copies)
         except Exception as failure:  # noqa: BLE001  the events stand, so their copies must end in some way
             return FinishedTicket(_reason(failure))
         if all(callable(getattr(ticket, method, None)) for method in ("done", "wait", "wait_on")):

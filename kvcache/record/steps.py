@@ -10,10 +10,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from events.diagnostics import get_logger
 from events.types import SECONDARY, EventBatch, TokensAppended
 from kvcache.decide.block_manager import BlockManager
+from kvcache.device.checking import CheckingCopier
 from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import TransferEngine
 from kvcache.errors import ManagerBusy
@@ -48,6 +50,10 @@ class Steps:
         self._transfers, self._readiness, self._wall_ns = transfers, readiness, wall_ns
         self._state: CacheState = journal.state
         self._secondary_file = secondary_file
+        copier = transfers.copier if transfers is not None else None
+        self._checking = copier if isinstance(copier, CheckingCopier) else None
+        if self._checking is not None:
+            self._checking.begin(self._state)
         self._tell_time: Callable[[int], None] | None = None
         self._look_at = UNFLUSHED_STEPS
         """The number of unpublished events at which it is looked whether flushes are forgotten, doubled each time."""
@@ -85,25 +91,31 @@ class Steps:
         checksums = self._checksums(landed)
         with self._guard:
             if landed:
-                self._blocks.land(landed, checksums)
+                self._blocks.land(landed, b"".join([each for _, _, each in checksums]))
+            if self._checking is not None:
+                for each in checksums:
+                    self._checking.landed(*each)
             if failed:
                 self._readiness.lose(failed, self._blocks.fail(failed))
+                if self._checking is not None:
+                    self._checking.begin(self._state)
             if engine is not None:
                 engine.recorded()
         return tuple(landed)
 
-    def _checksums(self, landed: Items[int]) -> bytes:
-        """Of what these copies have brought to a secondary level that is a file, as it lies there now."""
-        file, copies = self._secondary_file, [self._state.transfers[transfer] for transfer in landed]
+    def _checksums(self, landed: Items[int]) -> list[tuple[int, npt.NDArray[np.int32], bytes]]:
+        """Of what these copies have brought to a secondary level that is a file, as it lies there now.
+
+        Per copy: the group, the slots and their checksums.
+        """
+        file = self._secondary_file
         if file is None:
-            return b""
-        return b"".join(
-            [
-                file.checksums(copy.group, np.frombuffer(copy.slots, np.int32))
-                for copy in copies
-                if copy.level == SECONDARY
-            ]
-        )
+            return []
+        copies = [self._state.transfers[transfer] for transfer in landed]
+        written = [
+            (copy.group, np.frombuffer(copy.slots, np.int32)) for copy in copies if copy.level == SECONDARY
+        ]
+        return [(group, slots, file.checksums(group, slots)) for group, slots in written]
 
     def end(self) -> EventBatch | None:
         """End a step. Raises `events.LogWriteFailed` while the disk refuses a log that the engine waits for."""

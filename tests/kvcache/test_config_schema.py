@@ -91,7 +91,8 @@ def is_configuration(settings: dict[str, Any]) -> bool:
 
 def settings(**changed: Any) -> dict[str, Any]:
     """A configuration as a file holds it, with windows and blocks such that no two of its settings are at odds."""
-    of_file = {"model": "m", "secondary_blocks": 8} if "secondary_path" in changed else {}
+    has_file = changed.keys() & {"secondary_path", "verify_secondary"}
+    of_file = {"model": "m", "secondary_blocks": 8, "secondary_path": "s"} if has_file else {}
     return {
         "max_sequence_length": 64,
         "primary_blocks": 8,
