@@ -144,8 +144,8 @@ class LogConfig(_Settings, frozen=True):
     half full."""
     retain_bytes: MaybeBytes = None
     """How much of a log is kept, snapshots included: older segments are removed, by a process of its own, whenever one
-    has begun, and reading begins with a snapshot. Followers may hold as much again. While an engine writes, a segment and
-    a snapshot may come on top; for that the log waits for the process where it must. None: all is kept."""
+    has begun, and reading begins with a snapshot. Followers may hold as much again. While an engine writes, a segment
+    and a snapshot may come on top; for that the log waits for the process where it must. None: all is kept."""
     retain_seconds: MaybeSeconds = None
     """The same by time: segments that ended so long before the newest one began are removed."""
     retain_segments: MaybeCount = None
