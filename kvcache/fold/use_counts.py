@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import OrderedDict
 
 from events.packed import NAME_BYTES
 from kvcache.errors import invariant
@@ -14,25 +14,19 @@ REMEMBERED = 5
 """Blocks for each slot of the window whose uses are known: what is cached, and four times as much that was."""
 MAX_TURN = 1 << 60
 """No cache has so many releases; what is worked out from fewer has room in an int64."""
-_MUCH = 1024
-"""Entries that are not worth an effort."""
 
 
 class UseCounts:
     """A block is used once when the last sequence that holds it lets go of it. Blocks are known by name."""
 
-    __slots__ = ("_most", "_order", "_stale", "by_name", "last_turn")
+    __slots__ = ("_most", "by_name", "last_turn")
 
     def __init__(self, slots: int) -> None:
         self._most = REMEMBERED * slots
-        self.by_name: dict[bytes, int] = {}
-        """From 1 to `MOST_USES`; the blocks that were used last are last."""
-        self._order = deque[bytes]()
-        """The same names in the same order: a dict steps over all that was deleted before its first entry. A name has
-        another entry for each use; all but its last one are stale.
+        self.by_name: OrderedDict[bytes, int] = OrderedDict()
+        """From 1 to `MOST_USES`; the blocks that were used last are last. A plain dict would step over all that was
+        deleted before its first entry.
         """
-        self._stale: dict[bytes, int] = {}
-        """How many stale entries a name has, if any."""
         self.last_turn = 0
         """The turn of the block that was evicted for good last; 0: none was yet."""
 
@@ -42,34 +36,20 @@ class UseCounts:
 
     def count(self, names: bytes) -> list[int]:
         """Count a use of each of these blocks, the last one first; returns how often they were used, so ordered."""
-        by_name, order, stale, counts = self.by_name, self._order, self._stale, []
+        by_name, counts = self.by_name, []
         for at in range(len(names) - NAME_BYTES, -1, -NAME_BYTES):
             name = names[at : at + NAME_BYTES]
             uses = by_name.pop(name, 0)
-            if uses:
-                stale[name] = stale.get(name, 0) + 1
             if uses < MOST_USES:
                 uses += 1
             by_name[name] = uses
-            order.append(name)
             counts.append(uses)
         return counts
 
     def forget(self) -> None:
         """Forget what was used longest ago, as far as more is known than is to be remembered."""
-        by_name, order, stale = self.by_name, self._order, self._stale
-        while len(by_name) > self._most:
-            name = order.popleft()
-            entries = stale.pop(name, 0)
-            if entries > 1:
-                stale[name] = entries - 1
-            elif not entries:
-                del by_name[name]
-        if len(order) > 2 * len(by_name) + _MUCH:
-            self._forget_stale()
-
-    def _forget_stale(self) -> None:
-        self._order, self._stale = deque(self.by_name), {}
+        while len(self.by_name) > self._most:
+            self.by_name.popitem(last=False)
 
     def numbers(self) -> array[int]:
         """All of it, in order: the turn, then name and uses of each block."""
@@ -83,8 +63,9 @@ class UseCounts:
         invariant(len(numbers) % 2 == 1, "use counts are cut short")
         names, self.last_turn = numbers[1::2].tobytes(), numbers[0]
         cut = range(0, len(names), NAME_BYTES)
-        self.by_name = dict(zip([names[at : at + NAME_BYTES] for at in cut], numbers[2::2], strict=True))
-        self._forget_stale()
+        self.by_name = OrderedDict(
+            zip([names[at : at + NAME_BYTES] for at in cut], numbers[2::2], strict=True)
+        )
         invariant(2 * len(self.by_name) + 1 == len(numbers), "the uses of a block are counted twice")
         self.check()
 
@@ -92,8 +73,5 @@ class UseCounts:
         """Raise `InvariantViolated` if these are none that can have been counted."""
         invariant(0 <= self.last_turn <= MAX_TURN, "no block can have been evicted with such a turn")
         invariant(len(self.by_name) <= self._most, "more blocks are remembered than can be")
-        ordered = list(dict.fromkeys(reversed(self._order)))[::-1] == list(self.by_name)
-        stale = len(self._order) - sum(self._stale.values()) == len(self.by_name)
-        invariant(ordered and stale, "blocks would be forgotten in another order than that of their uses")
         uses = self.by_name.values()
         invariant(not uses or 0 < min(uses) <= max(uses) <= MOST_USES, "a block has impossibly many uses")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,15 @@ class CountingDict(dict[bytes, Any]):
 
     def items(self) -> Any:
         return [(key, self[key]) for key in self]
+
+
+class CountingOrderedDict(OrderedDict[bytes, Any]):
+    """Counts what is gone through; taking an entry from an end costs nothing."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for key in super().__iter__():
+            Counting.seen += 1
+            yield key
 
 
 class CountingList(list[bytes]):
@@ -183,11 +193,11 @@ def test_step_that_stores_by_sequence_compares_no_two(monkeypatch: pytest.Monkey
 
 
 def test_forgetting_uses_does_not_begin_at_the_front_each_time() -> None:
-    """A dict steps over all that was deleted before its first entry: as many as are remembered."""
+    """The oldest name is taken from an ordered dict: a plain one steps over all that was deleted before its first."""
     manager = KVCacheManager(strategies.config(primary_blocks=8, eviction_policy="levels"))
     (group,) = manager.state.groups
     assert isinstance(group, CountingGroup)
-    group.uses.by_name = CountingDict()
+    group.uses.by_name = CountingOrderedDict()
     Counting.seen = 0
     for prompt in range(120):
         for part in (prompt, prompt % 3):
@@ -197,20 +207,6 @@ def test_forgetting_uses_does_not_begin_at_the_front_each_time() -> None:
     assert len(group.uses.by_name) == 5 * 8
     assert Counting.seen == 0
     manager.check()
-
-
-def test_hot_names_are_queued_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each use has an entry; those of earlier uses are dropped before they outgrow what is remembered."""
-    monkeypatch.setattr("kvcache.fold.use_counts._MUCH", 4)
-    manager = KVCacheManager(strategies.config(primary_blocks=8, eviction_policy="levels"))
-    (group,) = manager.state.groups
-    assert isinstance(group, CountingGroup)
-    for prompt in range(60):
-        manager.add_sequence("served", [10 + prompt % 3] * 4)
-        manager.store_context_blocks("served", 4)
-        manager.remove_sequence("served")
-        assert len(group.uses._order) <= 2 * len(group.uses.by_name) + 4
-        manager.check()
 
 
 # -- readers that missed batches
