@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     DynamicCache,
     FalconConfig,
@@ -97,11 +98,12 @@ def test_models_without_such_keys_and_values() -> None:
 
 def test_layers_of_unequal_heads() -> None:
     """Gemma 4 has larger heads in some layers; a config may also have a list."""
-    transformers = pytest.importorskip("transformers", minversion="5.23.0")
+    pytest.importorskip("transformers", minversion="5.23.0")
     few = {**SHAPE, "num_hidden_layers": 6, "head_dim": 16, "vocab_size_per_layer_input": 89}
-    config = transformers.Gemma4TextConfig(**few)
+    gemma: Any = transformers
+    config = gemma.Gemma4TextConfig(**few)
     with pytest.raises(Unsupported, match="a model whose layers differ in head_dim"):
-        PagedCache.for_model(transformers.Gemma4ForCausalLM(config), **SIZES)
+        PagedCache.for_model(gemma.Gemma4ForCausalLM(config), **SIZES)
     listed = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=1))
     vars(listed.config)["num_key_value_heads"] = [2]
     with pytest.raises(Unsupported, match="a model whose layers differ in num_key_value_heads"):
@@ -134,6 +136,8 @@ def test_heads_of_falcon(how: dict[str, Any], heads: int) -> None:
 @pytest.mark.parametrize("how", ["forward", "a layer", "in place", "wrapped"])
 def test_compiled_models(how: str) -> None:
     """`torch.compile` leaves what the cache does to Python, and compiles the rest: the answers stay the same."""
+    if how in ("forward", "in place") and transformers.__version__ < "5":
+        pytest.skip("there its masks cannot be compiled apart from the pass")
     torch.compiler.reset()
     torch.manual_seed(7)
     compiled: Any = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=1))
