@@ -47,6 +47,12 @@ _GROUP = struct.Struct("<4sHHIIQQI")
 _CRC = struct.Struct("<I")
 _COUNTS = struct.Struct("<II")
 _PIECE_BYTES = 16
+_LEAST_BYTES = KEY_BYTES
+"""Of a piece, on average."""
+_MOST_TIMES = 1024
+"""A group has no more bytes than so many times those in the file."""
+_MOST_HASHED = 16
+"""Keys are made of no more tokens than so many times the bytes of their group; events of several windows share them."""
 GROUP_HEADER_BYTES = _GROUP.size + _CRC.size
 
 
@@ -95,8 +101,11 @@ class Piece(NamedTuple):
 
 def group_of(data: bytes, begin: int, whole: int, pieces: Sequence[Piece] | None) -> bytes:
     """The group for the bytes from `begin` on of a segment of `whole` bytes. `pieces`: None leaves them as they are."""
-    body = data if pieces is None else compressed(_arranged(data, pieces), _LEVEL)
-    method = PLAIN if pieces is None else ZSTD
+    method, body = PLAIN, data
+    if pieces is not None and _is_modest(len(data), pieces):
+        arranged = compressed(_arranged(data, pieces), _LEVEL)
+        if len(data) <= _MOST_TIMES * len(arranged):
+            method, body = ZSTD, arranged
     return GroupHeader(VERSION, method, len(body), len(data), begin, whole, crc32(body)).pack() + body
 
 
@@ -104,6 +113,8 @@ def expand(header: GroupHeader, body: bytes) -> bytes:
     """The segment's bytes that a group holds. Raises ValueError where there is no making sense of it."""
     if len(body) != header.stored or crc32(body) != header.crc:
         raise ValueError("it is not intact")
+    if header.size > _MOST_TIMES * header.stored:
+        raise ValueError("it claims to be more than could be of use")
     if header.method == ZSTD:
         # Pieces are told in fewer bytes than they have.
         body = _restored(decompressed(body, 2 * header.size + _COUNTS.size), header.size)
@@ -123,6 +134,12 @@ def keys_behind(key: bytes, tokens: bytes | memoryview, block: int) -> bytes:
         key = digest.digest()
         keys.append(key)
     return b"".join(keys)
+
+
+def _is_modest(size: int, pieces: Sequence[Piece]) -> bool:
+    """Whether the pieces of a group of this size take no longer to put together than is of use."""
+    hashed = sum(piece.size // KEY_BYTES * piece.block for piece in pieces)
+    return len(pieces) * _LEAST_BYTES <= size and hashed <= _MOST_HASHED * size
 
 
 def _arranged(data: bytes, pieces: Sequence[Piece]) -> bytes:
@@ -148,6 +165,8 @@ def _restored(data: bytes, size: int) -> bytes:
     rest, column = _COUNTS.size + numbers, count * _PIECE_BYTES
     if rest > len(data) or column > numbers or numbers % 4:
         raise ValueError("it is cut short")
+    if count * _LEAST_BYTES > size:
+        raise ValueError("it has more pieces than bytes")
     planes = np.frombuffer(data, np.uint8, numbers, _COUNTS.size).reshape(4, -1)
     merged = np.empty((numbers // 4, 4), np.uint8)
     for at in range(4):
@@ -172,6 +191,8 @@ def _with_keys(data: bytes, pieces: Sequence[Piece]) -> bytes:
     """The bytes with keys where their places are."""
     if not pieces:
         return data
+    if not _is_modest(len(data), pieces):
+        raise ValueError("its keys are made of more tokens than there are")
     parts, end = list[bytes | memoryview](), 0
     view = memoryview(data)
     for begin, size, tokens, block in pieces:

@@ -236,7 +236,7 @@ class Segment:
 
     def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
         # The size is looked at first so that a cut file does not make us ask for a gigabyte of nothing.
-        if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self.size():
+        if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self._stored.end(start):
             return None
         payload = self._bytes(start, header.payload_bytes)
         if len(payload) != header.payload_bytes or crc32(payload) != header.payload_crc:

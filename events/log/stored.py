@@ -17,6 +17,8 @@ from events.log.zstd import require_zstd
 COMPRESSED_SUFFIX = ".kvlogz"
 NOT_INTACT = "a group of compressed frames is not intact"
 _CHUNK_BYTES = 1 << 20
+_LOOK_BYTES = 1 << 16
+"""What is taken at a time where the next group is looked for."""
 
 
 class StoredBytes:
@@ -53,6 +55,10 @@ class StoredBytes:
     def read(self, offset: int, least: int, most: int) -> bytes | memoryview:
         """The bytes from `offset` on: at least so many, unless the segment ends before."""
         return self._pread(max(least, most), offset)
+
+    def end(self, offset: int) -> int:
+        """Where a frame that begins there must have ended."""
+        return self.size()
 
     def is_lost(self, offset: int) -> bool:
         """Whether what should be there cannot be expanded."""
@@ -113,6 +119,10 @@ class CompressedBytes(StoredBytes):
             parts.append(self._part(offset))
         return b"".join(parts)
 
+    def end(self, offset: int) -> int:
+        """Where a frame that begins there must have ended: none is in two groups."""
+        return self._around(offset)[1]
+
     def is_lost(self, offset: int) -> bool:
         """Whether what should be there cannot be expanded."""
         begin, end, at = self._around(offset)
@@ -159,7 +169,7 @@ class CompressedBytes(StoredBytes):
         while position < disk:
             header = parse_group_header(self._pread(GROUP_HEADER_BYTES, position))
             if header is None:
-                position = self._next_sync(position + 1, disk)
+                position = self._next_group(position + 1, disk)
                 continue
             if header.version > groups.VERSION:
                 raise LogTooNew(self.path, header.version)
@@ -171,18 +181,22 @@ class CompressedBytes(StoredBytes):
                 yield _Group(header, position)
             # Where that is damaged, too, the next header is looked for right behind this one.
             behind = position + header.stored
-            position = behind if behind == disk or self._is_group(behind) else self._next_sync(position, disk)
+            position = (
+                behind if behind == disk or self._is_group(behind) else self._next_group(position, disk)
+            )
 
     def _is_group(self, position: int) -> bool:
         return parse_group_header(self._pread(GROUP_HEADER_BYTES, position)) is not None
 
-    def _next_sync(self, position: int, disk: int) -> int:
-        """Where a header may begin, from there on."""
+    def _next_group(self, position: int, disk: int) -> int:
+        """Where the next intact header begins, from there on."""
         while position < disk:
-            chunk = self._pread(_CHUNK_BYTES, position)
+            chunk = self._pread(_LOOK_BYTES, position)
             at = chunk.find(groups.SYNC)
-            if at >= 0:
-                return position + at
+            while at >= 0:
+                if self._is_group(position + at):
+                    return position + at
+                at = chunk.find(groups.SYNC, at + 1)
             position += max(len(chunk) - len(groups.SYNC) + 1, 1)
         return disk
 

@@ -166,6 +166,14 @@ class File:
         """Whether it is a compressed segment, which nobody writes any more."""
         return self._groups is not None
 
+    @property
+    def held(self) -> int:
+        """Bytes that it has, without what is missing from a compressed segment."""
+        return self.size() if self._groups is None else self._groups.held
+
+    def _behind_hole(self, offset: int) -> int:
+        return offset if self._groups is None else self._groups.behind_hole(offset)
+
     def is_lost(self, offset: int) -> bool:
         """Whether what stood there was compressed, and is not intact."""
         return self._groups is not None and self._groups.is_lost(offset)
@@ -205,14 +213,15 @@ class File:
     def payload(self, offset: int, frame: Frame) -> bytes | None:
         """The payload of the frame that begins there; None if it is not whole."""
         begin = offset + FRAME_HEADER_BYTES
-        if frame.bytes > self.size() - begin:
+        end = self.size() if self._groups is None else self._groups.end(offset)
+        if frame.bytes > end - begin:
             return None
         data = self.read(begin, frame.bytes)
         return data if crc32(data) == frame.crc else None
 
     def frames_from(self, offset: int, seed: int) -> Iterator[tuple[int, Frame]]:
         """All places from there on where a whole header of a frame stands."""
-        while len(chunk := self.read(offset, _CHUNK)) >= FRAME_HEADER_BYTES:
+        while len(chunk := self.read(offset := self._behind_hole(offset), _CHUNK)) >= FRAME_HEADER_BYTES:
             at = chunk.find(_SYNC)
             while at >= 0:
                 frame = self.frame(offset + at, seed)

@@ -21,6 +21,8 @@ from kvcache.keep import raw
 from kvcache.keep.raw_snapshot import RawSnapshot, usable_snapshots
 
 _SHORT = "the segment header is cut short"
+_TIMES_LOOKED_AT = 16
+"""Behind damage, payloads are looked at that together have so many times the bytes of their segment, and no more."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Scan:
         self._ended = False
         """A writer may begin another segment behind the last one; it is not for us."""
         self._key_bytes = NAME_BYTES
+        self._patience = 0
+        """Bytes of payloads that are looked at behind damage of this segment."""
 
     def __iter__(self) -> Iterator[Found | Damage | State]:
         previous: Path | None = None
@@ -230,6 +234,7 @@ class Scan:
 
     def _frames(self, file: raw.File, header: raw.Header) -> Iterator[Found | Damage]:
         offset: int | None = raw.HEADER_BYTES
+        self._patience = _TIMES_LOOKED_AT * file.held
         while offset is not None:
             found = self._frame(file, header, offset)
             if isinstance(found, _Wrong) and file.renewed():
@@ -299,11 +304,13 @@ class Scan:
         begin = wrong.offset + (wrong.what != "misplaced")
         self._crc, self._closed = None, False
         for offset, frame in file.frames_from(begin, header.seed):
-            if (
-                frame.seq >= self.seq
-                and frame.bytes <= raw.MAX_PAYLOAD
-                and file.payload(offset, frame) is not None
-            ):
+            if frame.seq < self.seq or frame.bytes > raw.MAX_PAYLOAD:
+                continue
+            # Headers by the thousand, each for all of the segment, were not left by any accident.
+            self._patience -= frame.bytes
+            if self._patience < 0:
+                break
+            if file.payload(offset, frame) is not None:
                 self.seq = frame.seq
                 return offset
         return None

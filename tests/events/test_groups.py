@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from zlib import crc32
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from events.log import zstd
+from events.log import groups, zstd
 from events.log.groups import GROUP_HEADER_BYTES, Piece, expand, group_of, parse_group_header
 from events.log.segments import Frame, Segment, segment_paths
 from kvcache import KVCacheConfig, KVCacheManager
@@ -77,6 +80,61 @@ def test_nonsense_in_a_group_is_lost_and_no_more(data: bytes, size: int) -> None
         assert len(expand(header, body)) == size
     if size:
         assert len(raw_groups_of(header.pack() + body).read(0, size)) == size
+
+
+def crafted(pieces: list[tuple[int, int, int, int]], rest: int, size: int) -> bytes:
+    """A group that says it has these pieces (bytes before, its own, where tokens begin, of a block)."""
+    numbers = [number for piece in pieces for number in piece]
+    planes = b"".join(bytes(number >> shift & 255 for number in numbers) for shift in (0, 8, 16, 24))
+    body = zstd.compressed(struct.pack("<II", len(pieces), 4 * len(numbers)) + planes + bytes(rest), 1)
+    header = parse_group_header(group_of(b"", 0, size, None))
+    assert header is not None
+    return header._replace(method=1, stored=len(body), size=size, crc=crc32(body)).pack() + body
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        crafted([], 1 << 22, 1 << 22),  # zeros, 4 MiB of them in some hundred bytes
+        crafted([(32, 32, 0, 4096)] * 64, 4096 - 32 * 64, 4096),  # the same tokens for each of many keys
+        crafted([(0, 0, 0, 0)] * 200, 4096, 4096),  # pieces of nothing
+    ],
+    ids=["zeros", "keys", "pieces"],
+)
+def test_what_would_take_too_long_is_lost_before_it_is_tried(group: bytes) -> None:
+    """Groups that expand to very much, or are put together with very much work, are not intact; no key is made."""
+    header = parse_group_header(group)
+    assert header is not None
+    with (
+        patch.object(groups, "keys_behind", side_effect=AssertionError("keys are made")),
+        patch.object(hashlib, "sha256", side_effect=AssertionError("keys are made")),
+    ):
+        with pytest.raises(ValueError, match="more"):
+            expand(header, group[GROUP_HEADER_BYTES:])
+        assert raw_groups_of(group).is_lost(0)
+
+
+def test_what_expands_to_very_much_is_left_as_it_is() -> None:
+    """So a writer makes no group that readers refuse."""
+    data = bytes(1 << 20)
+    group = group_of(data, 0, len(data), [])
+    assert group[GROUP_HEADER_BYTES:] == data
+    shared = [Piece(32 + 64 * at, 32, 0, 4096) for at in range(64)]
+    assert group_of(data[:4096], 0, 4096, shared)[GROUP_HEADER_BYTES:] == data[:4096]
+
+
+def test_groups_are_found_in_one_go() -> None:
+    """However many there are, their file is read a few times at most."""
+    content = b"".join(group_of(bytes([at]), at, 250, None) for at in range(250))
+    read = [0]
+
+    def disk(offset: int, count: int) -> bytes:
+        data = content[offset : offset + count]
+        read[0] += len(data)
+        return data
+
+    assert Groups(Path("segment"), disk).read(0, 250) == bytes(range(250))
+    assert read[0] < 10 * len(content)
 
 
 def test_the_form_is_as_documented() -> None:

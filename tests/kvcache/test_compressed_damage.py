@@ -14,6 +14,7 @@ from events.log.groups import GROUP_HEADER_BYTES, parse_group_header
 from events.log.retention import Limits
 from events.log.segments import compressed_path, segment_paths
 from kvcache.keep import compress as compressing
+from kvcache.keep import raw
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.scan import Damage, Found, Scan
@@ -107,6 +108,30 @@ def test_a_damaged_group_loses_its_frames_and_no_more(tmp_path: Path) -> None:
                 list(LogReader(log))
     path.write_bytes(data)
     assert not [item for item in Scan(log) if not isinstance(item, Found)]
+
+
+def test_a_hole_of_any_size_is_passed_over(whole: Path, tmp_path: Path) -> None:
+    """A segment that claims to be enormous is damaged behind what it has; nobody reads what is not there."""
+    log = Path(shutil.copytree(whole, tmp_path / "log"))
+    path = segment_paths(log)[0]
+    data, claimed = path.read_bytes(), b""
+    for at, header in groups_of(path):
+        body = data[at + GROUP_HEADER_BYTES :][: header.stored]
+        claimed += header._replace(whole=1 << 50).pack() + body
+    path.write_bytes(claimed)
+    with pytest.raises(LogDamaged, match="a group of compressed frames is not intact"):
+        list(LogReader(log))
+    read, calls = raw.File.read, [0]
+
+    def counted(file: raw.File, offset: int, count: int) -> bytes:
+        calls[0] += 1
+        return read(file, offset, count)
+
+    with patch.object(raw.File, "read", counted):
+        found = verify(log)
+    assert [each.path for each in found.damage] == [path]
+    assert found.batches == sum(1 for _ in LogReader(whole))
+    assert calls[0] < 20 * found.batches
 
 
 def test_damaged_segments_are_left_as_they_are(plain: Path, tmp_path: Path) -> None:

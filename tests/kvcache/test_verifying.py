@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import random
 import shutil
+import struct
 import threading
 from pathlib import Path
 from unittest.mock import patch
+from zlib import crc32
 
 import pytest
 
@@ -17,7 +19,7 @@ from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths
 from events.types import EventBatch
 from kvcache.keep import raw
-from kvcache.keep.scan import Found, Scan, State
+from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.keep.verify import verify
 from tests.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
 from tests.events.logs import batch, frame_offsets, write_log
@@ -128,6 +130,31 @@ def test_a_segment_that_the_disk_does_not_give_back(whole: Path, frames: int) ->
     first, behind = first_seq(place), first_seq(paths[paths.index(place) + 1])
     there = [batch.seq for batch in LogReader(whole)]
     assert found.batches == sum(not first + max(frames, 0) <= seq < behind for seq in there)
+
+
+def test_many_headers_for_the_same_bytes_end(tmp_path: Path) -> None:
+    """Behind damage no more payloads are looked at than together have some times the bytes of their segment."""
+    log = write_log(tmp_path, [batch(seq) for seq in range(4)])
+    [place] = segment_paths(log)
+    data = place.read_bytes()
+    with raw.File(place) as file:
+        header = file.header(raw.SEGMENT_MAGIC)
+    assert header is not None
+    count = 500
+    for at in range(count):
+        size = (count - 1 - at) * raw.FRAME_HEADER_BYTES
+        packed = struct.pack("<4sIQ4I", b"\xc1\x4b\x56\x46", size, 9, 1, 4, 0, 0)
+        data += packed + struct.pack("<I", crc32(packed, header.seed))
+    place.write_bytes(data)
+    looked_at, payload = [0], raw.File.payload
+
+    def counted(file: raw.File, offset: int, frame: raw.Frame) -> bytes | None:
+        looked_at[0] += frame.bytes
+        return payload(file, offset, frame)
+
+    with patch.object(raw.File, "payload", counted):
+        assert [item for item in Scan(log) if isinstance(item, Damage)]
+    assert looked_at[0] < 20 * len(data)
 
 
 def test_a_snapshot_that_the_disk_does_not_give_back(whole: Path) -> None:
