@@ -26,14 +26,15 @@ LONGEST = 16
 WINDOWS = ((LONGEST,),) * 4 + ((1,), (3,), (4, LONGEST), (2, 5))
 COMMANDS: tuple[tuple[str, int], ...] = (
     ("add", 5),
-    ("compute", 9),
+    ("compute", 10),
     ("tell", 2),
-    ("append", 8),
-    ("draft", 3),
-    ("reserve", 3),
-    ("fork", 4),
-    ("rewind", 4),
-    ("end", 3),
+    ("append", 5),
+    ("step", 8),
+    ("draft", 4),
+    ("reserve", 4),
+    ("fork", 3),
+    ("rewind", 5),
+    ("end", 4),
     ("start", 1),
     ("clear", 1),
     ("flush", 1),
@@ -65,8 +66,8 @@ class FreeEngine(FakeEngine):
             wrap=self._copier(),
             max_sequence_length=LONGEST,
             tokens_per_block=size,
-            primary_blocks=r.choice([16, 24, 32, 48]) // size,
-            secondary_blocks=r.choice([0, 0, 4]),
+            primary_blocks=r.choice([16, 16, 20, 24, 32]) // size,
+            secondary_blocks=r.choice([0, 4, 8]),
             enable_block_reuse=r.random() < 0.9,
             enable_partial_reuse=r.random() < 0.7,
             max_attention_window=windows,
@@ -75,7 +76,7 @@ class FreeEngine(FakeEngine):
         )
         self.lines: dict[RequestId, Line] = {}
         self.next_name = 0
-        self.base = [r.randrange(2) for _ in range(LONGEST)]
+        self.bases = [[r.randrange(2) for _ in range(LONGEST)] for _ in range(2)]
         self.commands: list[Callable[[], None]] = []
         for name, weight in COMMANDS:
             self.commands += [getattr(self, f"do_{name}")] * weight
@@ -166,8 +167,9 @@ class FreeEngine(FakeEngine):
         """Most prompts begin alike."""
         r = self.random
         prompts = [
-            self.base[: r.randrange(1, 11)] + [r.randrange(2) for _ in range(r.choice([0, 0, 1, 2]))]
-            for _ in range(r.choice([1, 1, 1, 2]))
+            r.choice(self.bases)[: r.randrange(3, 12)]
+            + [r.randrange(2) for _ in range(r.choice([0, 0, 1, 2]))]
+            for _ in range(r.choice([1, 1, 1, 1, 2]))
         ]
         requests = [
             Request(self.name(), prompt, reserve_tokens=r.choice([None, None, None, 2, 5]))
@@ -182,7 +184,7 @@ class FreeEngine(FakeEngine):
 
     def do_compute(self) -> None:
         """Some tokens more, or all: the first one reads what is there."""
-        r, name = self.random, self.some()
+        r, name = self.random, self.some(lambda line: line.known < len(line.tokens) + line.reserved)
         if name is None:
             return
         self.start_transfers()
@@ -191,7 +193,7 @@ class FreeEngine(FakeEngine):
         line = self.lines[name]
         last = min(len(line.tokens) + line.reserved, self.slots(name))
         if line.known < last:
-            stop = last if r.random() < 0.5 else r.randint(line.known + 1, last)
+            stop = last if r.random() < 0.8 else r.randint(line.known + 1, last)
             line.guesses += [r.randrange(2) for _ in range(len(line.tokens) + len(line.guesses), stop)]
             self.compute(name, line, stop)
 
@@ -216,6 +218,14 @@ class FreeEngine(FakeEngine):
             self.manager.store_context_blocks(name, stop)
             line.told = max(line.told, stop)
             self.overwrite_blank()
+
+    def do_step(self) -> None:
+        """All is computed of each sequence that has slots for it, and then most of them get tokens."""
+        self.start_transfers()
+        for name, line in self.lines.items():
+            if line.known < len(line.tokens) <= self.slots(name):
+                self.compute(name, line, len(line.tokens))
+        self.do_append()
 
     def do_append(self) -> None:
         """Sequences of which all is computed get a token each, with guesses that were right before it."""
@@ -300,13 +310,13 @@ class FreeEngine(FakeEngine):
         name = self.some()
         if name is not None:
             del self.lines[name]
-            self.end(name, store=self.random.random() < 0.8)
+            self.end(name, store=self.random.random() < 0.9)
 
     def do_start(self) -> None:
         self.start_transfers()
 
     def do_clear(self) -> None:
-        if self.random.random() < 0.5:
+        if self.random.random() < 0.3:
             self.manager.clear()
             self.overwrite_blank()
 

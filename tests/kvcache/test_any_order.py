@@ -19,7 +19,7 @@ def run_programs(seeds: range, commands: int) -> None:
 
 def test_all_that_may_be_read_was_written() -> None:
     """Forks, rewinds, reservations and drafts in every order that the documentation allows, with tensors."""
-    run_programs(range(60), 20)
+    run_programs(range(60), 40)
 
 
 @pytest.mark.long
@@ -27,4 +27,4 @@ def test_all_that_may_be_read_was_written() -> None:
 @pytest.mark.parametrize("first", range(1000, 51_000, 1000))
 def test_all_that_may_be_read_was_written_for_long(first: int) -> None:
     """The same for 50,000 programs."""
-    run_programs(range(first, first + 1000), 24)
+    run_programs(range(first, first + 1000), 40)
