@@ -146,18 +146,18 @@ def to_json(item: AnyEvent | EventBatch, key_bytes: int, tokens: bool = True) ->
 
 
 def json_line(value: Any, enc_hook: Callable[[Any], Any] | None = None) -> bytes:
-    """A value as one line of JSON, without the newline; it parses to the same value, and cannot drive a terminal.
+    """Encode a value as a line of JSON in ASCII, without the newline: it fits any stream, and cannot drive a terminal.
 
     SECURITY: names in events come from clients. Control characters and marks of direction, which JSON allows in
-    strings as they are, are escaped.
+    strings as they are, are escaped with all else that is not ASCII.
     """
     encoded = msgspec.json.encode(value, enc_hook=enc_hook)
     if encoded.isascii() and b"\x7f" not in encoded:
         return encoded
-    text = encoded.decode()
-    if text.isprintable():
-        return encoded
-    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text).encode()
+    return "".join(
+        letter if letter.isascii() and letter != "\x7f" else json.dumps(letter)[1:-1]
+        for letter in encoded.decode()
+    ).encode()
 
 
 _Speller = Callable[[Any, int], Any]
