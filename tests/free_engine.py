@@ -102,7 +102,7 @@ class FreeEngine(FakeEngine):
                 assert self.fails  # a copy has failed meanwhile, and the sequence cannot begin again
             except ComputationLost:
                 self.poll()
-            if r.random() < 0.1:
+            if r.random() < 0.05:
                 self.compare()
         self.compare()
 
@@ -255,8 +255,6 @@ class FreeEngine(FakeEngine):
         drafts = line.guesses[:guessed] + [r.randrange(2) for _ in range(r.randint(0 if guessed else 1, 3))]
         try:
             self.manager.add_tokens([name], drafts, [len(drafts)], draft=True)
-        except CapacityError:
-            raise
         except UsageError:
             return  # of a prompt that has not got all its slots
         line.known = min(line.known, len(line.tokens) + guessed)
@@ -297,8 +295,6 @@ class FreeEngine(FakeEngine):
         left = r.randint(max(1, len(line.tokens) - 6), len(line.tokens) - 1)
         try:
             self.rewind(name, left)
-        except CapacityError:
-            raise
         except UsageError:
             return  # a window has left what would be needed
         del line.tokens[left:]
