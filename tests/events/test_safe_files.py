@@ -190,7 +190,7 @@ def test_file_systems_with_owners_and_modes_of_their_own(
 ) -> None:
     """Where a new file of ours belongs to somebody else, or is open to all, such files are ours, and no others."""
     path = tmp_path / "file"
-    path.write_bytes(b"")
+    path.touch(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: OTHER + 1)
     if os.getuid() != 0:  # What is root's counts as ours.
         os.close(to_write(path))
