@@ -19,6 +19,7 @@ from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import replay
 from tests.cli.conftest import Kvcache, run_log
 from tests.cli.test_json import keys_of
+from tests.damaging import unreadable
 from tests.places import ROOT
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
@@ -78,6 +79,20 @@ def test_verify(kvcache: Kvcache, kept: Path) -> None:
     done = kvcache("log", "verify", kept)
     assert "begins with the state after batch" in done.err
     assert "2 agree with the log" in done.out
+
+
+def test_what_the_disk_does_not_give_back_is_named(kvcache: Kvcache, whole: Path, tmp_path: Path) -> None:
+    """`verify` fails and `salvage` says what is lost, with the file and the system's reason; readers name it, too."""
+    place = segment_paths(whole)[1]
+    with unreadable(place):
+        verified = kvcache("log", "verify", whole)
+        salvaged = kvcache("log", "salvage", whole, "--to", tmp_path / "new", "--json")
+        replayed = kvcache("replay", whole)
+    for said in (verified.err, salvaged.out, replayed.err):
+        assert place.name in said
+        assert "Input/output error" in said
+    assert (verified.code, replayed.code) == (1, 2)
+    assert kvcache("log", "verify", tmp_path / "new").code == 0
 
 
 def test_verify_tells_of_snapshots_that_are_no_good(kvcache: Kvcache, kept: Path, whole: Path) -> None:
