@@ -68,8 +68,10 @@ class Keeper:
         if self._thread is not None and self._thread.is_alive():
             return
         self._thread = threading.Thread(target=self._work, name="kvcache-keeper", daemon=True)
-        with suppress(RuntimeError):  # the interpreter is shutting down
+        try:
             self._thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            self._thread = None
 
     def _work(self) -> None:
         while self._again:
@@ -99,7 +101,8 @@ class Keeper:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
-            weakref.finalize(self, _end, process, _END_SECONDS)
+            # When the program ends, so do the pipes, and with them the process: the log may need it until then.
+            weakref.finalize(self, _end, process, _END_SECONDS).atexit = False
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError):

@@ -24,6 +24,7 @@ from kvcache.keep.process import Keeper
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
 from tests.chaos import wait_until
+from tests.conftest import RunPython
 from tests.events.logs import TIME, batch
 
 KEPT = 100_000
@@ -126,6 +127,18 @@ def test_a_keeper_is_started_once_and_ends_with_the_log(
     assert first_seq(segment_paths(log)[0]) > 0
     assert read == sorted(set(read))
     assert read[-1] == replay(log).last_seq
+
+
+def test_a_program_that_forgets_to_close_says_nothing(tmp_path: Path, run_python: RunPython) -> None:
+    """The process ends with it, at work or not, and what is left of the log replays."""
+    run = run_python(
+        "from pathlib import Path; from tests.kvcache.test_keeping import config, work\n"
+        "from kvcache import KVCacheManager\n"
+        "work(KVCacheManager(config(retain_bytes=40_000), log=Path('log')), 0, 80)\n"
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+    assert size_of(tmp_path / "log") <= 40_000 + 2 * SEGMENT
+    assert replay(tmp_path / "log").last_seq is not None
 
 
 def test_a_clock_that_is_set_back_does_not_keep_what_is_old(tmp_path: Path) -> None:
