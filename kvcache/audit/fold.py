@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -41,7 +41,9 @@ class HistoryFold(History):
         self._admitted: dict[int, Admission] = {}
         """Of this batch, by handle: what they claim follows."""
         self._failed = False
-        """Whether a copy has failed in this batch."""
+        """Whether a copy fails in this batch: by it all that goes in it is lost."""
+        self._pinned: dict[int, list[Ids]] = {}
+        """By number of the pin: per window, contents that it holds."""
         self._losing: list[tuple[Window, Ids]] = []
         """What was cached when everything went, as long as a state may bring it back."""
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -56,6 +58,8 @@ class HistoryFold(History):
             ev.BlocksMoved: self._on_moved,
             ev.BlocksRemoved: self._on_removed,
             ev.BlocksDetached: self._on_detached,
+            ev.BlocksPinned: self._on_pinned,
+            ev.BlocksUnpinned: self._on_unpinned,
             ev.TokensAppended: self._on_appended,
             ev.ContextComputed: self._on_computed,
             ev.SequenceForked: self._on_forked,
@@ -69,8 +73,10 @@ class HistoryFold(History):
 
     def fold(self, batch: EventBatch) -> None:
         """Fold one batch."""
-        self.batch, self.now, self._failed = batch.seq, batch.ts, False
-        for event in self._self_attention.of(known_events(batch)):
+        self.batch, self.now = batch.seq, batch.ts
+        events = known_events(batch)
+        self._failed = any(type(event) is ev.TransferFailed for event in events)
+        for event in self._self_attention.of(events):
             handler = self._handlers.get(type(event))
             if handler is not None:
                 handler(event)
@@ -120,6 +126,9 @@ class HistoryFold(History):
                 self._name(ids, names)
         for each in event.sequences:
             self._go_on(each, running[each.handle])
+        self._pinned.clear()
+        for pin in event.pins:
+            self._pin(pin.pin, pin.slots if pin.named else ())
         self._tell_lost()
         self.listener.restarted(self)
 
@@ -150,6 +159,8 @@ class HistoryFold(History):
             self._losing.append((window, window.remove_all(why, self.batch, self.now)))
         for sequence in self.running.values():
             sequence.held = [np.empty(0, np.intp) for _ in self.windows]
+        for held in self._pinned.values():
+            held.clear()
 
     def _tell_lost(self) -> None:
         """Everything cached is gone, but for what an exported state has brought back."""
@@ -158,7 +169,6 @@ class HistoryFold(History):
         self._losing.clear()
 
     def _on_failed(self, event: ev.TransferFailed) -> None:
-        self._failed = True
         self._tokens.forget_row()
         for sequence in self.running.values():
             self._set_computed(sequence, 0)
@@ -359,6 +369,19 @@ class HistoryFold(History):
         window = self.windows[event.group]
         for handle, count in zip(handles, counts, strict=False):
             window.release(self.running[handle].leave(event.group, count), self.now)
+
+    def _on_pinned(self, event: ev.BlocksPinned) -> None:
+        self._pin(event.pin, event.slots)
+
+    def _pin(self, number: int, slots: Sequence[bytes]) -> None:
+        contents = [window.contents(PRIMARY, own) for window, own in zip(self.windows, slots, strict=False)]
+        self._pinned[number] = held = [ids[ids >= 0] for ids in contents]
+        for window, ids in zip(self.windows, held, strict=False):
+            window.hold(ids)
+
+    def _on_unpinned(self, event: ev.BlocksUnpinned) -> None:
+        for window, ids in zip(self.windows, self._pinned.pop(event.pin), strict=False):
+            window.release(ids, self.now)
 
 
 def _symbols(tokens: bytes, count: int) -> array[int]:

@@ -40,7 +40,7 @@ class Window:
         )
         """Per content: where it is cached; whether it ever was; `Reason` for which it went, when, and for whose room;
         who stored it when; its last use; how often it was reused since it was stored, and in all; how many sequences
-        hold it; its priority. Requests are numbered as they come (`Running.number`)."""
+        and pins hold it; its priority. Requests are numbered as they come (`Running.number`)."""
 
     def left_behind(self, reused: int, tokens_per_block: int) -> int:
         """The leading blocks that a request which reuses so many tokens never needs."""

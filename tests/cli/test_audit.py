@@ -24,6 +24,7 @@ from kvcache.audit.timeline import PARTS, Timeline
 from kvcache.audit.totals import audit_batches
 from kvcache.audit.verdict import verdict_on
 from kvcache.errors import OutOfBlocks
+from kvcache.replay import replay
 from kvcache.report.gathered import gather
 from tests.cli.conftest import Kvcache
 
@@ -433,6 +434,30 @@ def test_what_branches_held_is_idle_when_they_have_ended(tmp_path: Path) -> None
     audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
     assert audit.levels[0].hit_ages.total == 3
     assert [prefix.times for prefix in audit.prefixes] == [1]
+
+
+def test_what_a_pin_holds_is_not_idle(tmp_path: Path) -> None:
+    """Two hits while it is pinned, the second after a restart; then one when the pin is gone."""
+    config = KVCacheConfig(max_sequence_length=16, tokens_per_block=4, primary_blocks=9, max_pinned_share=1.0)
+    log = tmp_path / "log"
+
+    def serve(manager: KVCacheManager, name: str) -> None:
+        manager.add_sequence(name, A)
+        manager.store_context_blocks(name, 13)
+
+    with KVCacheManager(config, log=log) as manager:
+        serve(manager, "first")
+        pin = manager.pin("first")
+        manager.remove_sequence("first")
+        serve(manager, "pinned")
+        manager.remove_sequence("pinned")
+    with KVCacheManager.resume(replay(log).state, log=LogWriter(log, resume=True)) as manager:
+        serve(manager, "pinned still")
+        manager.remove_sequence("pinned still")
+        manager.unpin(pin)
+        serve(manager, "idle")
+    audit = audit_batches((batch, True) for batch in LogReader(log))
+    assert (audit.reused, audit.levels[0].hit_ages.total) == (36, 3)
 
 
 def test_joined_parts_know_when_each_block_was_stored(tmp_path: Path, kvcache: Kvcache) -> None:

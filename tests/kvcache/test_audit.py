@@ -28,7 +28,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed
 from kvcache.report.groups import GROUPS
 from tests import strategies
-from tests.naive_audit import NaiveAudit, naive_audit
+from tests.naive_audit import NaiveAudit
 from tests.places import ROOT
 from tests.random_logs import LossyLog, random_log
 
@@ -54,7 +54,8 @@ def compare(log: Path) -> None:
     fold = HistoryFold(admissions)
     for batch in LogReader(log):
         fold.fold(batch)
-    oracle = list(naive_audit(LogReader(log)))
+    judge = NaiveAudit()
+    oracle = [each for batch in LogReader(log) for each in judge.batch(batch)]
     for expected, found in zip(oracle, admissions.all, strict=True):
         assert (found.request_id, found.batch) == (expected.request_id, expected.seq)
         assert by_token(found) == expected.reasons
@@ -64,7 +65,8 @@ def compare(log: Path) -> None:
     totals = audit_batches((batch, True) for batch in LogReader(log))
     assert totals.prompt_tokens == sum(len(each.reasons) for each in oracle) == int(totals.reasons.sum())
     assert (totals.reasons == np.sum([each.counts for each in admissions.all], axis=0)).all()
-    compare_totals(log)
+    if judge.knows_all:
+        compare_totals(log, judge)
     for expected in oracle[:: max(len(oracle) // 5, 1)]:
         explained = explain_request(LogReader(log), str(expected.request_id))
         stays = [stay for each in explained for stay in each.stays]
@@ -74,13 +76,8 @@ def compare(log: Path) -> None:
         assert expected.reasons in parts
 
 
-def compare_totals(log: Path) -> None:
+def compare_totals(log: Path, oracle: NaiveAudit) -> None:
     """What evictions are charged with, and how blocks lived, agree with the oracle: whatever ended their lives."""
-    oracle = NaiveAudit()
-    for batch in LogReader(log):
-        oracle.batch(batch)
-    if not oracle.knows_all:
-        return
     totals = audit_batches(((batch, True) for batch in LogReader(log)), top=1 << 20)
     charged = Counter[tuple[int, int, object]]()
     for (at, gone), tokens in oracle.charged.items():
@@ -106,7 +103,8 @@ def compare_totals(log: Path) -> None:
     assert sorted(row.reused for row in rows) == sorted(life.reused for life in oracle.lives)
 
 
-@pytest.mark.parametrize("seed", range(24))
+# In 2016 a copy fails in the batch of a clear, behind it.
+@pytest.mark.parametrize("seed", [*range(24), 2016])
 def test_the_audit_agrees_with_the_oracle(seed: int, tmp_path: Path) -> None:
     """Several windows, namespaces, items, offload, lost batches, restarts, logs without tokens."""
     compare(random_log(seed, tmp_path, branches=seed % 2 == 1))
