@@ -14,7 +14,29 @@ from os import PathLike
 from pathlib import Path
 
 from events.log import LogEnd, LogReader
-from events.types import AnyEvent, CacheCreated, Checkpoint, EpochStarted, EventBatch, Gap
+from events.packed import COUNT_BYTES, HANDLE_BYTES
+from events.told.state import FeedState
+from events.types import (
+    PRIMARY,
+    SECONDARY,
+    AnyEvent,
+    BlocksAllocated,
+    BlocksCopied,
+    BlocksDetached,
+    BlocksMoved,
+    BlocksRemoved,
+    BlocksReturned,
+    BlocksReused,
+    BlocksStored,
+    BlocksUpdated,
+    CacheCreated,
+    Checkpoint,
+    EpochStarted,
+    EventBatch,
+    Gap,
+    SequenceAdded,
+    TokensAppended,
+)
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
@@ -66,13 +88,20 @@ class Unreplayable(InternalError):
 
     seq: int
     reason: str
-    text = "batch {seq} does not follow from those before it: {reason}"
+    log: str = ""
+    """Its directory, where several are read."""
+
+    def __str__(self) -> str:
+        where = f"{self.log}: " if self.log else ""
+        return f"{where}batch {self.seq} does not follow from those before it: {self.reason}"
 
 
 _FINGERPRINT_BYTES = 128
 """What a fingerprint takes per slot of a level, while it is made."""
 _ALWAYS_BYTES = 1 << 26
 """So much is there, or nothing would run; asking the system takes longer than replaying a short log."""
+_MOST_NS = 1 << 63
+"""Wall-clock ns that fit into a column."""
 _OF_UNFITTING = (
     ArithmeticError,
     AssertionError,
@@ -83,6 +112,21 @@ _OF_UNFITTING = (
     ValueError,
 )
 """What goes wrong inside the state when an event that was never decided for it is applied."""
+
+
+_LEVELS: dict[type, tuple[str, ...]] = {
+    BlocksCopied: ("source_level",),
+    BlocksMoved: ("from_level", "to_level"),
+    BlocksRemoved: ("level",),
+    BlocksReused: ("level",),
+    BlocksStored: ("level",),
+    BlocksUpdated: ("level",),
+}
+"""The fields of events that name a level."""
+
+
+_COUNTED = (BlocksAllocated, BlocksDetached, BlocksReturned, TokensAppended)
+"""Events with a count for each of their sequences."""
 
 
 @contextmanager
@@ -97,6 +141,13 @@ def fitting(seq: int) -> Iterator[None]:
         raise Unreplayable(seq, str(error)) from error
     except _OF_UNFITTING as error:
         raise Unreplayable(seq, f"{type(error).__name__} while applying it") from error
+
+
+def fold_told(state: FeedState, batch: EventBatch) -> None:
+    """Apply a batch of a log of kind `feed`. Raises `Unreplayable`."""
+    with fitting(batch.seq):
+        for event in known_events(batch):
+            state.apply(event)
 
 
 def known_events(batch: EventBatch) -> Sequence[AnyEvent]:
@@ -143,35 +194,69 @@ class Replayed:
             check(self.state)
 
     def fold(
-        self, batch: EventBatch, *, verify: bool, watch: Callable[[AnyEvent], None] | None = None
+        self,
+        batch: EventBatch,
+        *,
+        verify: bool,
+        before: Callable[[AnyEvent], object] | None = None,
+        after: Callable[[AnyEvent], object] | None = None,
     ) -> None:
-        """Apply one batch, and call `watch` after each event; raises `Unreplayable`."""
+        """Apply one batch; `before` and `after` are called with each event, before and after it is applied.
+
+        Raises `Unreplayable`, and `TooLarge` for a cache that this machine cannot keep book of.
+        """
         with fitting(batch.seq):
+            invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time is beyond 64 bits")
             for event in known_events(batch):
+                refuse_impossible(event)
+                if type(event) is CacheCreated:
+                    _refuse_too_large(event)
+                if before is not None:
+                    before(event)
                 self._apply(batch.seq, event, verify)
-                if watch is not None:
-                    watch(event)
+                if after is not None:
+                    after(event)
         self.last_seq, self.last_ts = batch.seq, batch.ts
         self.batches += 1
         self.events += len(batch.events)
 
-    def _apply(self, seq: int, event: object, verify: bool) -> None:
+    def _apply(self, seq: int, event: AnyEvent, verify: bool) -> None:
         kind = type(event)
         if kind is Checkpoint and verify:
             self._compare(seq, event)  # type: ignore[arg-type]
-        elif kind is CacheCreated:
-            _refuse_too_large(event)  # type: ignore[arg-type]
         elif kind is Gap:
             self.gaps.append(event)  # type: ignore[arg-type]
-        # Live events are right by construction; one that was read may name a group from the end, as Python would.
-        invariant(getattr(event, "group", 0) >= 0, "there is no such group")
-        self.state.apply(event)  # type: ignore[arg-type]
+        self.state.apply(event)
 
     def _compare(self, seq: int, checkpoint: Checkpoint) -> None:
         if fingerprint(self.state) == checkpoint.fingerprint:
             self.checkpoints_verified += 1
         else:
             self.checkpoints_failed.append(seq)
+
+
+def refuse_impossible(event: AnyEvent) -> None:
+    """Raise for an event that no cache makes, whatever its state.
+
+    Live events are right by construction; one that was read may count groups and levels from the end, as Python would.
+    """
+    kind = type(event)
+    invariant(getattr(event, "group", 0) >= 0, "there is no such group")
+    for name in _LEVELS.get(kind, ()):
+        invariant(getattr(event, name) in (PRIMARY, SECONDARY), "there is no such level")
+    if kind is SequenceAdded:
+        _refuse_reuse(event)  # type: ignore[arg-type]
+    elif kind in _COUNTED and event.counts:  # type: ignore[union-attr]
+        counts, handles = len(event.counts) // COUNT_BYTES, len(event.handles) // HANDLE_BYTES  # type: ignore[union-attr]
+        invariant(counts == handles, "sequences are not counted one by one")
+
+
+def _refuse_reuse(event: SequenceAdded) -> None:
+    """The state has its own count of what is reused; others rely on what the event says."""
+    primary, secondary = event.reused_primary, event.reused_secondary
+    fits = 0 <= event.reused_partial <= event.reused and len(primary) == len(secondary) > 0
+    fits = fits and all(0 <= each < event.num_tokens for each in (*primary, *secondary))
+    invariant(fits, "a sequence reuses an impossible number of tokens")
 
 
 def _refuse_too_large(created: CacheCreated) -> None:

@@ -40,7 +40,7 @@ def beginnings(directory: Path) -> list[Beginning]:
     for header in _headers(directory):
         begins = header.number == 0 if previous is None else header.epoch > previous.epoch
         # Where segments were removed, only its first batch tells what a segment begins with.
-        if begins or (previous is None and _begins_epoch(directory, header.base_seq) is not None):
+        if begins or (previous is None and _begins_epoch(directory, header.base_seq)):
             found.append(Beginning(header.log_id, header.epoch, header.base_seq))
         previous = header
     if segment_paths(directory)[:1] != oldest:
@@ -55,19 +55,22 @@ def has_segments(directory: Path) -> bool:
 
 
 def first_batch(directory: Path, beginning: Beginning) -> EventBatch | None:
-    """What a fold begins with there, if it is there."""
+    """What is there of it, whatever that says; None: it is not written yet, or not readable."""
     if not beginning.is_snapshot:
-        return _begins_epoch(directory, beginning.seq)
+        return _batch(directory, beginning.seq)
     found = (each for each in snapshots(directory, at_most=beginning.seq, newest_first=True))
     snapshot, batch = next(readable(found), (None, None))
     return batch if snapshot is not None and snapshot.seq == beginning.seq else None
 
 
-def _begins_epoch(directory: Path, seq: int) -> EventBatch | None:
-    """Batch `seq`, if it is there and begins an epoch."""
+def _batch(directory: Path, seq: int) -> EventBatch | None:
     batch = next(iter(LogReader(directory, start=seq, kind=None)), None)
-    begins = batch is not None and batch.seq == seq and isinstance(batch.events[0], EpochStarted)
-    return batch if begins else None
+    return batch if batch is not None and batch.seq == seq else None
+
+
+def _begins_epoch(directory: Path, seq: int) -> bool:
+    batch = _batch(directory, seq)
+    return batch is not None and isinstance(next(iter(batch.events), None), EpochStarted)
 
 
 def kind_of(directory: Path) -> Kind | None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.log import LogEnd, LogReader
+from events.types import EventBatch
 from kvcache.audit.admission import Admission
 from kvcache.audit.collecting import Several
 from kvcache.audit.columns import Columns, Ids
@@ -25,6 +26,7 @@ from kvcache.audit.spread import Computed, Spread, computed, spread
 from kvcache.audit.totals import Audit, Totals
 from kvcache.audit.window import Window
 from kvcache.errors import Unsupported
+from kvcache.replay import Unreplayable
 
 _Names = npt.NDArray[np.uint64]
 _Times = npt.NDArray[np.int64]
@@ -101,14 +103,14 @@ class _Presence(Listener):
 
 
 def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
-    """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens."""
+    """Audit one log of a fleet. Raises `Unsupported` for one without names or tokens, `Unreplayable`."""
     totals, presence = Totals(), _Presence()
     history = HistoryFold(Several([totals, presence]))
     history.names = Columns(name=(np.uint64, 0))
     algorithm = ""
     reader = LogReader(path)
     for batch in reader:
-        history.fold(batch)
+        _fold(history, batch, path)
         for event in batch.events:
             if isinstance(event, ev.CacheCreated):
                 algorithm = f"{event.hash_algorithm}, blocks of {event.tokens_per_block} tokens"
@@ -133,6 +135,14 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         computed(missed, names, history.contents),
         reader.end,
     )
+
+
+def _fold(history: HistoryFold, batch: EventBatch, path: Path) -> None:
+    """Fold a batch; what does not follow is told with the log that says it."""
+    try:
+        history.fold(batch)
+    except Unreplayable as error:
+        raise Unreplayable(error.seq, error.reason, str(path)) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,16 +24,23 @@ from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.self_attention import SelfAttention
 from kvcache.audit.window import NOWHERE, Window
-from kvcache.replay import known_events
+from kvcache.fold.state import CacheState
+from kvcache.replay import Replayed, fitting, known_events
 
 
 class HistoryFold(History):
-    """Folds batches; tells a listener what happens to contents, and of each admission why it computed what it did."""
+    """Folds batches; tells a listener what happens to contents, and of each admission why it computed what it did.
+
+    Each batch is applied to the cache's state first, which refuses what does not follow from the batches before it:
+    what is folded here can rely on all that is checked there.
+    """
 
     def __init__(
         self, listener: Listener | None = None, details: Callable[[RequestId], bool] = lambda _: False
     ) -> None:
         super().__init__()
+        self.replayed = Replayed(CacheState())
+        """The cache after the last batch."""
         self.listener = listener if listener is not None else Listener()
         self._details = details
         self._self_attention = SelfAttention()
@@ -72,7 +79,12 @@ class HistoryFold(History):
         }
 
     def fold(self, batch: EventBatch) -> None:
-        """Fold one batch."""
+        """Fold one batch. Raises `Unreplayable` for one that does not follow, and `TooLarge`."""
+        self.replayed.fold(batch, verify=False)
+        with fitting(batch.seq):
+            self._fold(batch)
+
+    def _fold(self, batch: EventBatch) -> None:
         self.batch, self.now = batch.seq, batch.ts
         events = known_events(batch)
         self._failed = any(type(event) is ev.TransferFailed for event in events)

@@ -17,9 +17,7 @@ from kvcache.audit.fold import HistoryFold
 from kvcache.audit.lives import Lives
 from kvcache.audit.requests import Requests
 from kvcache.audit.rows import BlockLife, EvictionRow, RequestRow, StepRow
-from kvcache.audit.steps import Steps
-from kvcache.errors import invariant
-from kvcache.replay import fitting
+from kvcache.audit.steps import step_row
 
 TableName = Literal["requests", "blocks", "evictions", "steps"]
 _COLLECTORS: dict[TableName, type[Collector[Any]]] = {
@@ -27,8 +25,6 @@ _COLLECTORS: dict[TableName, type[Collector[Any]]] = {
     "blocks": Lives,
     "evictions": Evictions,
 }
-_MOST_NS = 1 << 63
-"""Wall-clock ns that fit into a column."""
 
 
 class Log:
@@ -86,15 +82,15 @@ def tables_of(batches: Iterable[EventBatch], *names: TableName) -> Iterator[tupl
     """The rows of several tables in one pass, each list with the name of its table."""
     collectors = {name: _COLLECTORS[name]() for name in names if name in _COLLECTORS}
     history = HistoryFold(Several(list(collectors.values())))
-    steps = Steps() if "steps" in names else None
+    replayed = history.replayed
     for batch in batches:
-        with fitting(batch.seq):
-            invariant(-_MOST_NS <= batch.ts < _MOST_NS, "its time is beyond 64 bits")
-            if collectors:
-                history.fold(batch)
+        if collectors:
+            history.fold(batch)
+        else:
+            replayed.fold(batch, verify=False)
         yield from _taken(collectors)
-        if steps is not None:
-            yield "steps", [steps.fold(batch)]
+        if "steps" in names:
+            yield "steps", [step_row(batch, replayed.state)]
     for name, collector in collectors.items():
         for rows in collector.remaining(history):
             yield name, rows

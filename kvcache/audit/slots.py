@@ -91,7 +91,7 @@ class SlotWatch:
         """Fold all batches, and note what becomes of the slot. Raises `Unreplayable`."""
         replayed = Replayed(CacheState())
         for batch in batches:
-            replayed.fold(batch, verify=False, watch=partial(self._see, replayed, batch))
+            replayed.fold(batch, verify=False, after=partial(self._see, replayed, batch))
             if progress is not None:
                 progress(batch.seq)
         return replayed

@@ -10,39 +10,32 @@ from events.structs import LEVEL_NAMES
 from events.types import EventBatch
 from kvcache.audit.rows import OccupancyRow, StepRow
 from kvcache.fold.state import CacheState
-from kvcache.replay import Replayed, known_events
+from kvcache.replay import known_events
 
 
-class Steps:
-    """A row per batch. What is held, free to evict and blank is counted by the cache's own state."""
-
-    def __init__(self) -> None:
-        self._replayed = Replayed(CacheState())
-
-    def fold(self, batch: EventBatch) -> StepRow:
-        """The row of a batch. Raises `Unreplayable`."""
-        self._replayed.fold(batch, verify=False)
-        counts: Counter[str] = Counter()
-        for event in known_events(batch):
-            _count(event, counts)
-        return StepRow(
-            seq=batch.seq,
-            ts=batch.ts,
-            admitted=counts["admitted"],
-            refused=counts["refused"],
-            ended=counts["ended"],
-            running=len(self._replayed.state.sequences),
-            prompt_tokens=counts["prompt"],
-            reused_tokens=counts["reused"],
-            computed_tokens=counts["prompt"] - counts["reused"],
-            output_tokens=counts["output"],
-            stored_blocks=counts["stored"],
-            removed_blocks=counts["removed"],
-            cleared_blocks=counts["cleared"],
-            offloaded_blocks=counts["offload"],
-            onboarded_blocks=counts["onboard"],
-            occupancy=tuple(_occupancy(self._replayed.state)),
-        )
+def step_row(batch: EventBatch, state: CacheState) -> StepRow:
+    """The row of a batch. What is held, free to evict and blank is counted by the state after it."""
+    counts: Counter[str] = Counter()
+    for event in known_events(batch):
+        _count(event, counts)
+    return StepRow(
+        seq=batch.seq,
+        ts=batch.ts,
+        admitted=counts["admitted"],
+        refused=counts["refused"],
+        ended=counts["ended"],
+        running=len(state.sequences),
+        prompt_tokens=counts["prompt"],
+        reused_tokens=counts["reused"],
+        computed_tokens=counts["prompt"] - counts["reused"],
+        output_tokens=counts["output"],
+        stored_blocks=counts["stored"],
+        removed_blocks=counts["removed"],
+        cleared_blocks=counts["cleared"],
+        offloaded_blocks=counts["offload"],
+        onboarded_blocks=counts["onboard"],
+        occupancy=tuple(_occupancy(state)),
+    )
 
 
 def _count(event: ev.Event, counts: Counter[str]) -> None:

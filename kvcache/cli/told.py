@@ -17,7 +17,7 @@ from kvcache.cli.moments import UpTo
 from kvcache.cli.output import Output, count
 from kvcache.cli.progress import progress
 from kvcache.cli.times import Times, iso
-from kvcache.replay import known_events
+from kvcache.replay import fold_told, known_events
 
 
 class Folded:
@@ -39,10 +39,8 @@ class Folded:
         self.end: LogEnd | None = reader.end if batches.ended else None
 
     def _take(self, batch: EventBatch) -> None:
-        for event in known_events(batch):
-            if isinstance(event, Gap):
-                self.gaps.append(event)
-            self.state.apply(event)
+        fold_told(self.state, batch)
+        self.gaps += [event for event in known_events(batch) if isinstance(event, Gap)]
         self.last = batch
         self.batches += 1
         self.events += len(batch.events)

@@ -15,7 +15,8 @@ from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, SequenceAdded
 from kvcache.errors import Unsupported, UsageError
-from kvcache.replay import fitting
+from kvcache.fold.state import CacheState
+from kvcache.replay import Replayed, fitting
 
 _HASHING = ALGORITHMS[DEFAULT_ALGORITHM]
 """Names blocks here, whatever names the log gives them."""
@@ -55,6 +56,7 @@ class LoggedPrompts:
         self.reader = LogReader(log)
         """Knows how the log ends."""
         self._log = Path(log)
+        self._replayed = Replayed(CacheState())
         self._progress = progress
         self._symbols = SymbolTable()
         self._created: CacheCreated | None = None
@@ -74,6 +76,7 @@ class LoggedPrompts:
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self.reader:
+            self._replayed.fold(batch, verify=False)
             with fitting(batch.seq):
                 prompts = self._read(batch)
             yield from prompts
@@ -125,8 +128,6 @@ class LoggedPrompts:
         return prompts
 
     def _create(self, created: CacheCreated) -> None:
-        if created.tokens_per_block < 1:
-            raise ValueError("a block has at least one token")
         self._created = created
         self.tokens_per_block = self.tokens_per_block or created.tokens_per_block
         self.windows = sum(group.kind != CROSS for group in created.groups)

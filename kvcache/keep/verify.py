@@ -18,7 +18,7 @@ from kvcache.keep import raw
 from kvcache.keep.losses import Continuity
 from kvcache.keep.raw_snapshot import read_snapshot
 from kvcache.keep.scan import Damage, Found, Scan, State
-from kvcache.replay import Replayed, fitting
+from kvcache.replay import Replayed, fold_told
 
 
 @dataclass
@@ -105,9 +105,7 @@ class _Fold:
         if self._is_feed is None:
             self._is_feed = any(isinstance(event, FEED_EVENTS) for event in batch.events)
         if self._is_feed:
-            with fitting(batch.seq):
-                for event in batch.events:
-                    self._feed.apply(event)
+            fold_told(self._feed, batch)
             return
         self._cache.fold(batch, verify=True)
         if batch.seq in self.snapshots:

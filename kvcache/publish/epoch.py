@@ -15,6 +15,7 @@ from events.types import CacheCreated, EpochStarted, EventBatch, FeedStarted
 from kvcache.publish.errors import BeginningRemoved
 from kvcache.publish.position import Position
 from kvcache.record.told_state import ToldState
+from kvcache.replay import Unreplayable
 from sinks import SinkContext
 
 
@@ -38,13 +39,15 @@ class Epoch:
 
     @classmethod
     def of(cls, batch: EventBatch) -> Epoch | None:
-        """The epoch that begins with this batch; None: it begins none."""
+        """The epoch that begins with this batch; None: it begins none. Raises `Unreplayable` if no cache does."""
         started = batch.events[0] if batch.events else None
         if not isinstance(started, EpochStarted):
             return None
         if any(isinstance(event, FeedStarted) for event in batch.events):
             return cls(started.log_id, started.epoch, started.tokens_recorded, 0, 1, "", "feed")
-        created = next(event for event in batch.events if isinstance(event, CacheCreated))
+        created = next((event for event in batch.events if isinstance(event, CacheCreated)), None)
+        if created is None:
+            raise Unreplayable(batch.seq, "an epoch begins without a cache")
         settings = _Model()
         with suppress(msgspec.DecodeError):
             settings = msgspec.json.decode(created.config, type=_Model)
@@ -87,9 +90,10 @@ class Start:
 
 
 def last_epoch(log: Path, *, counts: bool) -> Start | None:
-    """Where a fold begins: with the last epoch; None: its first batch is not written yet. Raises BeginningRemoved.
+    """Where a fold begins: with the last epoch; None: its first batch is not written yet.
 
     One that `counts` begins as far back in the epoch as the log goes; for others its newest snapshot will do.
+    Raises BeginningRemoved, and `Unreplayable` for a log in which an epoch does not begin as one.
     """
     found = _beginnings(log)
     last = [each for each in found if each.epoch == found[-1].epoch]
@@ -103,7 +107,7 @@ def last_epoch(log: Path, *, counts: bool) -> Start | None:
 
 
 def behind(log: Path, position: Position | None) -> Start | None:
-    """Where a sink goes on that has had all up to `position`; None as above. Raises BeginningRemoved."""
+    """Where a sink goes on that has had all up to `position`; None, and raises, as above."""
     found = _beginnings(log)
     if not found:
         return None
@@ -136,9 +140,11 @@ def is_ahead(log: Path, position: Position) -> bool:
 
 def _start(log: Path, beginning: Beginning, wanted: int) -> Start | None:
     batch = first_batch(log, beginning)
-    epoch = None if batch is None else Epoch.of(batch)
-    if epoch is None:
+    if batch is None:
         return None
+    epoch = Epoch.of(batch)
+    if epoch is None:
+        raise Unreplayable(batch.seq, "it does not begin with the epoch that it begins")
     if beginning.is_snapshot:
         # What is gone before the oldest one the reader itself tells, with the state.
         return Start(epoch, wanted, 0)

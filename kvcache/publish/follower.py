@@ -22,12 +22,14 @@ from events.errors import LogDamaged, UnsafeFile
 from events.log import LogReader
 from events.log.segments import first_seq, segment_paths
 from events.types import EventBatch, Gap
+from kvcache.fold.state import CacheState
 from kvcache.publish.delivery import Delivery
 from kvcache.publish.epoch import Epoch, Start, behind, is_ahead, last_epoch
 from kvcache.publish.errors import LogReplaced, NoTokens, NotPublishable
 from kvcache.publish.position import Position, PositionFile
 from kvcache.publish.probe import LogProbe
 from kvcache.publish.progress import CatchUp, FollowerStats, State, Until
+from kvcache.replay import Replayed, Unreplayable, fitting, refuse_impossible
 from sinks import Sink, SinkContext, SinkError, SinkStats, SinkURL, open_sink
 from sinks.router.feed import RouterFeed
 
@@ -67,6 +69,7 @@ class SinkFollower:
         """Where it is kept what it has had. What was printed once is not there any more for who looks again."""
         self._epoch: Epoch | None = None
         """Of the last batch that was met."""
+        self._misfit = -1  # The batch with which an epoch began that needed a sink made anew.
         self._concealed = False
         """Whether batches are withheld, because the sink needs tokens and they have none."""
         self._has_begun = self._is_live = self._is_finished = False
@@ -83,6 +86,8 @@ class SinkFollower:
         self._saved_at = 0.0
         self._state: State = "waiting"
         self._batches = self._events = self._lost = 0
+        self._replayed: Replayed | None = None
+        """The cache, which refuses what does not follow before a sink that folds has it; None: the sink does not."""
         self._probe: LogProbe | None = None
         """What the sink may ask of the cache; None: it does not want to, or does not hear all of an epoch."""
         self._reader: LogReader | None = None
@@ -149,6 +154,8 @@ class SinkFollower:
                 start = self._find_start()
                 if start is not None:
                     self._follow(start)
+                elif self._until == "end":
+                    self._is_finished = True
                 else:
                     self._stopping.wait(self._poll_seconds)
         except BaseException as error:  # noqa: BLE001  whoever waits for this thread is to hear of it
@@ -205,7 +212,8 @@ class SinkFollower:
         self._delivery.use(sink)
         self._sink, self._epoch, self._concealed = sink, epoch, False
         made_anew, self._has_begun, self._is_live = self._has_begun, True, not self._folds
-        self._let_ask(sink, epoch)
+        self._replayed = Replayed(CacheState()) if self._folds and epoch.kind == "cache" else None
+        self._let_ask(sink)
         if not self._is_live:
             if made_anew and hasattr(sink, "resume"):
                 sink.resume(first - 1)
@@ -232,13 +240,16 @@ class SinkFollower:
             raise NotPublishable(self.name, reason)
         return sink
 
-    def _let_ask(self, sink: Sink, epoch: Epoch) -> None:
-        """Have the log folded for a sink that wants to know more of the cache than its events say."""
+    def _let_ask(self, sink: Sink) -> None:
+        """Let a sink that wants to know more of the cache than its events say ask for it."""
         watch = getattr(sink, "watch", None)
         self._probe = None
-        if self._folds and epoch.kind == "cache" and callable(watch):
-            self._probe = LogProbe(lambda: self._reader.bytes_read if self._reader else 0, self._sink_stats)
+        if self._replayed is not None and callable(watch):
+            self._probe = LogProbe(self._replayed, self._bytes_read, self._sink_stats)
             watch(self._probe)
+
+    def _bytes_read(self) -> int:
+        return self._reader.bytes_read if self._reader else 0
 
     def _was_cut(self) -> bool:
         """Whether the segments were removed that would have been read next."""
@@ -248,7 +259,10 @@ class SinkFollower:
     # --- its thread: batches ----------------------------------------------------------------------------
 
     def _meet(self, batch: EventBatch) -> bool:
-        """Look whether an epoch begins; False if it is one that the sink was not made for."""
+        """Look whether an epoch begins; False if it is one that the sink was not made for.
+
+        Raises `Unreplayable` where the log's segments do not know of that epoch, so that no sink can be made for it.
+        """
         epoch = Epoch.of(batch)
         if epoch is None or self._epoch is None:
             return True
@@ -256,6 +270,11 @@ class SinkFollower:
             if isinstance(gap, Gap):
                 self._note_gap(gap.first_seq, gap.last_seq)
         fits = epoch.suits(self._epoch)
+        if not fits:
+            invented = batch.seq == self._misfit
+            self._misfit = batch.seq
+            if invented:
+                raise Unreplayable(batch.seq, "an epoch begins where its segment has none")
         self._epoch = epoch
         self._concealed = bool(getattr(self._sink, "needs_tokens", None)) and not epoch.has_tokens
         if self._concealed:
@@ -267,13 +286,16 @@ class SinkFollower:
     def _give(self, batch: EventBatch) -> bool:
         """Have the sink take a batch; False if it was told to stop before."""
         given = self._as_given(batch)
-        if self._probe is not None:
-            self._probe.fold(batch)
         if self._folds:
             # That is done once or not at all; the sink may not be open yet.
-            self._sink.write(given)
-        elif not self._delivery.write(given):
-            return False
+            self._fold(batch, given)
+        else:
+            # What it cannot take it would be offered for ever.
+            with fitting(batch.seq):
+                for event in batch.events:
+                    refuse_impossible(event)
+            if not self._delivery.write(given):
+                return False
         self._seq = batch.seq
         self._given = batch.seq, batch.ts
         self._batches += 1
@@ -285,6 +307,15 @@ class SinkFollower:
             if time.monotonic() - self._saved_at >= _SAVE_SECONDS:
                 self._save()
         return True
+
+    def _fold(self, batch: EventBatch, given: EventBatch) -> None:
+        """Let the sink fold a batch that follows from those before it. Raises what `Replayed.fold` does of others."""
+        if self._replayed is not None:
+            self._replayed.fold(batch, verify=False)
+        if self._probe is not None:
+            self._probe.note(batch)
+        with fitting(batch.seq):
+            self._sink.write(given)
 
     def _tick(self) -> None:
         if self._delivery.tick():

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from events.bus import EventBus
 from events.types import EventBatch, Gap
-from kvcache.fold.state import CacheState
 from kvcache.record.counting import StatsCounter
 from kvcache.replay import Replayed
 from kvcache.stats import Stats
@@ -40,6 +39,7 @@ class ReadLog:
 class LogProbe:
     """A fold of a log from the beginning of an epoch on. One thread folds, any asks (`sinks.base.Probe`).
 
+    - `replayed`: the cache after the batches so far, folded by whoever gives them to `note`.
     - `read_bytes`: how much of the log was read.
     - `sink_stats`: progress of all sinks of this process.
     """
@@ -48,17 +48,19 @@ class LogProbe:
     """No log tells what the manager takes of a step."""
 
     def __init__(
-        self, read_bytes: Callable[[], int], sink_stats: Callable[[], tuple[SinkStats, ...]]
+        self,
+        replayed: Replayed,
+        read_bytes: Callable[[], int],
+        sink_stats: Callable[[], tuple[SinkStats, ...]],
     ) -> None:
         self._read_bytes, self._sink_stats = read_bytes, sink_stats
         self._bus = EventBus()
         self._counter = StatsCounter(self._bus)
-        self._replayed = Replayed(CacheState())
+        self._replayed = replayed
         self._lost = 0
 
-    def fold(self, batch: EventBatch) -> None:
-        """Take a batch in, with its tokens if the log has them. Raises what `kvcache.replay` does of lying logs."""
-        self._replayed.fold(batch, verify=False)
+    def note(self, batch: EventBatch) -> None:
+        """Count what the last batch tells."""
         for event in batch.events:
             self._bus.publish(event)
             if type(event) is Gap:

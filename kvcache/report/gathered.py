@@ -16,8 +16,6 @@ from kvcache.audit.explanation import Explanation, Explanations
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.totals import Audit, Totals
 from kvcache.diff.settings import settings_of
-from kvcache.fold.state import CacheState
-from kvcache.replay import Replayed
 from kvcache.report.lanes import Lane, Lanes
 from kvcache.report.occupancy import Occupancy
 from kvcache.report.payers import Bill, Payers
@@ -61,19 +59,18 @@ def gather(log: Path, progress: Progress = lambda _: None) -> Gathered:
     Raises what `LogReader` raises for a damaged, newer or missing log, and `Unreplayable`.
     """
     totals, lanes, occupancy = Totals(), Lanes(), Occupancy()
-    history, replayed = HistoryFold(Several([totals, lanes])), Replayed(CacheState())
+    history = HistoryFold(Several([totals, lanes]))
     times, reader, clock = _Times(), LogReader(log), EpochClock()
     for batch in laid_out(reader, clock):
         history.fold(batch)
-        replayed.fold(batch, verify=False)
-        occupancy.add(replayed.state, batch.ts)
+        occupancy.add(history.replayed.state, batch.ts)
         times.note(batch.ts)
         progress(batch.seq)
     end = reader.end
-    created = replayed.state.created
+    created = history.replayed.state.created
     audit = totals.finish(history, max(MOST_EVICTIONS, MOST_PREFIXES))
     # What it no longer needs is most of the memory.
-    del history, replayed
+    del history
     ordered = sorted(lanes.of.values(), key=lambda lane: -lane.computed)
     chosen = _chosen(ordered)
     payers, explanations = Payers(audit.worst[:MOST_EVICTIONS]), Explanations(chosen.__contains__)

@@ -13,7 +13,7 @@ from events.told.blocks import Block
 from events.told.state import FeedState, Place, Worker, place_of
 from events.types import AnyEvent, EventBatch
 from kvcache.audit.histogram import Ages
-from kvcache.replay import known_events
+from kvcache.replay import fold_told
 
 _Key = tuple[int, Place, Hash]
 _Name = tuple[int, int, Hash]
@@ -62,10 +62,9 @@ class History(FeedState):
         self._holders: dict[Hash, Counter[int]] = {}
 
     def fold(self, batch: EventBatch, *, counts: bool = True) -> None:
-        """Take a batch in."""
+        """Take a batch in. Raises `Unreplayable`."""
         self.now, self.counting = batch.ts, counts
-        for event in known_events(batch):
-            self.apply(event)
+        fold_told(self, batch)
         for key in [*self._left]:
             self._settle(key)
         self._arrived.clear()

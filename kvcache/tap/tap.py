@@ -19,6 +19,7 @@ from events.log import LogReader, LogStats, LogWriter
 from events.log.segments import is_log, segment_paths
 from events.told.state import FeedState
 from kvcache._version import __version__
+from kvcache.replay import fold_told
 from kvcache.tap.lines import SCHEME, LineListener
 from kvcache.tap.recorder import FeedRecorder
 from kvcache.tap.sources import Endpoint, Hears, Last, Listener, Sources
@@ -121,12 +122,13 @@ def _listener(endpoint: Endpoint, last: Mapping[str, Last]) -> Hears:
 
 
 def state_of(log: Path, at: int | None = None) -> FeedState:
-    """What a log of kind `feed` knows, after batch `at` or at its end. Raises what `LogReader` raises."""
+    """What a log of kind `feed` knows, after batch `at` or at its end. Raises what `LogReader` raises,
+    and `Unreplayable`.
+    """
     state = FeedState()
     if is_log(log) and segment_paths(log):
         for batch in LogReader(log, kind="feed"):
             if at is not None and batch.seq > at:
                 break
-            for event in batch.events:
-                state.apply(event)
+            fold_told(state, batch)
     return state

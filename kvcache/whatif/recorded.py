@@ -19,9 +19,10 @@ from events import types as ev
 from events.log import LogReader
 from events.types import MoveReason, RemoveReason
 from kvcache.config import KVCacheConfig
-from kvcache.errors import UsageError
+from kvcache.errors import UsageError, invariant
 from kvcache.fold.state import CacheState
-from kvcache.replay import fitting
+from kvcache.layout import Layout
+from kvcache.replay import Replayed, fitting
 from kvcache.whatif.commands import (
     Admit,
     Append,
@@ -64,13 +65,7 @@ def prompts(log: str | PathLike[str]) -> Iterator[tuple[KVCacheConfig, Prompt]]:
     """The prompts of all admissions, in order, with the settings of their cache. Raises what `recorded` raises."""
     reader = _Prompts(str(log))
     for batch in LogReader(Path(log)):
-        for event in batch.events:
-            reader.note(event)
-            if isinstance(event, ev.SequenceAdded):
-                assert reader.config is not None
-                yield reader.config, reader.prompt(event)
-            else:
-                reader.state.symbols.fold(event)
+        yield from reader.prompts_of(batch)
 
 
 class _Prompts:
@@ -78,8 +73,22 @@ class _Prompts:
 
     def __init__(self, log: str) -> None:
         self._log = log
-        self.state = CacheState()
+        self._replayed = Replayed(CacheState())
+        self.state = self._replayed.state
         self.config: KVCacheConfig | None = None
+
+    def prompts_of(self, batch: ev.EventBatch) -> list[tuple[KVCacheConfig, Prompt]]:
+        """The prompts of a batch's admissions."""
+        found = []
+
+        def read(event: ev.AnyEvent) -> None:
+            self.note(event)
+            if isinstance(event, ev.SequenceAdded):
+                assert self.config is not None
+                found.append((self.config, self.prompt(event)))
+
+        self._replayed.fold(batch, verify=False, before=read)
+        return found
 
     def note(self, event: ev.AnyEvent) -> None:
         """Refuse what cannot be played; to be called with each event before it is applied."""
@@ -89,6 +98,10 @@ class _Prompts:
             self._refuse("batches are missing in it. With log.overflow=block none are lost")
         elif isinstance(event, ev.CacheCreated):
             self.config = KVCacheConfig.model_validate_json(event.config)
+            sizes = [group.num_blocks for group in Layout.of(self.config).groups]
+            invariant(
+                [group.num_blocks for group in event.groups] == sizes, "its settings are of another cache"
+            )
             if self.config.cross_kv_cache_fraction is not None:
                 self._refuse("its model has an encoder, whose inputs are not played")
         elif isinstance(event, ev.StateExported):
@@ -144,20 +157,17 @@ class _Commands(_Prompts):
     def of(self, batch: ev.EventBatch) -> tuple[Command, ...]:
         """The commands that made a batch, in order."""
         self._commands = []
-        for event in batch.events:
-            if isinstance(event, ev.Gap):
-                # Before anything is applied: what stands before it in its batch continues what is missing.
-                self.note(event)
+        self._replayed.fold(batch, verify=False, before=self._read)
         with fitting(batch.seq):
-            for event in batch.events:
-                self.note(event)
-                reader = self._readers.get(type(event))
-                if reader is not None:
-                    reader(event)
-                self.state.apply(event)
             self._settle()
         self._storing = frozenset()
         return tuple(self._commands)
+
+    def _read(self, event: ev.AnyEvent) -> None:
+        self.note(event)
+        reader = self._readers.get(type(event))
+        if reader is not None:
+            reader(event)
 
     def _add(self, command: Command, storing: frozenset[int] = frozenset()) -> None:
         """A command begins, which stores blocks of these sequences."""

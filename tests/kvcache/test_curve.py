@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from events.ids import Handle
 from events.log import LogReader, LogWriter
 from events.tokens import symbols
 from events.types import AnyEvent, CacheCreated, EventBatch, Gap, SequenceAdded
@@ -453,8 +454,9 @@ class TestLog:
     def test_another_block_size(self, tmp_path: Path) -> None:
         """A log that goes on with larger blocks is cut into the first ones, and its size is in these."""
         first = one_prompt(tmp_path / "first")
-        second = one_prompt(tmp_path / "second", tokens_per_block=8)
-        read = LoggedPrompts(write(tmp_path / "log", list(first), list(second)))
+        created, added = one_prompt(tmp_path / "second", tokens_per_block=8)
+        second = [created, replace(added, handle=Handle(2))]
+        read = LoggedPrompts(write(tmp_path / "log", list(first), second))
         one, other = read
         assert one == other
         assert (len(one), read.tokens_per_block, read.size.primary, read.size.secondary) == (3, 4, 40, 14)
