@@ -455,7 +455,7 @@ class TestLog:
         """A log that goes on with larger blocks is cut into the first ones, and its size is in these."""
         first = one_prompt(tmp_path / "first")
         created, added = one_prompt(tmp_path / "second", tokens_per_block=8)
-        second = [created, replace(added, handle=Handle(2))]
+        second: list[AnyEvent] = [created, replace(added, handle=Handle(2))]
         read = LoggedPrompts(write(tmp_path / "log", list(first), second))
         one, other = read
         assert one == other
