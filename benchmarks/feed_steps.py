@@ -172,7 +172,7 @@ def _urls(mode: str, place: Path, port: int) -> list[str]:
 
 def _never_read(path: Path) -> int:
     """A pipe that is open for reading, so that it can be opened for writing."""
-    os.mkfifo(path)
+    os.mkfifo(path, 0o600)
     return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
 
 

@@ -34,7 +34,8 @@ class LoggingEngine(Engine):
     def __init__(self, log: Path, rng: random.Random, sinks: list[str], *, tokens: bool = True) -> None:
         self.copier = LateCopier(NoBytes(), steps=7)
         state = replay(log).state if any(log.glob("*.kvlog")) and tokens and rng.random() < 0.5 else None
-        if state is not None and state.tokens_recorded:
+        # One that was killed before its first batch has left no cache to go on with.
+        if state is not None and state.created is not None and state.tokens_recorded:
             writer = LogWriter(log, resume=True, segment_bytes=SEGMENT_BYTES)
             self.manager = KVCacheManager.resume(state, log=writer, sinks=sinks)
         else:

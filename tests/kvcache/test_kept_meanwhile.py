@@ -51,7 +51,7 @@ def link(log: Path, to: Path) -> Path:
     """A copy of a log, which is not written to: its files are the same."""
     to.mkdir()
     for path in log.iterdir():
-        if path.is_file():
+        if path.is_file() and path.suffix:  # LOCK and KEEPER are each directory's own
             os.link(path, to / path.name)
     return to
 

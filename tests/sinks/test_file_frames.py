@@ -126,7 +126,7 @@ def test_each_rotated_file_is_whole(tmp_path: Path) -> None:
 def test_a_pipe_has_one_beginning(tmp_path: Path) -> None:
     """A reader of a FIFO gets the same bytes."""
     path, got = tmp_path / "fifo", bytearray()
-    os.mkfifo(path)
+    os.mkfifo(path, 0o600)
 
     def read() -> None:
         got.extend(path.read_bytes())
