@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Print a completion script."
     parser.epilog = (
-        'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n'
-        'zsh:  eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit\n'
-        "fish: kvcache completion fish | source, in ~/.config/fish/config.fish\n"
+        'bash: eval "$(kvcache completion bash)" in ~/.bashrc\n\n'
+        'zsh: eval "$(kvcache completion zsh)" in ~/.zshrc, after compinit\n\n'
+        "fish: kvcache completion fish | source, in ~/.config/fish/config.fish\n\n"
         "tcsh: kvcache completion tcsh > ~/.kvcache.tcsh, and in ~/.tcshrc: source ~/.kvcache.tcsh"
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--json",
         action="store_true",
-        help="one JSON object per event and line: seq, index, ts, time, type, fields",
+        help="one JSON object per event and line: seq, index, ts, time, type and its fields",
     )
 
 

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="TRACE",
-        help="requests as JSON lines (Mooncake form, one hash_id for each 512 tokens)",
+        help="requests as JSON lines (Mooncake form, one hash_id for each 512 tokens: `kvcache docs benchmarks`)",
     )
     settings.add_options(parser)
     _add_load_options(parser)

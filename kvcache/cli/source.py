@@ -61,6 +61,10 @@ class Source:
 
 def open_trace(path: Path, limit: int | None, stop: threading.Event) -> Source:
     """The requests of a trace. Raises OSError, TraceError, and UsageError if there are none."""
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a directory: a trace is a file of JSON lines (`kvcache docs benchmarks`)"
+        )
     if path.exists() and not path.is_file():
         raise UsageError(
             f"{path} is not a regular file: a trace is read twice, so it cannot come from a pipe"

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--json",
         action="store_true",
-        help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type, fields; of the lines "
+        help="one JSON object per event and line: seq, index, ts, rank, topic, replayed, type and its fields; of lines "
         "about missed batches, a state told anew and a restart those before type are null. Of a table, one per report",
     )
     watching.add_options(parser)

@@ -23,18 +23,19 @@ _QUOTES.maxtuple = _QUOTES.maxlist = _QUOTES.maxdict = 8
 
 
 _ELSEWHERE = {
-    "tokens_per_block": "block_size page_size",
-    "max_sequence_length": "max_model_len max_seq_len max_seq_length max_length context_length",
+    "tokens_per_block": "block_size kv_block_size page_size",
+    "max_sequence_length": "max_model_len max_seq_len max_seq_length max_length context_length max_position_embeddings",
     "max_tokens": "max_total_tokens max_num_tokens",
     "primary_blocks": "num_blocks num_gpu_blocks num_gpu_blocks_override",
     "primary_bytes": "kv_cache_memory_bytes max_gpu_total_bytes",
     "free_gpu_memory_fraction": "gpu_memory_utilization mem_fraction_static",
     "secondary_blocks": "num_cpu_blocks",
-    "host_cache_size": "swap_space cpu_offload_gb kv_offloading_size hicache_size",
-    "enable_block_reuse": "enable_prefix_caching disable_radix_cache",
+    "host_cache_size": "swap_space cpu_offload_gb kv_offloading_size hicache_size hicache_ratio secondary_bytes "
+    "enable_hierarchical_cache",
+    "enable_block_reuse": "enable_prefix_caching enable_caching disable_radix_cache",
     "max_attention_window": "sliding_window sliding_window_size attention_chunk_size",
     "num_layers": "num_hidden_layers",
-    "num_kv_heads": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads num_attention_heads",
     "head_dim": "head_size",
     "dtype": "kv_cache_dtype cache_dtype torch_dtype",
     "kv_layout": "kv_cache_layout",
@@ -72,7 +73,7 @@ def _lines_of(model: type[BaseModel], detail: ErrorDetails, values: Mapping[str,
     if isinstance(nested, ConfigError):
         return [f"{name}.{line}" if name else line for line in nested.problems]
     if detail["type"] == "extra_forbidden":
-        close = closest(name, model.model_fields)
+        close = _inside(model, name) or closest(name, model.model_fields)
         known = f"did you mean {close}?" if close else f"there are {', '.join(model.model_fields)}"
         return [f"{name}: no such field; {known}"]
     accepts = f"accepted: {accepted(model.model_fields[name])}"
@@ -92,8 +93,18 @@ def quoted(value: object) -> str:
 
 def accepted(field: FieldInfo) -> str:
     """What a setting accepts, in words."""
+    return Accepts.of(field) or f"a mapping of {', '.join(_fields_inside(field))}"
+
+
+def _inside(model: type[BaseModel], name: str) -> str | None:
+    """The full name of a setting that a model inside this one has; None: none has it."""
+    outer = (key for key, field in model.model_fields.items() if name in _fields_inside(field))
+    return next((f"{key}.{name}" for key in outer), None)
+
+
+def _fields_inside(field: FieldInfo) -> Mapping[str, object]:
     inner: Mapping[str, object] = getattr(field.annotation, "model_fields", {})
-    return Accepts.of(field) or f"a mapping of {', '.join(inner)}"
+    return inner
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -371,8 +372,15 @@ class TestTraces:
         assert done.err.startswith(f"kvcache: error: {tmp_path}/t.jsonl:2: ")
 
     def test_directory(self, kvcache: Kvcache, tmp_path: Path) -> None:
-        """What is no file cannot be read twice."""
+        """A directory, such as a log, is no trace."""
         done = kvcache("run", tmp_path, "--no-pools")
+        assert done.code == 2
+        assert f"{tmp_path} is a directory: a trace is a file" in done.err
+
+    def test_pipe(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """What is no regular file cannot be read twice."""
+        os.mkfifo(tmp_path / "pipe")
+        done = kvcache("run", tmp_path / "pipe", "--no-pools")
         assert done.code == 2
         assert "is not a regular file" in done.err
 

@@ -145,6 +145,10 @@ class TestProblems:
             ({"block_size": 16}, "block_size: no such field; did you mean tokens_per_block?"),
             ({"max-model-len": 16}, "max-model-len: no such field; did you mean max_sequence_length?"),
             ({"num_gpu_blocks": 16}, "num_gpu_blocks: no such field; did you mean primary_blocks?"),
+            ({"kv_block_size": 16}, "kv_block_size: no such field; did you mean tokens_per_block?"),
+            ({"hicache_ratio": 2}, "hicache_ratio: no such field; did you mean host_cache_size?"),
+            ({"num_attention_heads": 8}, "num_attention_heads: no such field; did you mean num_kv_heads?"),
+            ({"retain_bytes": 1}, "retain_bytes: no such field; did you mean log.retain_bytes?"),
             ({"log": {"record_token": 1}}, "log.record_token: no such field; did you mean record_tokens?"),
             ({"num_kv_heads": (1, 2, 3)}, "num_kv_heads: given 3 numbers; accepted: one, or 2 (num_layers)"),
             (
