@@ -251,14 +251,18 @@ def _ages(ages: Ages) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def _often(times: int) -> str:
+    if times == MOST_USES:
+        return f"at least {times} times"
+    return {0: "never", 1: "once", 2: "twice"}.get(times, f"{times} times")
+
+
 def _show_lives(audit: Audit, out: Output) -> None:
     facts = [("stored", f"{count(audit.stored, 'full block')}, {audit.never_reused:,} of them never reused")]
     gone = int(audit.uses.sum())
     if gone:
         uses = ", ".join(
-            f"{int(blocks):,} {'at least ' * (times_used == MOST_USES)}{times_used} times"
-            for times_used, blocks in enumerate(audit.uses)
-            if blocks
+            f"{int(blocks):,} {_often(times_used)}" for times_used, blocks in enumerate(audit.uses) if blocks
         )
         facts.append(("gone", f"{count(gone, 'block')} after {_ages(audit.lifetimes)}; reused: {uses}"))
     if audit.offloaded:
