@@ -13,6 +13,7 @@ if a new file of ours beside it has the same owner, and as private if a new file
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -29,6 +30,8 @@ PROBE_PREFIX = ".kvcache-probe-"
 """Of files that are made for a moment, to see what the file system makes of them."""
 _OWN_OUTPUTS = ("/dev/stdout", "/dev/stderr")
 _OWN_DESCRIPTORS = ("/dev/fd", "/proc/self/fd")
+_MOST_LINKS = 40
+"""As many as Linux follows."""
 _RIGHTS = (
     (stat.S_IROTH, "others may read it"),
     (stat.S_IWOTH, "others may write it"),
@@ -86,29 +89,44 @@ def create_file(path: Path, flags: int = os.O_WRONLY) -> int:
 def open_output(path: Path, forbids: int = OTHERS_WRITE) -> int:
     """Open what a user has named to append to: a file of ours, made if it is missing, a pipe of ours, or a device.
 
-    A symbolic link is followed if we or root have made it, in a directory where nobody else could exchange it. What is
-    named as a descriptor of this process, as by ``/dev/stdout``, is taken as it is. Raises UnsafeFile, OSError.
+    Symbolic links are followed, one after the other, if we or root have made them, in directories where nobody else
+    could exchange them. What is named as a descriptor of this process, as by ``/dev/stdout``, is taken as it is. Raises
+    UnsafeFile, OSError.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-    if str(path) in _OWN_OUTPUTS or str(path.parent) in _OWN_DESCRIPTORS:
-        return os.open(path, flags)
     while True:
+        target = _followed(path)
+        if _is_own_descriptor(target):
+            return os.open(target, flags)
         try:
-            return _opened_output(path, flags, forbids)
+            return _opened_output(target, flags | os.O_NOFOLLOW, forbids)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                return _made(Path(os.path.realpath(path)), flags)
+                return _made(target, flags)
+
+
+def _followed(path: Path) -> Path:
+    """What symbolic links lead to, each of which is ours or root's."""
+    target = path
+    for _ in range(_MOST_LINKS):
+        if _is_own_descriptor(target) or not target.is_symlink():
+            return target
+        refuse_foreign_link(target)
+        check_directory(target.parent)
+        target = target.parent / target.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def _is_own_descriptor(path: Path) -> bool:
+    return str(path) in _OWN_OUTPUTS or str(path.parent) in _OWN_DESCRIPTORS
 
 
 def _opened_output(path: Path, flags: int, forbids: int) -> int:
-    if path.is_symlink():
-        refuse_foreign_link(path)
-        check_directory(path.parent)
-    else:
-        flags |= os.O_NOFOLLOW
-    status = path.stat()
+    status = path.lstat()
     if stat.S_ISFIFO(status.st_mode):  # Before it is opened, which waits for the other end.
         refuse_foreign(path, status, forbids)
+    elif stat.S_ISREG(status.st_mode):
+        flags |= os.O_NONBLOCK  # Somebody may put a pipe in its place.
     descriptor = os.open(path, flags)
     try:
         status = os.fstat(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -46,6 +47,13 @@ def refused(path: Path, way: Callable[[Path], int], reason: str) -> None:
     assert raised.value.path == path
     after = sorted(path.parent.iterdir()), path.read_bytes() if path.is_file() else None, open_descriptors()
     assert after == before
+
+
+def refused_link(path: Path, link: Path) -> None:
+    """Because of another link, to which it leads."""
+    with pytest.raises(UnsafeFile, match="symbolic link of another user") as raised:
+        open_output(path)
+    assert raised.value.path == link
 
 
 def open_descriptors() -> int:
@@ -130,6 +138,41 @@ class TestOutput:
         link.parent.chmod(0o1777)
         os.close(open_output(link))
 
+    @as_root
+    def test_links_of_ours_do_not_lead_to_links_of_others(self, tmp_path: Path) -> None:
+        """Neither to what is there, nor to what would be made; and a loop of links ends."""
+        (tmp_path / "shared").mkdir()
+        (tmp_path / "shared").chmod(0o1777)
+        link, his = tmp_path / "link", tmp_path / "shared" / "his"
+        link.symlink_to(his)
+        for target in (tmp_path / "precious", tmp_path / "missing"):
+            plant(his, target)
+            (tmp_path / "precious").write_bytes(b"mine")
+            refused_link(link, his)
+            his.unlink()
+        assert (tmp_path / "precious").read_bytes() == b"mine"
+        assert not (tmp_path / "missing").exists()
+        his.symlink_to(link)
+        with pytest.raises(OSError, match=str(link)) as raised:
+            open_output(link)
+        assert raised.value.errno == errno.ELOOP
+
+    def test_a_pipe_in_place_of_a_file_is_not_waited_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Put there after it was looked what the path has."""
+        path, opened = tmp_path / "file", os.open
+
+        def exchange(name: Path, flags: int, *mode: int) -> int:
+            path.unlink()
+            os.mkfifo(path)
+            return opened(name, flags, *mode)
+
+        path.touch(0o600)
+        monkeypatch.setattr(os, "open", exchange)
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            open_output(path)
+
     def test_devices_and_descriptors_are_taken(self, tmp_path: Path) -> None:
         """All may write to /dev/null; what is named by a descriptor is this process's own, whatever it is."""
         os.close(open_output(Path("/dev/null"), OTHERS))
@@ -139,6 +182,17 @@ class TestOutput:
         os.write(descriptor, b"x")
         os.close(descriptor)
         assert (tmp_path / "file").read_bytes() == b"x"
+
+    def test_links_to_descriptors_are_followed(self, tmp_path: Path) -> None:
+        """As in containers, where a log file is a link to standard output."""
+        link = tmp_path / "log"
+        reading, writing = os.pipe()
+        link.symlink_to(f"/dev/fd/{writing}")
+        descriptor = open_output(link)
+        os.write(descriptor, b"x")
+        assert os.read(reading, 1) == b"x"
+        for each in (descriptor, reading, writing):
+            os.close(each)
 
     def test_what_holds_prompts_is_not_for_others_to_read(self, tmp_path: Path) -> None:
         """A group may, as those who collect logs."""
