@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -478,6 +479,32 @@ class TestWhatIsRefused:
             del request
             assert "generate" not in vars(model("llama"))
             assert nothing_held(kept)
+
+    def test_generate_that_was_wrapped_meanwhile(self) -> None:
+        """By somebody who copies its attributes: it is called, and is what the model has afterwards."""
+        any_model: Any = model("llama")
+        ids, calls = prompt(1, 20), list[int]()
+        mask = torch.ones_like(ids)
+        with cache_for("llama") as kept:
+            first = kept.request(ids, mask)
+            inner = any_model.generate
+
+            @wraps(inner)
+            def counting(*args: Any, **kwargs: Any) -> Any:
+                calls.append(1)
+                return inner(*args, **kwargs)
+
+            any_model.generate = counting
+            try:
+                second = kept.request(ids, mask)
+                answered("llama", ids, mask, second)
+                assert calls == [1]
+                del second
+                assert any_model.generate is counting
+                del first
+                assert any_model.generate is counting
+            finally:
+                del any_model.generate
 
     def test_a_prompt_cut_and_arguments_without_names(self) -> None:
         """A part of the prompt is another prompt; `generate` may get it by its place, or by either name."""

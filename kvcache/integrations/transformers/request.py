@@ -162,7 +162,8 @@ class _Generate:
         self._model, self._generate = model, model.generate
         self._replaced = "generate" in vars(model)
         self._users = 0
-        update_wrapper(self, self._generate)
+        # Without its attributes: what was wrapped around another one of these (functools.wraps) has that one's.
+        update_wrapper(self, self._generate, updated=())
 
     @classmethod
     def of(cls, model: Any) -> Self | None:
