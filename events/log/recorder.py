@@ -89,8 +89,7 @@ class Recorder:
         try:
             while self._group or self.queue or not self.closing:
                 self._await_work()
-                if self._look():
-                    self._drain()
+                self._drain()
             while not self._attempt(self._mark_end):
                 pass
         except BaseException as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
@@ -149,7 +148,7 @@ class Recorder:
 
     def _drain(self) -> None:
         """Write all that is queued, in groups, and sync it if that is due, as long as the disk takes it."""
-        while True:
+        while self._look():
             if self._written == len(self._group):
                 self._take_group()
             if self._written == len(self._group) and not (self._group and self._is_sync_due()):
@@ -201,10 +200,14 @@ class Recorder:
             refused = error
         self._forget(self.output.batches_written - before)
         if refused is not None:
-            self._written = 0
-            self.output.roll_back()
+            self._roll_back()
             if self._group:
                 raise refused
+
+    def _roll_back(self) -> None:
+        """What is not durable is to be written again."""
+        self._written = 0
+        self.output.roll_back()
 
     def _forget(self, durable: int) -> None:
         """Let go of so many batches of the group, which are durable, and of lost ones between them."""
@@ -232,7 +235,7 @@ class Recorder:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - what is not the system's refusal is no reason to stop either
-            self.output.roll_back()
+            self._roll_back()
             self._note_trouble(self._told(error))
             return False
         if self.trouble is not None:

@@ -157,6 +157,53 @@ def test_what_is_put_back_is_gone_on_with(
     assert read_log(place)[0] == batches(9)
 
 
+@pytest.mark.parametrize("change", CHANGES[1:3], ids=lambda change: change.__name__)
+def test_what_is_not_synced_yet_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    """Batches that were written when a look failed, and would be synced much later, are all in what is put back."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 0)
+    place, aside = tmp_path / "log", tmp_path / "aside"
+    log = LogWriter(place, fsync="interval", fsync_seconds=1e6)
+    for item in batches(8):
+        log.append(item)
+    wait_until(lambda: b"".join(content(tmp_path).values())[64:] != b"", "nothing is written")
+    change(place, aside)
+    wait_until(lambda: log.stats().state == "suspended", "it is not noticed")
+    assert log.stats().batches == 0
+    if place.exists():
+        place.rename(tmp_path / "other")
+    aside.rename(place)
+    wait_until(lambda: log.durable_seq == 7, "what was written is not written again")
+    log.append(batch(8))
+    log.close()
+    assert read_log(place)[0] == batches(9)
+
+
+def test_a_log_that_never_catches_up_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its groups a log looks where its files are, though there is always another one, and nothing is synced."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 0)
+    log = LogWriter(tmp_path / "log", fsync="never")
+    log.append(batch(0))
+    log.flush()
+    put, written = log._recorder.output._put, list[int]()
+
+    def put_and_queue() -> None:
+        if len(written) < 50:
+            written.append(log.next_seq)
+            if len(written) == 1:
+                move_directory(tmp_path / "log", tmp_path / "aside")
+            log.append(batch(len(written) + 1))
+        put()
+
+    monkeypatch.setattr(log._recorder.output, "_put", put_and_queue)
+    log.append(batch(1))
+    wait_until(lambda: log.stats().state == "suspended", "it is not noticed")
+    assert len(written) < 50
+    with pytest.raises(LogWriteFailed):
+        log.close()
+
+
 def test_what_others_append_is_cut_off(tmp_path: Path) -> None:
     """Bytes behind the last frame are noticed by the next sync, and what was written behind them is written again."""
     log = LogWriter(tmp_path, fsync="group")
