@@ -123,6 +123,8 @@ class Keeper:
             self.look()
             self.wait()
         if self._process is not None:
+            # It has nothing to do, and might not see the end of its pipe: a forked child of the engine has that, too.
+            self._process.terminate()
             _end(self._process)
 
     def _exceeds(self, limits: Limits) -> bool:

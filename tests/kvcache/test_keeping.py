@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -127,6 +129,27 @@ def test_a_keeper_is_started_once_and_ends_with_the_log(
     assert first_seq(segment_paths(log)[0]) > 0
     assert read == sorted(set(read))
     assert read[-1] == replay(log).last_seq
+
+
+def test_a_keeper_ends_with_its_log_though_a_forked_child_has_its_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing does not wait until the process gives up to be asked again."""
+    started, popen = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def starts(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    manager = KVCacheManager(config(retain_bytes=40_000), log=tmp_path / "log")
+    work(manager, 0, 20)
+    wait_until(lambda: bool(started), "none is started")
+    assert started[0].stdin is not None
+    inherited = os.dup(started[0].stdin.fileno())
+    manager.close()
+    os.close(inherited)
+    assert [each.returncode for each in started] == [-signal.SIGTERM]
 
 
 def test_a_program_that_forgets_to_close_says_nothing(tmp_path: Path, run_python: RunPython) -> None:
