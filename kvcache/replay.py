@@ -23,6 +23,7 @@ from events.types import (
     BlocksAllocated,
     BlocksCopied,
     BlocksDetached,
+    BlocksFilled,
     BlocksMoved,
     BlocksRemoved,
     BlocksReturned,
@@ -41,6 +42,7 @@ from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.errors import CapacityError, InternalError, InvariantViolated, invariant
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.slots import PRIORITY_MAX
 from kvcache.fold.state import CacheState
 
 Progress = Callable[[int], None]
@@ -123,6 +125,10 @@ _LEVELS: dict[type, tuple[str, ...]] = {
     BlocksUpdated: ("level",),
 }
 """The fields of events that name a level."""
+
+
+_WITH_PRIORITY = (BlocksCopied, BlocksFilled, BlocksStored, BlocksUpdated)
+"""Events that give blocks a priority."""
 
 
 _COUNTED = (BlocksAllocated, BlocksDetached, BlocksReturned, TokensAppended)
@@ -244,8 +250,12 @@ def refuse_impossible(event: AnyEvent) -> None:
     invariant(getattr(event, "group", 0) >= 0, "there is no such group")
     for name in _LEVELS.get(kind, ()):
         invariant(getattr(event, name) in (PRIMARY, SECONDARY), "there is no such level")
+    if kind in _WITH_PRIORITY:
+        invariant(0 <= event.priority <= PRIORITY_MAX, "there is no such priority")  # type: ignore[union-attr]
     if kind is SequenceAdded:
         _refuse_reuse(event)  # type: ignore[arg-type]
+    elif kind is BlocksMoved:
+        invariant(len(event.from_slots) == len(event.to_slots), "blocks are not moved one by one")  # type: ignore[union-attr]
     elif kind in _COUNTED and event.counts:  # type: ignore[union-attr]
         counts, handles = len(event.counts) // COUNT_BYTES, len(event.handles) // HANDLE_BYTES  # type: ignore[union-attr]
         invariant(counts == handles, "sequences are not counted one by one")

@@ -14,6 +14,8 @@ from msgspec.structs import replace
 
 from events.log import LogReader
 from events.types import (
+    BlocksMoved,
+    BlocksStored,
     CacheCreated,
     EpochStarted,
     EventBatch,
@@ -145,6 +147,27 @@ def test_an_unknown_sequence_is_refused(kvcache: Kvcache, tmp_path: Path, log: L
     done = kvcache("-q", *readers(written, log.request, out)[command])
     assert (replayed.code, done.code, done.err) == (1, 1, replayed.err)
     assert "does not follow from those before it" in done.err
+
+
+@pytest.mark.parametrize("command", ["audit", "explain", "export", "curve", "publish"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (BlocksMoved, {"to_slots": b""}, "blocks are not moved one by one"),
+        (BlocksStored, {"priority": 1 << 32}, "there is no such priority"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused_by_all(
+    kvcache: Kvcache, tmp_path: Path, kind: type, changes: dict[str, Any], words: str, command: str
+) -> None:
+    """What only a fingerprint, or only a column of numbers, could not take is refused where it is said."""
+    log, out = Log.of(0, tmp_path / "whole"), tmp_path / "out"
+    written = log.write(tmp_path / "log", log.with_event(kind, **changes))
+    out.mkdir()
+    replayed = kvcache("-q", "replay", written)
+    done = kvcache("-q", *readers(written, log.request, out)[command])
+    assert (replayed.code, done.code, done.err) == (1, 1, replayed.err)
+    assert words in done.err
 
 
 @pytest.mark.parametrize("command", ["audit", "export", "whatif", "curve", "report", "publish"])
