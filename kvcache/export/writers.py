@@ -65,7 +65,9 @@ class _Lines:
         self._file.write(row.removesuffix("\r\n") + "\n")
 
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
+_FULL_WIDTH = ("\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""=, +, - and @ of East Asian keyboards."""
+_FORMULA = ("=", "+", "-", "@", *_FULL_WIDTH, "\t", "\r", "\n", "'")
 """What a formula begins with; and ', so that whoever takes one away has the text as it was."""
 
 
