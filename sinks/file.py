@@ -88,8 +88,13 @@ class FileSink:
     def resume(self, last_seq: int) -> int:
         """Go on in a file that an earlier process has filled, up to batch `last_seq` or further; returns how far."""
         self._append = True
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        with contextlib.suppress(FileNotFoundError):
+            # A pipe is not waited for: nothing can be read of what went through it.
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                return last_seq
+            with os.fdopen(descriptor, "rb") as file:
                 # A later batch may have been written since somebody took note.
                 return max(last_seq, self._encoding.last_seq(file) or last_seq)
         return last_seq

@@ -15,7 +15,7 @@ import pytest
 from events.errors import UnsafeFile
 from events.types import EventBatch
 from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
-from sinks.file import FileSink
+from sinks.file import FileOptions, FileSink
 from tests.events.json_reader import from_json
 from tests.planted import as_root, plant
 from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
@@ -192,6 +192,14 @@ def test_writes_to_a_pipe(tmp_path: Path) -> None:
     os.close(reader)
     assert from_json(line).seq == 7
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.timeout(10)
+def test_goes_on_in_a_pipe_without_waiting_for_it(tmp_path: Path) -> None:
+    """Nothing can be read of what an earlier process has written there."""
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)
+    assert FileSink(path, FileOptions(), KEY_BYTES).resume(7) == 7
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
