@@ -285,7 +285,8 @@ class SinkFollower:
 
     def _give(self, batch: EventBatch) -> bool:
         """Have the sink take a batch; False if it was told to stop before."""
-        given = self._as_given(batch)
+        with fitting(batch.seq):
+            given = self._as_given(batch)
         if self._folds:
             # That is done once or not at all; the sink may not be open yet.
             self._fold(batch, given)
