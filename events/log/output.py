@@ -267,6 +267,9 @@ class LogOutput:
         descriptor = self._opened()
         if self._sync:
             self.sync()
+            self._check_segment(
+                descriptor
+            )  # Nobody looks at it afterwards, and all may have been synced before.
         else:
             self._force(descriptor)
             self.durable_seq = self._last_seq

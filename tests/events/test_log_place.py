@@ -219,6 +219,21 @@ def test_what_others_append_is_cut_off(tmp_path: Path) -> None:
     assert read_log(tmp_path)[0] == batches(2)
 
 
+def test_what_others_append_to_a_full_segment_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all of it was synced before, the next segment does not begin before it is looked at."""
+    monkeypatch.setattr(recorder, "_LOOK_SECONDS", 1e6)
+    log = LogWriter(tmp_path / "log", segment_bytes=1)
+    log.append(batch(0))
+    log.flush()
+    with segments(tmp_path / "log")[-1].open("ab") as file:
+        file.write(b"junk")
+    log.append(batch(1))
+    log.close()
+    assert read_log(tmp_path / "log")[0] == batches(2)
+
+
 def test_another_file_while_the_disk_is_full_is_not_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
