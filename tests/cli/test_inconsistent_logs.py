@@ -30,6 +30,10 @@ from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
 from tests import inconsistent
 from tests.cli.conftest import Kvcache
+from tests.events.logs import LOG_ID
+from tests.events.publisher import Publisher, stored
+from tests.events.publisher import batch as told
+from tests.kvcache.test_tap import work_until
 from tests.random_logs import random_log
 
 REFUSALS = ("does not follow from those before it", "is damaged at", "bytes of memory", "disagree")
@@ -254,3 +258,39 @@ def test_an_epoch_that_no_segment_begins_is_refused(kvcache: Kvcache, tmp_path: 
     assert (done.code, f"batch {last.seq} does not follow" in done.err) == (1, True), done
 
 
+@pytest.mark.parametrize("command", ["replay", "audit", "verify"])
+def test_an_unknown_worker_is_refused(kvcache: Kvcache, tmp_path: Path, command: str) -> None:
+    """In a log of what engines told, blocks of a worker that was never seen are the log's fault."""
+    started = EpochStarted(
+        epoch=0,
+        log_id=LOG_ID,
+        previous_epoch=None,
+        previous_last_seq=None,
+        clean=True,
+        tokens_recorded=True,
+        software="",
+    )
+    begun, seen = FeedStarted(endpoints=("a",)), WorkerSeen(worker=0, source="a", topic="", rank=0)
+    unknown = EventBatch(1, 1, (FeedRemoved(worker=7, block_hashes=(1,), medium=None),))
+    batches = [EventBatch(0, 0, (started, begun, seen)), unknown]
+    log = inconsistent.write_frames(tmp_path / "log", batches, [0])
+    commands = {"replay": ("replay", log), "audit": ("audit", log), "verify": ("log", "verify", log)}
+    done = kvcache("-q", *commands[command])
+    assert (done.code, "batch 1 does not follow" in done.err) == (1, True), done
+
+
+@pytest.mark.parametrize("more", [b"\x00\x00", b"\x05"])
+def test_further_fields_of_an_engine_that_are_none_are_refused(
+    kvcache: Kvcache, tmp_path: Path, more: bytes
+) -> None:
+    """What engines told is published without tokens in its further fields, which must be fields for that."""
+    with Publisher() as publisher, Tap([Endpoint(publisher.endpoint)], tmp_path / "taps") as tap:
+        publisher.wait_subscribed()
+        publisher.send(0, told(stored(1)), b"kv@a@m")
+        work_until(tap, lambda: tap.recorder.batches == 1)
+    batches = list(LogReader(tmp_path / "taps", kind=None))
+    log, out = Log(batches, inconsistent.beginnings(batches), ""), tmp_path / "out"
+    written = log.write(tmp_path / "log", log.with_event(FeedStored, more=more))
+    out.mkdir()
+    done = kvcache("-q", *publishing(written, out, "lines.jsonl"))
+    assert (done.code, "does not follow from those before it" in done.err) == (1, True), done
