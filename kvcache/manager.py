@@ -128,14 +128,14 @@ class KVCacheManager:
         """Make the parts that work on the journal's state."""
         journal, guard, transfers, readiness = self._journal, self._guard, self.transfers, self._readiness
         self.state, self.bus = state, bus = journal.state, journal.bus
+        readiness.resume(state.sequences.values())
         if transfers is not None:
             bus.subscribe(transfers.on_event, *transfers.events)
-        recorded = outputs.log is not None
         self._blocks = BlockManager(
             self.config,
             state,
             journal.emit,
-            recorded=recorded,
+            recorded=outputs.log is not None,
             monotonic_ns=monotonic_ns,
             order=eviction_order,
         )

@@ -335,6 +335,7 @@ class FakeEngine:
         polled = self.manager.poll()
         self.failed += polled.failed
         if polled.cut:
+            self.manager.check()
             self.start_transfers()  # without it there are no tables
         for request_id, _ in polled.cut:
             if any(DETACHED in self.table(request_id, group) for group in range(len(self.windows))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from cuda_ops.copier import Ticket
@@ -40,6 +41,11 @@ class Readiness:
         self._failed += failed
         self._lost.update((sequence.request_id, 0) for sequence in sequences)
         self._stuck.update(sequence.request_id for sequence in sequences if any(sequence.detached))
+
+    def resume(self, sequences: Iterable[Sequence]) -> None:
+        """Of these sequences, which run already, some may have been lost in a way that they cannot begin again."""
+        lost = (each for each in sequences if not each.computed and any(each.detached))
+        self._stuck.update(each.request_id for each in lost)
 
     def forget(self, request_id: RequestId) -> None:
         """The sequence has ended: its loss is of no interest any more."""

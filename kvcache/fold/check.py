@@ -156,8 +156,9 @@ def _check_table(group: AnyGroup, sequence: Sequence) -> None:
     full = -(-sequence.num_tokens // size)
     agrees = len(table) == (full if sequence.holders else len(sequence.tables[0]))
     invariant(agrees, "a sequence has more blocks in one window than in another, or an input less than all")
-    # Only a prompt that has no slot yet for the next token may have let go of all the others.
-    last = len(table) - (len(table) * size > sequence.computed)
+    # A window may have left all blocks of a prompt that has no slot yet for the next token, and of one that would have
+    # to begin again, since a copy has failed, and cannot.
+    last = len(table) - (len(table) * size > sequence.computed > 0)
     invariant(0 <= first <= last, "a sequence has let go of its last block")
     invariant(table[:first] == array("i", [DETACHED]) * first, "a block was left behind out of order")
     held = table[first:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
+from kvcache.replay import replay
 from tests import strategies
 from tests.fake_engine import DETACHED, FakeEngine
 
@@ -286,6 +288,42 @@ def test_who_has_let_go_of_blocks_cannot_begin_again() -> None:
     engine.settle()
     engine.verify()
     engine.verify_running()
+
+
+def test_who_has_left_all_blocks_behind_is_in_a_good_state(tmp_path: Path) -> None:
+    """With a window of one token: the state is checked, replayed and resumed, and that manager refuses as before."""
+    switch = Switch()
+    engine = FakeEngine(
+        wrap=lambda copier: FailingCopier(copier, switch),
+        log=tmp_path / "log",
+        primary_blocks=8,
+        max_attention_window=(1, 16),
+        num_layers=2,
+        max_sequence_length=16,
+    )
+    manager = engine.manager
+    fill(engine, [1, 2, 3, 4])
+    engine.admit(Request("a", [5, 6, 7, 8, 9], reserve_tokens=2))
+    engine.forward("a", 2)
+    assert engine.table("a", 0).tolist() == [DETACHED]
+    switch.on = True
+    assert engine.admit(Request("b", [1, 2, 3, 9, 9]))[0].reused_partial
+    manager.start_transfers()
+    assert manager.poll().cut == (("a", 0), ("b", 0))
+    manager.check()
+    with pytest.raises(ComputationLost):
+        manager.store_context_blocks("a", 2)
+    manager.close()
+    state = replay(tmp_path / "log", verify=True).state
+    assert fingerprint(state) == fingerprint(manager.state)
+    resumed = KVCacheManager.resume(state)
+    with pytest.raises(ComputationLost) as raised:
+        resumed.store_context_blocks("a", 2)
+    assert raised.value.stuck
+    resumed.check()
+    resumed.remove_sequence("a")
+    resumed.check()
+    resumed.close()
 
 
 def test_the_engine_gives_up_who_cannot_begin_again() -> None:
