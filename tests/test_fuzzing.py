@@ -45,8 +45,8 @@ from tests.damaging import log_with_snapshots
 from tests.events.test_golden import EVENTS
 from tests.places import ROOT
 
-SECONDS = 2.0
-"""For one input: what is lied about must not be waited for, nor made room for."""
+SECONDS = 20.0
+"""Of CPU time for one input, which takes milliseconds: what is lied about is not waited for, nor made room for."""
 INTERESTING = (0x00, 0x01, 0x7F, 0x80, 0xC1, 0xDC, 0xDD, 0xDE, 0xDF, 0xC4, 0xC6, 0xD9, 0xDB, 0xCF, 0xFE, 0xFF)
 """The ends of ranges, and msgpack's headers of what is long."""
 
@@ -352,7 +352,7 @@ def tried(name: str, path: Path, inputs: Iterator[bytes]) -> dict[str, int]:
     """How often what was read, and how often it was refused; anything else is raised."""
     reader, counts = READERS[name], {"read": 0, "refused": 0}
     for data in inputs:
-        begun = time.process_time()
+        begun = time.thread_time()
         try:
             reader.read(data, path)
         except reader.refuses:
@@ -362,7 +362,7 @@ def tried(name: str, path: Path, inputs: Iterator[bytes]) -> dict[str, int]:
             raise
         else:
             counts["read"] += 1
-        assert time.process_time() - begun < SECONDS, data.hex()
+        assert time.thread_time() - begun < SECONDS, data.hex()
     return counts
 
 

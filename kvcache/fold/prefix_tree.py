@@ -69,9 +69,10 @@ class PathEnd(Node):
 
     def __init__(self, end: int) -> None:
         super().__init__(end)
-        self.left = (0, -1)
-        """Where the last of these blocks lay when the window left it behind, and the stamp of that release: it is there
-        as long as the place has that stamp. Not exported, as it only spares a search.
+        self.left = (0, 0, -1)
+        """The last cached block that the window has left: the number of blocks up to it, where it lay, and the stamp of
+        its release. It is there as long as the place has that stamp. The path may have grown since. Not exported, as it
+        only spares a search.
         """
 
     def grows(self, priority: int, duration: int) -> bool:

@@ -115,7 +115,7 @@ class SlidingGroup(SlidingTree):
             stamp += 1
             slots += own
             if cached and first + cached == end.end:
-                end.left = own[cached - 1], stamp
+                end.left = end.end, own[cached - 1], stamp
             self._release(own[:cached], stamp, now)
             freed += self.return_uncached(own[cached:])
             table[first : first + count] = array("i", [DETACHED]) * count
@@ -138,7 +138,7 @@ class SlidingGroup(SlidingTree):
             table[first] = DETACHED
             sequence.detached[index] = first + 1
             if first + 1 == end.end:
-                end.left = slot, released
+                end.left = end.end, slot, released
             if first >= end.end:
                 freed += self.return_uncached(array("i", (slot,)))
             elif refs[slot] > 1:

@@ -34,9 +34,9 @@ class SlidingTree(Places):
         return self._walk(root, self.content(sequence, 0, block, self.tokens_per_block))
 
     def _left(self, end: PathEnd, block: int) -> int:
-        """Where the block before this one is cached, if the window has left it behind and it is not lost track of."""
-        place, stamp = end.left
-        return place if end.end == block and self.released_at[place] == stamp else HOLE
+        """Where the block before this one is cached, if it is the last that the window has left and is still there."""
+        left, place, stamp = end.left
+        return place if left == block and self.released_at[place] == stamp else HOLE
 
     def _walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
         """As far as the content of full blocks is known below a node."""

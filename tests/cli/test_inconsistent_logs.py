@@ -36,7 +36,13 @@ from tests.events.publisher import batch as told
 from tests.kvcache.test_tap import work_until
 from tests.random_logs import random_log
 
-REFUSALS = ("does not follow from those before it", "is damaged at", "bytes of memory", "disagree")
+REFUSALS = (
+    "does not follow from those before it",
+    "is damaged at",
+    "bytes of memory",
+    "disagree",
+    "does not hold whole entries",
+)
 """What is said where the log is wrong: exit code 1, and of a cache too large for the machine 2."""
 
 

@@ -265,6 +265,12 @@ def test_failed_copies_are_never_served(first: int) -> None:
     run_failing(range(first, first + 50))
 
 
+@pytest.mark.parametrize("seed", [37254, 45340])
+def test_a_path_that_grows_after_its_window_has_left_it(seed: int) -> None:
+    """The place of the last block that a window has left says nothing of the blocks that were reused after it."""
+    run_failing(range(seed, seed + 1))
+
+
 def test_superseded_blocks_of_both_levels() -> None:
     """In this program a stored block makes two shorter ones useless, one in secondary and one in primary."""
     run_failing(range(6322, 6323))
