@@ -52,7 +52,7 @@ class Occupant(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class SlotChange:
     """An event after which a slot had another occupant, or another state of it."""
 
     seq: int
@@ -70,7 +70,7 @@ class SlotHistory:
 
     group: int
     window: int
-    changes: list[Change] = field(default_factory=list)
+    changes: list[SlotChange] = field(default_factory=list)
     """In order; empty: it was blank all the time."""
 
     @property
@@ -122,7 +122,7 @@ class SlotWatch:
                 why = getattr(event, "why", None)
                 told = None if why is None else str(why)
                 history.changes.append(
-                    Change(batch.seq, place, batch.ts, type(event).__name__, told, occupant)
+                    SlotChange(batch.seq, place, batch.ts, type(event).__name__, told, occupant)
                 )
 
     def _is_named(self, event: ev.AnyEvent) -> bool:

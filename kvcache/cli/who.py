@@ -8,7 +8,7 @@ from typing import Any
 
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
-from kvcache.audit.slots import Change, Occupant, SlotHistory, SlotWatch
+from kvcache.audit.slots import Occupant, SlotChange, SlotHistory, SlotWatch
 from kvcache.cli import moments, times, told
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
@@ -118,7 +118,7 @@ def _show(history: SlotHistory, when: Times, out: Output) -> None:
         out.line(f"{count(len(changes) - _SHOWN, 'change')} before: --json has all")
 
 
-def _type(change: Change) -> str:
+def _type(change: SlotChange) -> str:
     return change.type if change.why is None else f"{change.type} ({change.why})"
 
 

@@ -13,7 +13,7 @@ import pytest
 from events.log import LogReader
 from events.types import PRIMARY
 from kvcache import KVCacheConfig, KVCacheManager
-from kvcache.audit.slots import Change, SlotHistory, SlotWatch
+from kvcache.audit.slots import SlotChange, SlotHistory, SlotWatch
 from kvcache.errors import CapacityError
 from kvcache.fold.residency import resident_names
 from kvcache.replay import replay
@@ -28,7 +28,7 @@ def watched(log: Path, slot: int, level: int = PRIMARY, last: int | None = None)
     return watch.histories(replayed.state)
 
 
-def said(change: Change) -> tuple[str, str | None, tuple[object, ...], int | None, bool]:
+def said(change: SlotChange) -> tuple[str, str | None, tuple[object, ...], int | None, bool]:
     occupant = change.occupant
     return change.type, change.why, occupant.requests, occupant.block, occupant.cached
 
