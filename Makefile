@@ -7,7 +7,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help run test test-long bench clean
+.PHONY: help run test lint types test-core test-tensors test-realtime test-long bench clean
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
@@ -22,18 +22,35 @@ run: .venv/.installed
 	$(BIN)/kvcache run $(ARGS)
 
 # Where nothing compiled is kept, all of it is compiled again for each worker, and for each process of a test.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q -n auto --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -q
+QUICK := -m 'not long and not realtime'
 
+# All side by side, and then what wants the machine for itself.
 test: .venv/.installed-dev
+	@$(MAKE) --no-print-directory -k -j 4 lint types test-core test-tensors
+	@$(MAKE) --no-print-directory test-realtime
+
+lint: .venv/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: .venv/.installed-dev
 	$(BIN)/mypy
-	$(PYTEST)
+
+# The core needs no torch, so its workers need not load it.
+test-core: .venv/.installed-dev
+	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors
+
+test-tensors: .venv/.installed-dev
+	$(PYTEST) -n auto --dist loadscope $(QUICK) tests/tensors
+
+test-realtime: .venv/.installed-dev
+	$(PYTEST) -m 'realtime and not long'
 
 # Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
-	$(PYTEST) -m long
+	$(PYTEST) -n auto --dist worksteal -m long
 
 bench: .venv/.installed-dev
 	$(BIN)/python benchmarks/manager.py $(ARGS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
 REQUESTS = 40

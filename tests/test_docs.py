@@ -50,13 +50,13 @@ from sinks.file import FileOptions
 from sinks.router.feed import RouterFeed
 from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
-from tests.columns import pack_i32
-from tests.conftest import RunPython
-from tests.events.publisher import Publisher, batch, replaying, stored
-from tests.lives import occasion_name
-from tests.places import ROOT
-from tests.sinks.keys import Keys
-from tests.sinks.test_zmq import Worker
+from tests.support.columns import pack_i32
+from tests.support.commands import RunPython
+from tests.support.engines.lives import occasion_name
+from tests.support.feeds.keys import Keys
+from tests.support.feeds.publisher import Publisher, batch, replaying, stored
+from tests.support.feeds.workers import Worker
+from tests.support.places import ROOT
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from events.types import FULL, PRIMARY, SECONDARY, GroupCreated
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import PrefixTree, Root
 from kvcache.inputs.requests import Request, namespace_of
-from tests.fake_engine import DETACHED, WRONG, FakeEngine, places
+from tests.support.engines.fake_engine import DETACHED, WRONG, FakeEngine, places
 
 PROMPT = [0, 1, 0, 1, 1, 0, 1]
 TWO: dict[str, Any] = {

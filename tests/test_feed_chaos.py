@@ -21,11 +21,20 @@ from events.subscribe import follower, publication
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
-from tests.chaos import CONFIG, WAIT, ChildEngine, Engine, HalfReader, LossyForwarder, Router, Site
-from tests.events.test_continuity import message
-from tests.sinks.feed_source import Reader
-from tests.sinks.test_zmq import Router as PlainRouter
-from tests.sinks.test_zmq import Worker, churn
+from tests.support.feeds.chaos import (
+    CONFIG,
+    WAIT,
+    ChildEngine,
+    Engine,
+    HalfReader,
+    LossyForwarder,
+    Router,
+    Site,
+)
+from tests.support.feeds.feed_source import Reader
+from tests.support.feeds.messages import message
+from tests.support.feeds.workers import Router as PlainRouter
+from tests.support.feeds.workers import Worker, churn
 
 ROUTERS = 5
 Start = Callable[[Site, random.Random], "Engine | ChildEngine"]

@@ -14,19 +14,14 @@ from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from tests.sinks.helpers import WAIT
+from tests.support.feeds.sinks import WAIT
+from tests.support.memory import STATM, resident_bytes
 
 BATCHES = 72_000
 """Twenty a second."""
 CONFIG = KVCacheConfig(
     max_sequence_length=512, tokens_per_block=4, primary_blocks=256, secondary_blocks=256, num_layers=1
 )
-STATM = Path("/proc/self/statm")
-PAGE = 4096
-
-
-def resident_bytes() -> int:
-    return int(STATM.read_text().split()[1]) * PAGE
 
 
 def step(manager: KVCacheManager, rng: random.Random, number: int) -> None:

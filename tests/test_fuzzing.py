@@ -41,9 +41,9 @@ from kvcache.workload.mooncake import TraceError, read_trace
 from sinks.base import SinkError
 from sinks.encodings import HEADER, Frames, JSONLines
 from sinks.router.numbers import FeedNumbers
-from tests.damaging import log_with_snapshots
-from tests.events.test_golden import EVENTS
-from tests.places import ROOT
+from tests.support.logs.damaging import log_with_snapshots
+from tests.support.logs.sample_events import EVENTS
+from tests.support.places import ROOT
 
 SECONDS = 20.0
 """Of CPU time for one input, which takes milliseconds: what is lied about is not waited for, nor made room for."""

@@ -37,11 +37,11 @@ from kvcache.prefixes.publisher import Publisher
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
-from tests.chaos import wait_until
-from tests.cli.browser import Browser
-from tests.events.publisher import batch, stored
-from tests.places import ROOT
-from tests.servers import program
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publisher import batch, stored
+from tests.support.needs import program
+from tests.support.places import ROOT
+from tests.support.servers.browser import Browser
 
 BLOCK = 16
 
@@ -333,6 +333,7 @@ class TestRounds:
         assert known[-1][0]
         assert killed.blocks["worker 1"] > 0
 
+    @pytest.mark.needs("chromium")
     def test_what_people_see(self, played: list[Compared], tmp_path: Path) -> None:
         """The table has a line per round; the page has rows, cards and charts, needs no network, and has no error."""
         lines = table(played).splitlines()

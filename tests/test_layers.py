@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunPython
-from tests.places import ROOT
+from tests.support.commands import RunPython
+from tests.support.places import ROOT
 
 PACKAGES = ("events", "sinks", "cuda_ops", "kvcache")
 

@@ -16,8 +16,8 @@ import pytest
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.replay import replay
-from tests.places import ROOT
-from tests.test_feed_soak import STATM, resident_bytes
+from tests.support.memory import STATM, resident_bytes
+from tests.support.places import ROOT
 
 
 def config(retain: int) -> KVCacheConfig:
@@ -46,7 +46,7 @@ def step(manager: KVCacheManager, rng: random.Random, number: int, running: dequ
 
 def reader(kind: str, log: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.soak_reader", kind, str(log)],
+        [sys.executable, "-m", "tests.support.logs.soak_reader", kind, str(log)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,

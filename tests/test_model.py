@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 import pytest
 
 from events.types import PRIMARY, SECONDARY
-from tests.model import Model, Refused
-from tests.window_model import Path, Window
+from tests.oracles.cache_model import Model, Refused
+from tests.oracles.window_model import Path, Window
 
 LIMIT = 128
 """Tokens of the longest sequence."""

@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 
 from events.types import PRIMARY, SECONDARY
-from tests.model import Model, Refused, Request
-from tests.window_model import Window
+from tests.oracles.cache_model import Model, Refused, Request
+from tests.oracles.window_model import Window
 
 LIMIT = 24
 """Tokens of the longest sequence."""

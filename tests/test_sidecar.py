@@ -17,8 +17,8 @@ import pytest
 
 from events.codec import to_json
 from events.log import LogReader
-from tests.chaos import Router, Site, wait_until
-from tests.sidecars import EngineProcess, Sidecar, agree, site
+from tests.support.engines.sidecars import EngineProcess, Sidecar, agree, site
+from tests.support.feeds.chaos import Router, Site, wait_until
 
 
 class Scene:

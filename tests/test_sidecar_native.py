@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 from events.subscribe.continuity import Missed, Restarted
 from events.subscribe.native import NativeSubscriber
 from kvcache.replay import replay
-from tests.native import FoldingReader
-from tests.sidecars import EngineProcess, Sidecar
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:
-        one.bind(("127.0.0.1", 0))
-        two.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], two.getsockname()[1]
+from tests.support.engines.sidecars import EngineProcess, Sidecar
+from tests.support.feeds.native import FoldingReader
+from tests.support.ports import free_port
 
 
 def check(reader: FoldingReader, log: Path, seq: int) -> None:
@@ -30,7 +23,7 @@ def check(reader: FoldingReader, log: Path, seq: int) -> None:
 def test_sidecar_and_engine_are_killed(tmp_path: Path) -> None:
     """A sidecar that comes again serves the same epoch, so readers go on; an engine that comes again begins another."""
     log = tmp_path / "log"
-    live, replayed = free_ports()
+    live, replayed = free_port(), free_port()
     url = f"zmq+pub://127.0.0.1:{live}?format=native&replay={replayed}&heartbeat=200ms"
     with ExitStack() as stack:
         engine = EngineProcess(log, 1)

@@ -19,9 +19,10 @@ import msgspec
 import pytest
 import zmq
 
-from tests.chaos import Site, Told, free_port, wait_until
-from tests.sidecars import LoggingEngine, Sidecar
-from tests.test_tap_recordings import Oracle
+from tests.support.engines.sidecars import LoggingEngine, Sidecar
+from tests.support.feeds.chaos import Site, Told, wait_until
+from tests.support.feeds.recordings import Oracle
+from tests.support.ports import free_port
 
 END = b"\xff" * 8
 WAIT_MS = 20_000

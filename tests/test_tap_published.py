@@ -21,13 +21,14 @@ from events.formats.vllm import VLLMBatch
 from events.subscribe.continuity import Received
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests.brokers.nats_server import NATSServer
-from tests.brokers.redis_server import RedisServer
-from tests.chaos import free_port, wait_until
-from tests.events.publisher import Publisher
-from tests.kvcache.test_tap import work_until
-from tests.places import ROOT
-from tests.test_tap_recordings import Block, Oracle, frozen, published
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publisher import Publisher
+from tests.support.feeds.recordings import Block, Oracle, frozen, published
+from tests.support.feeds.tapped import work_until
+from tests.support.places import ROOT
+from tests.support.ports import free_port
+from tests.support.servers.nats_server import NATSServer
+from tests.support.servers.redis_server import RedisServer
 
 STORED = (
     "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx "
@@ -231,13 +232,20 @@ def redis(directory: Path) -> Iterator[str]:
 def kafka(directory: Path) -> Iterator[str]:
     """Librdkafka's own mock cluster."""
     pytest.importorskip("confluent_kafka")
-    from tests.brokers.kafka_cluster import MockCluster
+    from tests.support.servers.kafka_cluster import MockCluster
 
     with MockCluster(directory) as cluster:
         yield cluster.url
 
 
-@pytest.mark.parametrize("broker", [nats, redis, kafka], ids=["nats", "redis", "kafka"])
+BROKERS = [
+    pytest.param(nats, marks=pytest.mark.needs("nats-server"), id="nats"),
+    pytest.param(redis, marks=pytest.mark.needs("redis-server"), id="redis"),
+    pytest.param(kafka, id="kafka"),
+]
+
+
+@pytest.mark.parametrize("broker", BROKERS)
 def test_brokers(engine: Engine, tmp_path: Path, broker: Any) -> None:
     """Readers from the start and at the end, over a restart of the publisher in which the engine goes on."""
     (tmp_path / "server").mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from events.types import AnyEvent
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 PACKAGES = ("kvcache", "events", "sinks", "cuda_ops")
 DIRECTORIES = (*PACKAGES, "tests", "examples", "benchmarks")

@@ -10,7 +10,7 @@ from zipfile import ZipFile
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 
 @pytest.fixture(scope="module")

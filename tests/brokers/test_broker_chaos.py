@@ -14,12 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers.chaos import Scene
-from tests.brokers.conftest import REAL, scheme
-from tests.brokers.kafka_cluster import MockCluster
-from tests.brokers.server import Server
-
-KINDS: list[type[Server]] = [*REAL, MockCluster]
+from tests.support.servers.chaos import Scene
+from tests.support.servers.kinds import KINDS
+from tests.support.servers.server import Server
 
 
 def endure(kind: type[Server], seed: int, directory: Path, seconds: float) -> None:
@@ -33,7 +30,7 @@ def endure(kind: type[Server], seed: int, directory: Path, seconds: float) -> No
             raise AssertionError(f"seed {seed}, after {', '.join(scene.happened)}: {error}") from error
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=scheme)
+@pytest.mark.parametrize("kind", KINDS)
 def test_routers_know_what_is_cached_whatever_happened(kind: type[Server], tmp_path: Path) -> None:
     """After some seconds of misfortunes each index equals the residency, and none saw nonsense."""
     endure(kind, 3, tmp_path, 8)
@@ -41,7 +38,7 @@ def test_routers_know_what_is_cached_whatever_happened(kind: type[Server], tmp_p
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", KINDS, ids=scheme)
+@pytest.mark.parametrize("kind", KINDS)
 def test_routers_know_what_is_cached_after_a_minute(kind: type[Server], tmp_path: Path) -> None:
     """The same for a minute, at random."""
     seed, end = random.SystemRandom().randrange(1 << 30), time.monotonic() + 60

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from events.brokers.records import Record
-from tests.brokers.fleet import FeedingWorker, StreamReader
-from tests.brokers.server import Server
+from tests.support.servers.fleet import FeedingWorker, StreamReader
+from tests.support.servers.server import Server
 
 FORMS = ["format=vllm", "style=array", "format=sglang"]
 

@@ -9,7 +9,7 @@ import pytest
 from events.brokers.address import BrokerError
 from events.brokers.subscriber import BrokerSubscriber
 from sinks import SinkURLError, open_sink
-from tests.brokers.fleet import CONTEXT
+from tests.support.servers.fleet import CONTEXT
 
 SCHEMES = ("nats", "redis", "kafka")
 

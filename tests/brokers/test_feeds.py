@@ -11,12 +11,12 @@ import pytest
 
 from events.brokers.address import BrokerError
 from sinks import SinkError, SinkOpenError
-from tests.brokers.certificates import self_signed
-from tests.brokers.fleet import FeedingWorker, StreamReader, wait_for
-from tests.brokers.nats_server import NATSServer
-from tests.brokers.redis_server import RedisServer
-from tests.brokers.server import Server
-from tests.sinks.feed_source import Reader
+from tests.support.feeds.feed_source import Reader
+from tests.support.servers.certificates import self_signed
+from tests.support.servers.fleet import FeedingWorker, StreamReader, wait_for
+from tests.support.servers.nats_server import NATSServer
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.server import Server
 
 Kind = type[NATSServer | RedisServer]
 

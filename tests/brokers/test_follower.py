@@ -10,7 +10,7 @@ from events.brokers.follower import RecordFollower
 from events.brokers.records import Record, parse_record
 from events.errors import EventDecodeError
 from events.subscribe.index import Index
-from tests.events.publisher import CLEARED, batch, removed, stored
+from tests.support.feeds.publisher import CLEARED, batch, removed, stored
 
 
 def stream(rng: random.Random, batches: int) -> tuple[list[Record], list[set[int]]]:

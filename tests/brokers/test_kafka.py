@@ -12,9 +12,9 @@ from events.brokers.address import BrokerError
 from events.brokers.records import Record
 from sinks import SinkOpenError
 from sinks.brokers.kafka import KafkaStream
-from tests.brokers.fleet import FeedingWorker, StreamReader
-from tests.brokers.kafka_cluster import MockCluster
-from tests.brokers.server import free_port
+from tests.support.ports import free_port
+from tests.support.servers.fleet import FeedingWorker, StreamReader
+from tests.support.servers.kafka_cluster import MockCluster
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from events.subscribe.index import Index
 from kvcache.fold.residency import resident_names
 from sinks import SinkError
 from sinks.base import SinkURLError
-from tests.brokers.redis_server import RedisServer
-from tests.chaos import wait_until
-from tests.kvcache.test_publish import Running, once, write
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publishing import Running, once, write
+from tests.support.servers.redis_server import RedisServer
 
 
 def resident(url: str) -> set[int]:
@@ -28,6 +28,7 @@ def resident(url: str) -> set[int]:
     return {name for name in index.resident() if isinstance(name, int)}
 
 
+@pytest.mark.needs("redis-server")
 def test_a_broker_that_comes_late(tmp_path: Path) -> None:
     """The others have theirs meanwhile; then it is fed like any other."""
     log = tmp_path / "log"
@@ -45,6 +46,7 @@ def test_a_broker_that_comes_late(tmp_path: Path) -> None:
             assert resident(server.url) == names
 
 
+@pytest.mark.needs("redis-server")
 def test_a_broker_that_takes_nothing(tmp_path: Path) -> None:
     """A key of another kind stands in the way: `--once` is not done before that is gone."""
     log = tmp_path / "log"
@@ -60,6 +62,7 @@ def test_a_broker_that_takes_nothing(tmp_path: Path) -> None:
         assert resident(server.url) == names
 
 
+@pytest.mark.needs("redis-server")
 def test_what_time_does_not_change(tmp_path: Path) -> None:
     """A password that is wrong is no broker that is away; and the name of Redis's own set is none for a worker."""
     write(tmp_path / "log")

@@ -22,9 +22,9 @@ from sinks.brokers.transport import BrokerSettings, BrokerTransport
 from sinks.router.forms import Form
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
-from tests.brokers.server import Server
-from tests.native import Cache, FoldingReader, wait_for
-from tests.test_privacy import TOKENS, betrayed
+from tests.support.feeds.native import Cache, FoldingReader, wait_for
+from tests.support.secrets import TOKENS, betrayed
+from tests.support.servers.server import Server
 
 CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ToldState)
 
@@ -250,7 +250,7 @@ def test_numbers_that_go_back_are_another_life() -> None:
     """A worker that was given lower numbers tells its state in pieces: that is what readers go on with."""
 
     def state(seq: int, seed: int) -> tuple[list[Record], Cache]:
-        from tests.sinks.test_native import sent_by_a_cache
+        from tests.support.feeds.native_feed import sent_by_a_cache
 
         sent, cache = sent_by_a_cache(seed)
         payload = sent.states[-1].payload

@@ -10,8 +10,10 @@ import pytest
 from events.brokers.records import Record
 from sinks import SinkOpenError
 from sinks.brokers.nats import NATSStream
-from tests.brokers.fleet import FeedingWorker, StreamReader, wait_for
-from tests.brokers.nats_server import NATSServer
+from tests.support.servers.fleet import FeedingWorker, StreamReader, wait_for
+from tests.support.servers.nats_server import NATSServer
+
+pytestmark = pytest.mark.needs("nats-server")
 
 
 @pytest.fixture

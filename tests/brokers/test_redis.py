@@ -11,8 +11,10 @@ from redis import Redis
 from events.brokers.address import BrokerUnavailable
 from events.brokers.records import Record
 from sinks.brokers.redis import RedisStream
-from tests.brokers.fleet import FeedingWorker, StreamReader, wait_for
-from tests.brokers.redis_server import RedisServer
+from tests.support.servers.fleet import FeedingWorker, StreamReader, wait_for
+from tests.support.servers.redis_server import RedisServer
+
+pytestmark = pytest.mark.needs("redis-server")
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from kvcache.replay import replay
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.driver import Engine
 from kvcache.workload.mooncake import TraceRequest
-from tests.brokers.server import Server
-from tests.chaos import wait_until
+from tests.support.feeds.chaos import wait_until
+from tests.support.servers.server import Server
 
 REQUESTS, AT_ONCE = 500, 100
 BLOCK = 16

@@ -26,7 +26,7 @@ from kvcache.audit.verdict import verdict_on
 from kvcache.errors import OutOfBlocks
 from kvcache.replay import replay
 from kvcache.report.gathered import gather
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
 
 SECOND = 10**9
 A, B = list(range(100, 113)), list(range(200, 213))

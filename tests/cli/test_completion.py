@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.cli.parser import COMMANDS, build_parser
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
 
 BASH = shutil.which("bash") or ""
 ZSH = shutil.which("zsh") or ""

@@ -12,8 +12,8 @@ import pytest
 
 from events.log.frames import parse_segment_header
 from events.log.segments import segment_paths
-from tests.cli.conftest import Kvcache, run_log
-from tests.cli.test_log import SIZES, answer
+from tests.support.answers import SIZES, answer
+from tests.support.commands import Kvcache, run_log
 
 
 @pytest.fixture(scope="module")

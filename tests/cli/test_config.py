@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.config import KVCacheConfig
 from kvcache.replay import replay
-from tests.cli.conftest import TRACE, Kvcache
+from tests.support.commands import TRACE, Kvcache
 
 ENOUGH = ("--set", "max_sequence_length=64", "--set", "primary_blocks=4")
 

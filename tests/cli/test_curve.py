@@ -12,7 +12,7 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.curve.belady import best_hits
 from kvcache.curve.prompts import LoggedPrompts
 from kvcache.curve.sampling import Recorder
-from tests.cli.conftest import Kvcache, run_log
+from tests.support.commands import Kvcache, run_log
 
 
 def recorded(log: Path) -> Recorder:

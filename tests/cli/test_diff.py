@@ -13,7 +13,7 @@ from events.log import LogReader, LogWriter
 from events.types import AllocateReason, BlocksAllocated, EventBatch, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.inputs.requests import Request
-from tests.cli.conftest import Kvcache, run_log, segments
+from tests.support.commands import Kvcache, run_log, segments
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 

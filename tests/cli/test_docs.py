@@ -9,8 +9,8 @@ import pytest
 
 from kvcache.cli import docs
 from kvcache.cli.parser import COMMANDS
-from tests.cli.conftest import Kvcache
-from tests.places import ROOT
+from tests.support.commands import Kvcache
+from tests.support.places import ROOT
 
 
 def test_all_pages_are_listed_with_their_titles(kvcache: Kvcache) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache import __version__
 from kvcache.cli import doctor
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
 
 
 def findings(done: Any) -> dict[str, tuple[str, str]]:

@@ -30,9 +30,9 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from sinks.known import Known
 from sinks.render import render_event
-from tests import strategies
-from tests.cli.conftest import Kvcache
-from tests.lives import NoBytes
+from tests.support.commands import Kvcache
+from tests.support.engines import strategies
+from tests.support.engines.lives import NoBytes
 
 
 class Ticking:

@@ -41,9 +41,9 @@ from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from sinks.known import Known
 from sinks.render import render_batch
-from tests import strategies
-from tests.cli.conftest import Kvcache, Start, run_log
-from tests.columns import pack_i32, pack_i64, pack_u32
+from tests.support.columns import pack_i32, pack_i64, pack_u32
+from tests.support.commands import Kvcache, Start, run_log
+from tests.support.engines import strategies
 
 REQUEST = 20
 NAMES = ("names", "parents", "keys")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.conftest import RunPython
-from tests.places import ROOT
+from tests.support.commands import RunPython
+from tests.support.places import ROOT
 
 
 def test_engine_loop(run_python: RunPython) -> None:

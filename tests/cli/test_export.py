@@ -30,9 +30,8 @@ from kvcache.export.export import FORMATS, export
 from kvcache.export.schema import COLUMNS, Column
 from kvcache.export.spelling import iso
 from kvcache.export.target import TargetExists
-from tests.cli.conftest import Kvcache, run_log, segments
-from tests.conftest import RunPython
-from tests.places import ROOT
+from tests.support.commands import Kvcache, RunPython, run_log, segments
+from tests.support.places import ROOT
 
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
 Table = list[dict[str, Any]]

@@ -24,7 +24,7 @@ from kvcache.audit.spread import Computed, spread
 from kvcache.audit.totals import Audit
 from kvcache.errors import Unsupported
 from kvcache.replay import replay
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
 
 SECOND = 10**9
 A, B = list(range(100, 113)), list(range(200, 213))

@@ -13,9 +13,9 @@ from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.errors import OutOfBlocks
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests.cli.conftest import Kvcache
-from tests.events.publisher import Publisher, batch, removed, replaying, stored
-from tests.kvcache.test_tap import work_until
+from tests.support.commands import Kvcache
+from tests.support.feeds.publisher import Publisher, batch, removed, replaying, stored
+from tests.support.feeds.tapped import work_until
 
 BAD = "x\x1b[2J\x9b31m\x7f\u202egnp\u2066\u2028\U000e0041é"
 """Sequences of C0 and C1, marks of direction, a line separator, an invisible tag; and a harmless letter."""

@@ -28,13 +28,13 @@ from events.types import (
 )
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests import inconsistent
-from tests.cli.conftest import Kvcache
-from tests.events.logs import LOG_ID
-from tests.events.publisher import Publisher, stored
-from tests.events.publisher import batch as told
-from tests.kvcache.test_tap import work_until
-from tests.random_logs import random_log
+from tests.support.commands import Kvcache
+from tests.support.feeds.publisher import Publisher, stored
+from tests.support.feeds.publisher import batch as told
+from tests.support.feeds.tapped import work_until
+from tests.support.logs import inconsistent
+from tests.support.logs.logs import LOG_ID
+from tests.support.logs.random_logs import random_log
 
 REFUSALS = (
     "does not follow from those before it",

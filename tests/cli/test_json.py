@@ -13,16 +13,15 @@ import pytest
 from events.structs import LEVEL_NAMES
 from kvcache.audit.reasons import Reason
 from kvcache.config import KVCacheConfig
-from tests.cli.conftest import TRACE, Done, Kvcache, run_log
-from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
-from tests.places import ROOT
+from tests.support.answers import keys_of
+from tests.support.commands import TRACE, Done, Kvcache, run_log
+from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.support.places import ROOT
 
 NOW = 1_790_000_000.25
 NAME = re.compile("[0-9a-f]{16}")
 TIME = re.compile(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z")
 NUMBERS = ("seq", "first_seq", "last_seq", "index", "handle")
-LOGS = ("a", "b")
-"""What of two logs each has, of `diff`."""
 PER_LEVEL = ("num_blocks", "blank_slots")
 PER_GROUP = ("removed", "num_cached")
 """For each group, one value for each level."""
@@ -184,18 +183,6 @@ def test_nothing_found(kvcache: Kvcache, log: Path, asked: tuple[Any, ...]) -> N
     for form in ((), ("--json",)):
         done = kvcache(command, log, *conditions, *form)
         assert (done.code, done.out, done.err.count("kvcache: error: ")) == (2, "", 1)
-
-
-def keys_of(value: Any, place: str = "") -> Iterator[str]:
-    """The keys in JSON by their path; levels, which of two logs, and places in lists are no part of it."""
-    for item in value if isinstance(value, list) else ():
-        yield from keys_of(item, place)
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        if key in (*LEVEL_NAMES, *LOGS):
-            yield from keys_of(inner, place)
-        else:
-            yield place + key
-            yield from keys_of(inner, f"{place}{key}.")
 
 
 AGES = {"count", "p10_seconds", "p50_seconds", "p90_seconds", "histogram", "up_to_seconds"}

@@ -17,12 +17,10 @@ from events.log.segments import first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import replay
-from tests.cli.conftest import Kvcache, run_log
-from tests.cli.test_json import keys_of
-from tests.damaging import unreadable
-from tests.places import ROOT
-
-SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
+from tests.support.answers import SIZES, answer, keys_of
+from tests.support.commands import Kvcache, run_log
+from tests.support.logs.damaging import unreadable
+from tests.support.places import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +40,6 @@ def kept(whole: Path, tmp_path: Path, kvcache: Kvcache) -> Path:
 
 def bytes_in(log: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in log.iterdir() if path.is_file()}
-
-
-def answer(done: Any) -> Any:
-    assert (done.code, done.err) == (0, "")
-    return json.loads(done.out)
 
 
 def test_info(kvcache: Kvcache, kept: Path) -> None:

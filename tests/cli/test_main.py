@@ -16,9 +16,8 @@ from events.diagnostics import get_logger
 from kvcache import __version__
 from kvcache.cli import logs
 from kvcache.replay import replay
-from tests.cli.conftest import TRACE, Kvcache, Start, segments
-from tests.conftest import RunPython
-from tests.places import ROOT
+from tests.support.commands import TRACE, Kvcache, RunPython, Start, segments
+from tests.support.places import ROOT
 
 READERS = {
     "replay": ["replay", "LOG", "--verify"],

@@ -15,7 +15,7 @@ from events.log import LogReader, LogWriter
 from events.packed import unpack_i32
 from events.types import CacheCreated, SequenceAdded
 from kvcache import KVCacheConfig, KVCacheManager
-from tests.cli.conftest import Kvcache, run_log
+from tests.support.commands import Kvcache, run_log
 
 
 def admissions(log: Path) -> dict[int, tuple[int, SequenceAdded]]:

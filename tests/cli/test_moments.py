@@ -18,8 +18,8 @@ from kvcache.cli.moments import Moment, NoBatch, NotAMoment, OutsideLog, UpTo, a
 from kvcache.cli.times import Times, iso, since
 from kvcache.errors import KVCacheError, UsageError
 from kvcache.replay import BeyondEnd
-from tests.cli.conftest import Kvcache, run_log
-from tests.events.logs import without_syncs
+from tests.support.commands import Kvcache, run_log
+from tests.support.logs.logs import without_syncs
 
 SECOND = 10**9
 NEW_YEAR = int(datetime(2026, 1, 1, tzinfo=UTC).timestamp()) * SECOND

@@ -12,8 +12,8 @@ import pytest
 
 from kvcache.cli.messages import printable
 from kvcache.cli.output import count, duration, share, size
-from tests.cli.conftest import TRACE, Kvcache
-from tests.places import ROOT
+from tests.support.commands import TRACE, Kvcache
+from tests.support.places import ROOT
 
 
 def on_terminal(code: str, **environment: str) -> str:

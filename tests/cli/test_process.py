@@ -21,10 +21,9 @@ from events.log import LogReader
 from kvcache.cli.process import StopSignals, nobody_reads
 from kvcache.replay import replay
 from kvcache.workload.mooncake import TraceRequest
-from tests.cli.conftest import Kvcache, Start
-from tests.conftest import RunPython
-from tests.places import ROOT
-from tests.traces import write_trace
+from tests.support.commands import Kvcache, RunPython, Start
+from tests.support.places import ROOT
+from tests.support.traces import write_trace
 
 OUTPUTS = 2_000_000
 """Steps of the endless request: nobody waits for its end."""

@@ -21,9 +21,10 @@ from kvcache.cli.publish import _described
 from kvcache.cli.publish import to_json as spelled
 from kvcache.publish.progress import FollowerStats, State
 from kvcache.publish.publisher import PublishStats, SinkLag
-from tests.chaos import free_port, wait_until
-from tests.cli.conftest import Kvcache, Start, segments
-from tests.places import ROOT
+from tests.support.commands import Kvcache, Start, segments
+from tests.support.feeds.chaos import wait_until
+from tests.support.places import ROOT
+from tests.support.ports import free_port
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from events.log.frames import SYNC
 from events.types import FORMAT_VERSION, CacheCreated, Checkpoint, EventBatch, Gap, StateExported
 from kvcache.fold.exported_state import export
 from kvcache.replay import replay
-from tests.cli.conftest import Kvcache, segments
+from tests.support.commands import Kvcache, segments
 
 
 @pytest.fixture

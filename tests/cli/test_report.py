@@ -38,10 +38,10 @@ from kvcache.report.groups import GROUPS
 from kvcache.report.lanes import Phase
 from kvcache.report.report import report
 from kvcache.report.sections import Parts
-from tests.cli.browser import Browser, executable
-from tests.cli.conftest import Kvcache, run_log, segments
-from tests.conftest import RunPython
-from tests.random_logs import random_log
+from tests.support.commands import Kvcache, RunPython, run_log, segments
+from tests.support.logs.random_logs import random_log
+from tests.support.needs import program
+from tests.support.servers.browser import Browser
 
 if find_spec("plotly") is None:
     pytest.skip("plotly is not installed: pip install 'kvcache[report]'", allow_module_level=True)
@@ -665,12 +665,7 @@ class TestBeside:
             report(busy, curve={"sizes": 3})
 
 
-BROWSER = executable()
-
-
-@pytest.mark.skipif(
-    BROWSER is None, reason="there is no chromium, chromium-browser or google-chrome on the PATH"
-)
+@pytest.mark.needs("chromium")
 class TestBrowser:
     """The page as people meet it."""
 
@@ -679,7 +674,7 @@ class TestBrowser:
         file, other = tmp_path / "page.html", tmp_path / "nasty.html"
         file.write_text(html, encoding="utf-8")
         other.write_text(report(nasty), encoding="utf-8")
-        with Browser(str(BROWSER), tmp_path / "profile") as browser:
+        with Browser(program("chromium"), tmp_path / "profile") as browser:
             browser.size(1280, 900, dark=False)
             browser.open(other)
             assert drawn(browser)
@@ -708,7 +703,7 @@ class TestBrowser:
         """Wide and narrow, light and dark: nothing sticks out, the colours follow the system, and paper is white."""
         file = tmp_path / "page.html"
         file.write_text(html, encoding="utf-8")
-        with Browser(str(BROWSER), tmp_path / "profile") as browser:
+        with Browser(program("chromium"), tmp_path / "profile") as browser:
             for dark in (False, True):
                 for width in (1280, 390):
                     browser.size(width, 900, dark=dark)

@@ -15,12 +15,11 @@ import pytest
 
 from sinks import open_sink
 from sinks.router.feed import RouterFeed
-from tests.cli.conftest import Kvcache, Start
-from tests.conftest import RunPython
-from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
-from tests.sinks.keys import Keys
-from tests.sinks.test_many_workers import connecting
-from tests.sinks.test_zmq import CONTEXT, Worker, free_port
+from tests.support.commands import Kvcache, RunPython, Start
+from tests.support.feeds.keys import Keys
+from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.support.feeds.workers import CONTEXT, Worker, connecting, port_in_use
+from tests.support.ports import free_port
 
 H1, H2 = 0x1122334455667788, 0xF0E1D2C3B4A59687
 TOKENS = (1 << 30) + 12345
@@ -152,7 +151,7 @@ class TestLines:
     ) -> None:
         """Of each endpoint at which nothing was heard for a while, once; not of one that has spoken."""
         monkeypatch.setattr("kvcache.cli.hearing.SILENCE_SECONDS", 0.5)
-        with replaying({0: batch(CLEARED)}) as server, free_port() as port:
+        with replaying({0: batch(CLEARED)}) as server, port_in_use() as port:
             there = f"{publisher.endpoint}?replay={server.endpoint.rpartition(':')[2]}"
             late = Timer(3.0, lambda: publisher.send(1, batch(CLEARED, ts=9.0)))
             late.start()
@@ -302,8 +301,7 @@ class TestManyPublishers:
     def test_lines_and_json_say_who(self, start: Start) -> None:
         """Each line names its worker, and the summary has one line for each."""
         for json_ in (False, True):
-            with free_port() as port:
-                pass
+            port = free_port()
             options = ["--json"] if json_ else []
             process = start("subscribe", f"tcp://127.0.0.1:{port}", "--bind", "--count", 2, *options)
             workers = [connecting(port, f"pod={pod}") for pod in "ab"]

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.brokers.fleet import FeedingWorker
-from tests.brokers.nats_server import NATSServer
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
+from tests.support.servers.fleet import FeedingWorker
+from tests.support.servers.nats_server import NATSServer
 
 
+@pytest.mark.needs("nats-server")
 def test_workers_of_a_stream(kvcache: Kvcache, tmp_path: Path) -> None:
     """Lines tell which worker they are about, and the summary what each has; passwords are nowhere."""
     users = 'authorization { users = [ { user: kv, password: "secret-word" } ] }'

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from events.log import LogReader
-from tests.cli.conftest import Kvcache, Start
-from tests.native import Cache, wait_for
+from tests.support.commands import Kvcache, Start
+from tests.support.feeds.native import Cache, wait_for
 
 URL = "zmq+pub://127.0.0.1:0?format=native&replay=0&heartbeat=200ms"
 

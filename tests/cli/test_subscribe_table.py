@@ -31,12 +31,12 @@ from kvcache.cli.worker_table import Report as TableReport
 from kvcache.cli.worker_table import span, state, view
 from kvcache.cli.workers import Row, Workers
 from kvcache.errors import UsageError
-from tests.cli.conftest import Kvcache, Start
-from tests.cli.test_json import keys_of
-from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
-from tests.places import ROOT
-from tests.sinks.test_many_workers import connecting
-from tests.sinks.test_zmq import free_port
+from tests.support.answers import keys_of
+from tests.support.commands import Kvcache, Start
+from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.support.feeds.workers import connecting
+from tests.support.places import ROOT
+from tests.support.ports import free_port
 
 WAIT = 40
 Seen = Callable[[Callable[[list[dict[str, Any]]], bool]], list[dict[str, Any]]]
@@ -165,8 +165,7 @@ class TestProcess:
 
     def test_workers_that_connect(self, start: Start) -> None:
         """Where many connect each has its row as soon as it is heard, and heartbeats are told."""
-        with free_port() as port:
-            pass
+        port = free_port()
         table = Table(start, f"tcp://127.0.0.1:{port}", "--bind")
         with connecting(port, "pod=a") as one, connecting(port, "pod=b&rank=3") as two:
             for worker in (one, two):

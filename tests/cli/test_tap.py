@@ -15,9 +15,9 @@ from kvcache.audit.histogram import Ages
 from kvcache.tap.history import History
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests.cli.conftest import Kvcache, Start
-from tests.events.publisher import Publisher, batch, removed, stored
-from tests.kvcache.test_tap import work_until
+from tests.support.commands import Kvcache, Start
+from tests.support.feeds.publisher import Publisher, batch, removed, stored
+from tests.support.feeds.tapped import work_until
 
 
 @pytest.fixture

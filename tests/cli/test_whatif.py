@@ -17,8 +17,7 @@ from events.log import LogReader
 from events.types import SequenceAdded
 from kvcache.cli.whatif import alternatives, combinations
 from kvcache.errors import UsageError
-from tests.cli.conftest import Kvcache, Start, run_log
-from tests.conftest import RunPython
+from tests.support.commands import Kvcache, RunPython, Start, run_log
 
 COUNTED = (
     "requests",

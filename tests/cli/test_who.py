@@ -11,7 +11,7 @@ import pytest
 from events.log import LogReader
 from events.packed import unpack_i32
 from events.types import BlocksMoved, BlocksStored, SequenceRemoved
-from tests.cli.conftest import Kvcache
+from tests.support.commands import Kvcache
 
 
 def stored(log: Path, after: int = 0) -> tuple[int, int, BlocksStored]:

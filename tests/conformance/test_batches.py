@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import UNKNOWN, Rig, prompt
+from tests.support.engines.rig import UNKNOWN, Rig, prompt
 
 START = prompt(0, 4)
 

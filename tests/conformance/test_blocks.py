@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.rig import Rig, prompt
+from tests.support.engines.rig import Rig, prompt
 
 
 def stored(rig: Rig) -> list[list[int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from kvcache.errors import DuplicateRequest, OutOfBlocks
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import Rig
+from tests.support.engines.rig import Rig
 
 
 def branch(rig: Rig, name: str, beams: int) -> list[str]:

@@ -13,7 +13,7 @@ from events.types import BlocksRemoved, BlocksStored
 from kvcache.errors import Unsupported
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import Rig, prompt
+from tests.support.engines.rig import Rig, prompt
 
 UP, DOWN = (1, 0), (0, 1)
 """From secondary to primary, and from primary to secondary."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.errors import OutOfBlocks
-from tests.conformance.rig import Rig, keep, prompt
+from tests.support.engines.rig import Rig, keep, prompt
 
 
 def test_e_5_all_blocks_in_turn() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import Rig
+from tests.support.engines.rig import Rig
 
 
 def test_e_9_pinned_blocks_are_not_free_until_they_are_let_go_of() -> None:

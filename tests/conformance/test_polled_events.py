@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError
-from tests import strategies
-from tests.conformance.rig import Rig, prompt
+from tests.support.engines import strategies
+from tests.support.engines.rig import Rig, prompt
 
 PLAIN: strategies.Namespace = (None, None, None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from events.types import BlocksRemoved, BlocksStored, BlocksUpdated, UpdateReason
-from tests.conformance.rig import Rig, keep, prompt
+from tests.support.engines.rig import Rig, keep, prompt
 
 
 def test_e_1_blocks_of_higher_priority_stay() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.inputs.multimodal import MultimodalItem
-from tests.conformance.rig import Rig, prompt
+from tests.support.engines.rig import Rig, prompt
 
 SPECIAL = [*prompt(100, 106), 0, 1, 2]
 """Nine tokens, of which a request says more than what they are."""

@@ -7,15 +7,18 @@ import re
 from pathlib import Path
 
 from tests.conformance.scenarios import ABSENT, SCENARIOS
+from tests.support.places import ROOT
 
+BYTES = ROOT / "tests" / "tensors" / "test_conformance_bytes.py"
+"""Those that look at tensors."""
 NAMED = re.compile(r"test_([a-z])_([0-9]+)_")
 
 
 def covered() -> set[str]:
-    """The ids in the names of the tests beside this one."""
+    """The ids in the names of the tests beside this one, and of those with tensors."""
     names = [
         node.name
-        for file in Path(__file__).parent.glob("test_*.py")
+        for file in [*Path(__file__).parent.glob("test_*.py"), BYTES]
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
     ]

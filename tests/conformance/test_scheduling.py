@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import Rig, prompt
+from tests.support.engines.rig import Rig, prompt
 
 
 @pytest.mark.parametrize(("size", "blocks"), [(1, 1152), (64, 18)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def test_r_7_each_request_has_its_counts() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcache.inputs.requests import Request
-from tests.conformance.rig import GONE, Rig
+from tests.support.engines.rig import GONE, Rig
 
 
 def prompt(count: int, first: int = 1000) -> list[int]:

@@ -16,8 +16,8 @@ import events
 from events.subscribe.asynchronous import AsyncSubscriber
 from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.subscriber import Subscriber
-from tests.conftest import RunPython
-from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.support.commands import RunPython
+from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 
 WAIT = 30
 

@@ -16,8 +16,8 @@ from events.types import (
     SequenceRewound,
     TokensAppended,
 )
-from tests.columns import pack_i32, pack_i64
-from tests.events.test_feed_windows import FULL, SIZE, added, names, stored, tokens
+from tests.support.columns import pack_i32, pack_i64
+from tests.support.feeds.batches import FULL, SIZE, added, names, stored, tokens
 
 SECOND = [102, 103]
 """The tokens of the prompt's second block."""

@@ -40,10 +40,10 @@ from events.codec import (
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.structs import Spelled
 from events.types import PRIMARY, SECONDARY, GroupExported, MoveReason, RemoveReason
-from tests.columns import pack_i32, pack_i64, pack_u32
-from tests.events.json_reader import from_json
-from tests.events.logs import batch
-from tests.events.test_golden import EVENTS, KEY_BYTES
+from tests.oracles.json_reader import from_json
+from tests.support.columns import pack_i32, pack_i64, pack_u32
+from tests.support.logs.logs import batch
+from tests.support.logs.sample_events import EVENTS, KEY_BYTES
 
 GOLDEN: dict[str, AnyEvent] = {
     name: decode_batch(bytes.fromhex(golden["msgpack"])).events[0] for name, golden in EVENTS.items()

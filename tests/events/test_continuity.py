@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from events.formats.vllm import Message
 from events.subscribe import continuity as continuity_module
 from events.subscribe.continuity import Continuity, Missed, Received, Restarted, Restated
-from tests.events.publisher import CLEARED, batch
-
-
-def message(seq: int, ts: float = 1.0) -> Message:
-    return Message(b"kv", seq, batch(ts=ts))
+from tests.support.feeds.messages import message
+from tests.support.feeds.publisher import CLEARED, batch
 
 
 def whole(seq: int, ts: float = 1.0) -> Message:

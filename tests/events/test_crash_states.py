@@ -18,8 +18,8 @@ import pytest
 from events import EventBatch, LogWriteFailed
 from events.log import LogReader, LogWriter, recorder
 from events.log.recovery import recover
-from tests.crash_model import Disk, File, Recording, State, put
-from tests.events.logs import LOG_ID, batch, segments
+from tests.oracles.crash_model import Disk, File, Recording, State, put
+from tests.support.logs.logs import LOG_ID, batch, segments
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
 

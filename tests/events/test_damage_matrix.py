@@ -10,7 +10,7 @@ import pytest
 
 from events import EventBatch, LogDamaged
 from events.log import LogReader
-from tests.events.logs import batches, frame_offsets, segments, write_log
+from tests.support.logs.logs import batches, frame_offsets, segments, write_log
 
 CONTENT = batches(5)
 Kind = Callable[[bytes], Iterator[bytes]]

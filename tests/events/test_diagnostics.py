@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import RunPython
+from tests.support.commands import RunPython
 
 REPORT = """
 from sinks import SinkRunner

@@ -15,7 +15,7 @@ import pytest
 
 from events.errors import NoRegularFile, UnsafeFile
 from events.log.durable import LockHeld, sync_directory, sync_file, take_lock
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 FULL = 51
 """F_FULLFSYNC of macOS."""

@@ -23,7 +23,7 @@ from events.log.head import LogHead
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
 from kvcache.keep.scan import Damage, Found, Scan
-from tests.events.logs import LOG_ID, batch, frame_offsets, read_log, segments, write_log
+from tests.support.logs.logs import LOG_ID, batch, frame_offsets, read_log, segments, write_log
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
 

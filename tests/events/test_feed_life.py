@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from events.feed.fold import Feed
 from events.feed.life import LIFE, Visibility
 from events.types import CacheCreated, Event, EventBatch
-from tests.lives import Witness, explore, steps_of
+from tests.support.engines.lives import Witness, explore, steps_of
 
 
 class FeedWitness(Witness):

@@ -13,24 +13,20 @@ from cuda_ops.simulated import LateCopier
 from events.feed.changes import Change, Cleared, Removed, Stored
 from events.feed.exported import Row, exported_rows
 from events.feed.fold import Feed
-from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
+from events.ids import BlockIndex, GroupIndex, Handle
 from events.tokens.sequences import NamedTokens
 from events.types import (
     PRIMARY,
     SECONDARY,
     AnyEvent,
     BlocksFilled,
-    BlocksMoved,
-    BlocksRemoved,
     BlocksReused,
     BlocksStored,
     CacheCreated,
     EventBatch,
     GroupCreated,
     GroupExported,
-    MoveReason,
     Namespace,
-    RemoveReason,
     SequenceAdded,
     SequenceExported,
     SequenceRemoved,
@@ -41,95 +37,30 @@ from events.types import (
 )
 from kvcache import KVCacheConfig, KVCacheManager, Request
 from kvcache.fold.exported_state import export
-from tests.columns import pack_i32, pack_i64, pack_u32
-from tests.events.test_feed import Engine, NoBytes, StrictIndex, batches, landed_prefixes
-from tests.places import landed_level, slides
-from tests.strategies import key_of, split_names
-
-SIZE = 2
-"""Tokens per block."""
-SLIDES, FULL = GroupCreated(4, "sliding", (0,), (), (16, 16)), GroupCreated(64, "full", (1,), (), (16, 16))
-PLAIN = Namespace()
-
-
-def names(*blocks: int) -> bytes:
-    """The names, and keys, of these blocks of the only prompt that there is."""
-    return b"".join(bytes([0xAA]) * 7 + bytes([block]) for block in blocks)
-
-
-def tokens(first: int, count: int) -> bytes:
-    """Of so many of its blocks."""
-    return pack_i32(range(100 + first * SIZE, 100 + (first + count) * SIZE))
+from tests.support.columns import pack_i32, pack_i64
+from tests.support.engines.strategies import key_of, split_names
+from tests.support.feeds.batches import (
+    FULL,
+    PLAIN,
+    SIZE,
+    SLIDES,
+    added,
+    filled,
+    names,
+    offloaded,
+    onboarded,
+    removed,
+    stored,
+    tokens,
+)
+from tests.support.feeds.strict import Engine, NoBytes, StrictIndex, batches, landed_prefixes
+from tests.support.places import landed_level, slides
 
 
 def told(first: int, count: int, group: int = 0, level: int = PRIMARY) -> Stored:
     """Consecutive blocks, as routers hear of them."""
     above = names(first - 1) if first else b""
     return Stored(group, level, names(*range(first, first + count)), above, tokens(first, count), SIZE, PLAIN)
-
-
-def added(handle: int, blocks: int = 8) -> SequenceAdded:
-    """A sequence with this prompt, which reuses nothing."""
-    prompt = tokens(0, blocks)
-    return SequenceAdded(Handle(handle), handle, PLAIN, blocks * SIZE, prompt, 0, (0, 0), (0, 0), 0)
-
-
-def stored(
-    first: int, slots: Sequence[int], group: int = 0, handle: int = 1, keys: bytes | None = None
-) -> BlocksStored:
-    """Blocks in primary; without `keys`, all of them are given."""
-    return BlocksStored(
-        handle=Handle(handle),
-        group=GroupIndex(group),
-        first_block=BlockIndex(first),
-        parent=names(first - 1) if first else b"",
-        keys=names(*range(first, first + len(slots))) if keys is None else keys,
-        slots=pack_i32(slots),
-        level=PRIMARY,
-        priority=35,
-        last_tokens=SIZE,
-    )
-
-
-def filled(block: int, slot: int, group: int, keys: bytes) -> BlocksFilled:
-    """One block of the sequence 1."""
-    handle, parent = pack_i64([1]), names(block - 1)
-    return BlocksFilled(handle, GroupIndex(group), pack_u32([block]), parent, keys, pack_i32([slot]), 35)
-
-
-def removed(blocks: Sequence[int], slots: Sequence[int], level: LevelIndex = PRIMARY) -> BlocksRemoved:
-    """Blocks of group 0 that were evicted."""
-    return BlocksRemoved(GroupIndex(0), level, pack_i32(slots), names(*blocks), RemoveReason.CAPACITY)
-
-
-def offloaded(blocks: Sequence[int], slots: Sequence[int], to: Sequence[int], transfer: int) -> BlocksMoved:
-    """Blocks of group 0 on their way to secondary."""
-    return BlocksMoved(
-        group=GroupIndex(0),
-        names=names(*blocks),
-        from_level=PRIMARY,
-        from_slots=pack_i32(slots),
-        to_level=SECONDARY,
-        to_slots=pack_i32(to),
-        why=MoveReason.OFFLOAD,
-        transfer=transfer,
-    )
-
-
-def onboarded(block: int, slot: int, to: int, transfer: int, handle: int) -> BlocksMoved:
-    """A block of group 0 on its way back."""
-    return BlocksMoved(
-        group=GroupIndex(0),
-        names=names(block),
-        from_level=SECONDARY,
-        from_slots=pack_i32([slot]),
-        to_level=PRIMARY,
-        to_slots=pack_i32([to]),
-        why=MoveReason.ONBOARD,
-        transfer=transfer,
-        handle=Handle(handle),
-        first_block=BlockIndex(block),
-    )
 
 
 def landed(*transfers: int) -> TransferLanded:

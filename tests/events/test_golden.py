@@ -1,7 +1,7 @@
 """Encodings that must never change, made by hand and by other code than the one under test.
 
 `tests/golden/events.json` has, for every event type, the array and the JSON that were written down by hand, and
-the msgpack that `tests.events.packer` makes of the array inside a batch. A type that is new or has grown a
+the msgpack that `tests.oracles.packer` makes of the array inside a batch. A type that is new or has grown a
 field gets its entry in the same way; what is there for released formats stays.
 """
 
@@ -19,14 +19,10 @@ import pytest
 from events import AnyEvent, EventBatch, Gap
 from events.codec import decode_batch, encode_batch, to_dict, to_json
 from events.log import LogWriter
-from tests.events.json_reader import from_json
-from tests.events.logs import LOG_ID, TIME, read_log
-from tests.events.packer import frame, pack, segment_header, with_bytes
-from tests.places import ROOT
-
-GOLDEN = ROOT / "tests" / "golden"
-EVENTS: dict[str, dict[str, Any]] = json.loads((GOLDEN / "events.json").read_text(encoding="utf-8"))
-KEY_BYTES = 32
+from tests.oracles.json_reader import from_json
+from tests.oracles.packer import frame, pack, segment_header, with_bytes
+from tests.support.logs.logs import LOG_ID, TIME, read_log
+from tests.support.logs.sample_events import EVENTS, GOLDEN, KEY_BYTES
 
 
 def test_every_event_type_has_a_golden_encoding() -> None:

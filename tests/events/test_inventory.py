@@ -16,8 +16,8 @@ from events.types import (
     GroupCreated,
     Namespace,
 )
-from tests.columns import pack_i32
-from tests.events.test_feed_windows import (
+from tests.support.columns import pack_i32
+from tests.support.feeds.batches import (
     FULL,
     SIZE,
     SLIDES,

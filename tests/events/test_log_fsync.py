@@ -16,10 +16,10 @@ from events import EventBatch, Gap, LogWriteFailed
 from events.log import LogReader, LogWriter
 from events.log.frames import MAX_PAYLOAD
 from kvcache.manager import KVCacheManager
-from tests import strategies
-from tests.conftest import RunPython
-from tests.events.logs import batch, batches, read_log, segments, write_log
-from tests.syncs import record_syncs
+from tests.support.commands import RunPython
+from tests.support.engines import strategies
+from tests.support.logs.logs import batch, batches, read_log, segments, write_log
+from tests.support.logs.syncs import record_syncs
 
 
 class Disk:
@@ -297,7 +297,7 @@ def test_a_forked_child_is_refused_everything(tmp_path: Path, run_python: RunPyt
     code = (
         "import os, sys\n"
         "from events import LogLocked, LogWriteFailed; from events.log import LogWriter\n"
-        "from tests.events.logs import batches\n"
+        "from tests.support.logs.logs import batches\n"
         "log = LogWriter('log', fsync='always')\n"
         "first, second = batches(2)\n"
         "log.append(first)\n"

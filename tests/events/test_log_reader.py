@@ -38,7 +38,8 @@ from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogReader, LogWriter
 from events.log.segments import Segment
 from events.types import GroupExported, SequenceExported
-from tests.events.logs import (
+from tests.oracles.packer import frame, segment_header
+from tests.support.logs.logs import (
     LOG_ID,
     TIME,
     batch,
@@ -49,7 +50,6 @@ from tests.events.logs import (
     write_log,
     write_synced,
 )
-from tests.events.packer import frame, segment_header
 
 NAME = f"{0:020d}.kvlog"
 

@@ -9,7 +9,8 @@ import pytest
 from events import EpochStarted, LogDamaged, LogTooNew
 from events.log import LogWriter
 from events.log.recovery import recover
-from tests.events.logs import (
+from tests.oracles.packer import segment_header
+from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
@@ -19,16 +20,7 @@ from tests.events.logs import (
     write_log,
     write_synced,
 )
-from tests.events.packer import segment_header
-
-
-def snapshot(directory: Path) -> dict[str, bytes]:
-    """All bytes in a log directory except the lock's."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "LOCK"
-    }
+from tests.support.logs.snapshots import snapshot
 
 
 def test_first_epoch(tmp_path: Path) -> None:

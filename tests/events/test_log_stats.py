@@ -11,8 +11,8 @@ import pytest
 
 from events.errors import LogWriteFailed
 from kvcache.manager import KVCacheManager
-from tests import strategies
-from tests.sinks.test_router_feed import wait_for
+from tests.support.engines import strategies
+from tests.support.feeds.workers import wait_for
 
 
 def request(manager: KVCacheManager, number: int) -> None:

@@ -29,9 +29,9 @@ from events import (
     NotALog,
 )
 from events.log import LogReader, LogWriter, making, output
-from tests.conftest import RunPython
 from tests.events.conftest import HoldDisk
-from tests.events.logs import (
+from tests.support.commands import RunPython
+from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
@@ -41,8 +41,8 @@ from tests.events.logs import (
     without_syncs,
     write_log,
 )
-from tests.places import ROOT
-from tests.syncs import record_syncs
+from tests.support.logs.syncs import record_syncs
+from tests.support.places import ROOT
 
 
 class TestFiles:
@@ -432,7 +432,7 @@ FULL_DISK = """
 import json, resource, signal, sys
 from events import LogWriteFailed
 from events.log import LogWriter
-from tests.events.logs import LOG_ID, batches
+from tests.support.logs.logs import LOG_ID, batches
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 limit, heals = int(sys.argv[2]), sys.argv[3] == "heals"
@@ -785,7 +785,7 @@ class TestProcesses:
         """After SIGKILL in the middle of writing, all that was flushed is there, in order, and can be continued."""
         code = (
             "import itertools, sys\n"
-            "from events.log import LogWriter; from tests.events.logs import batch\n"
+            "from events.log import LogWriter; from tests.support.logs.logs import batch\n"
             "log = LogWriter(sys.argv[1], segment_bytes=5000)\n"
             "for seq in itertools.count():\n"
             "    log.append(batch(seq))\n"
@@ -814,7 +814,7 @@ class TestProcesses:
     ) -> None:
         """What was appended just before the end of the program is written; the log does not claim to be closed."""
         code = (
-            "from events.log import LogWriter; from tests.events.logs import batches\n"
+            "from events.log import LogWriter; from tests.support.logs.logs import batches\n"
             "log = LogWriter('log')\n"
             "for item in batches(10): log.append(item)\n"
         )
@@ -828,7 +828,7 @@ class TestProcesses:
         code = (
             "import os, sys\n"
             "from events import LogWriteFailed; from events.log import LogWriter\n"
-            "from tests.events.logs import batches\n"
+            "from tests.support.logs.logs import batches\n"
             "log = LogWriter('log')\n"
             "first, second = batches(2)\n"
             "log.append(first); log.flush()\n"

@@ -12,7 +12,7 @@ from events.formats.sglang import encode_sglang
 from events.formats.vllm import AllBlocksCleared, BlockRemoved, BlockStored, decode_batch, encode_batch
 from events.formats.vllm_arrays import encode_arrays
 from events.types import FULL, SLIDING, GroupCreated, Namespace
-from tests.columns import pack_i32
+from tests.support.columns import pack_i32
 
 TS = 1_700_000_000.5
 VLLM_0_10_2 = bytes.fromhex(

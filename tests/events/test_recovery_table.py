@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from events.errors import LogDamaged, LogTooNew
 from events.log import LogReader, LogWriter, durable, recovery
 from events.log.recovery import carry_out, plan
-from tests.events.logs import (
+from tests.oracles.packer import segment_header
+from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
@@ -30,8 +31,7 @@ from tests.events.logs import (
     write_log,
     write_synced,
 )
-from tests.events.packer import segment_header
-from tests.events.test_log_recovery import snapshot
+from tests.support.logs.snapshots import snapshot
 
 
 def unclosed(log: Path) -> None:

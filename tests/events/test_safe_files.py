@@ -16,8 +16,8 @@ from events.files.safe import OTHERS, check_directory, create_file, open_or_crea
 from events.log import LogReader, LogWriter
 from events.log.durable import replace_file
 from events.log.leases import Lease, leased
-from tests.events.logs import batch, batches, read_log, write_log
-from tests.planted import OTHER, as_root, plant
+from tests.support.logs.logs import batch, batches, read_log, write_log
+from tests.support.logs.planted import OTHER, as_root, plant
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,10 @@ from events.codec import encode_batch, to_json
 from events.formats.schema import json_schema, msgpack_schema
 from events.types import EventBatch
 from kvcache import KVCacheManager
-from tests import strategies
-from tests.events.test_feed import Engine
-from tests.places import ROOT
-from tests.sinks.helpers import KEY_BYTES, SAMPLES
+from tests.support.engines import strategies
+from tests.support.feeds.sinks import KEY_BYTES, SAMPLES
+from tests.support.feeds.strict import Engine
+from tests.support.places import ROOT
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "events.schema.json": json_schema,

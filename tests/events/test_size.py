@@ -21,7 +21,7 @@ from events.types import (
     SymbolPage,
     SymbolsInterned,
 )
-from tests.sinks.helpers import SAMPLES, make_batch
+from tests.support.feeds.sinks import SAMPLES, make_batch
 
 SAMPLE: dict[type, Any] = {type(event): event for event in SAMPLES}
 

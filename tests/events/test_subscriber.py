@@ -21,8 +21,8 @@ from events.subscribe.continuity import Missed, Received, Report, Restarted
 from events.subscribe.index import GPU, HOST, STORAGE, Block, Index, level_of
 from events.subscribe.subscriber import EndpointError, Subscriber
 from events.types import Namespace
-from tests.columns import pack_i32
-from tests.events.publisher import CLEARED, Publisher, batch, removed, replaying, stored
+from tests.support.columns import pack_i32
+from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 
 
 @pytest.fixture

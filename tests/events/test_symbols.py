@@ -22,7 +22,7 @@ from events.types import (
     SymbolsForgotten,
     SymbolsInterned,
 )
-from tests.columns import pack_i32, pack_u32
+from tests.support.columns import pack_i32, pack_u32
 
 CAT, DOG = b"\xca" * 32, b"\xd0" * 32
 Meaning = tuple[int, int, bytes | None, int]

@@ -1,4 +1,4 @@
-"""kill -9, EIO and ENOSPC at each call to the system that a log makes (`tests.interrupted`), and full disks."""
+"""kill -9, EIO and ENOSPC at each call to the system that a log makes, and full disks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 
 from events import EventBatch, LogWriteFailed
 from events.log import LogReader, LogWriter
-from tests.events.logs import batch
-from tests.interrupted import CONTENT, judge, make_torn
-from tests.places import ROOT
+from tests.support.logs.interrupted import CONTENT, judge, make_torn
+from tests.support.logs.logs import batch
+from tests.support.places import ROOT
 
 POLICIES = ("always", "group", "interval", "never")
 KILLS = ("before", "middle", "after")
@@ -31,7 +31,7 @@ def run(directory: Path, points: list[Point]) -> list[Point]:
     """What has become of the log at each."""
     directory.mkdir()
     done = subprocess.run(
-        [sys.executable, "-m", "tests.interrupted", str(directory)],
+        [sys.executable, "-m", "tests.support.logs.interrupted", str(directory)],
         input="".join(f"{json.dumps(point)}\n" for point in points),
         capture_output=True,
         text=True,
@@ -70,7 +70,7 @@ def refusals(counts: dict[str, int]) -> list[Point]:
 
 
 def survived_kills(found: list[Point]) -> None:
-    """All that was told to be durable was read (`tests.interrupted.judge`), and most were killed before the end."""
+    """All that was told to be durable was read, and most were killed before the end."""
     killed = [each for each in found if each["status"] == -9]
     assert len(killed) > 0.9 * len(found)
     print(f"{len(found)} points, {len(killed)} killed, 0 losses; ends: {ends(found)}")
@@ -141,7 +141,7 @@ def traced(log: Path, fsync: str, inject: str) -> tuple[int, list[Any]]:
         f"inject={inject}",
     ]
     done = subprocess.run(
-        [*command, sys.executable, "-m", "tests.interrupted", str(log), fsync],
+        [*command, sys.executable, "-m", "tests.support.logs.interrupted", str(log), fsync],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -29,9 +29,9 @@ from events.types import (
     Gap,
     WorkerSeen,
 )
-from tests.columns import pack_i32
-from tests.events.wire_packer import pack_wire
-from tests.places import ROOT
+from tests.oracles.wire_packer import pack_wire
+from tests.support.columns import pack_i32
+from tests.support.places import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
 MAPS = {

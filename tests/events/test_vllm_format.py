@@ -1,7 +1,7 @@
 """vLLM's wire format against bytes that other code made, and against a decoder that knows nothing of events.
 
 `tests/golden/vllm_wire.json` holds what batches mean, written down by hand, and their bytes, made by
-`tests.events.wire_packer`.
+`tests.oracles.wire_packer`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from events.formats.vllm import (
     replay_request,
 )
 from events.types import GroupCreated, Namespace
-from tests.columns import pack_i32
-from tests.events.wire_packer import pack_wire
-from tests.places import ROOT
+from tests.oracles.wire_packer import pack_wire
+from tests.support.columns import pack_i32
+from tests.support.places import ROOT
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
 READ = {vector["name"]: vector for vector in GOLDEN["read"]}

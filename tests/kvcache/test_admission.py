@@ -11,7 +11,7 @@ from events.types import BlocksMoved, BlocksRemoved
 from kvcache.errors import OutOfBlocks, UnknownRequest
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def fill(manager: KVCacheManager, *prompts: list[int]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.free_engine import FreeEngine
+from tests.support.engines.free_engine import FreeEngine
 
 
 def run_programs(seeds: range, commands: int) -> None:

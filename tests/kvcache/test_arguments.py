@@ -19,7 +19,7 @@ from kvcache.errors import NotEnoughMemory, Unsupported, UsageError, WrongThread
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from sinks import SinkOpenError, SinkRunner
-from tests import strategies
+from tests.support.engines import strategies
 
 
 class Odd:

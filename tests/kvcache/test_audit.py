@@ -27,10 +27,10 @@ from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed
 from kvcache.report.groups import GROUPS
-from tests import strategies
-from tests.naive_audit import NaiveAudit
-from tests.places import ROOT
-from tests.random_logs import LossyLog, random_log
+from tests.oracles.naive_audit import NaiveAudit
+from tests.support.engines import strategies
+from tests.support.logs.random_logs import LossyLog, random_log
+from tests.support.places import ROOT
 
 
 class Admissions(Listener):

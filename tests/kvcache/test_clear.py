@@ -5,7 +5,7 @@ from __future__ import annotations
 from events.types import CacheCleared
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 PROMPT = [1, 2, 3, 4, 5]
 

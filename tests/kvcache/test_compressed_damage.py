@@ -19,9 +19,9 @@ from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.scan import Damage, Found, Scan
 from kvcache.keep.verify import verify
-from tests.damaging import compressed_copy, log_with_snapshots, without_beginning
-from tests.events.logs import batch, write_log
 from tests.kvcache import test_salvaging, test_verifying
+from tests.support.logs.damaging import compressed_copy, log_with_snapshots, without_beginning
+from tests.support.logs.logs import batch, write_log
 
 
 @pytest.fixture(scope="module")

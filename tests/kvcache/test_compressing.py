@@ -33,12 +33,11 @@ from kvcache.keep.repair import repair
 from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
-from tests.chaos import wait_until
-from tests.crash_model import Recording, put
-from tests.damaging import compressed_copy, log_with_snapshots
-from tests.events.logs import batch, segments
-from tests.kvcache.test_pruning import is_log_of, names, states_of
-from tests.kvcache.test_snapshots import random_log
+from tests.oracles.crash_model import Recording, put
+from tests.support.feeds.chaos import wait_until
+from tests.support.logs.damaging import compressed_copy, log_with_snapshots
+from tests.support.logs.kept import is_log_of, names, random_log, states_of
+from tests.support.logs.logs import batch, segments
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError
 from kvcache.settings.problems import _HERE, closest
-from tests.conftest import RunPython
+from tests.support.commands import RunPython
 
 
 def config(**settings: Any) -> KVCacheConfig:

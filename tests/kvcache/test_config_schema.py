@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError
-from tests.conftest import RunPython
+from tests.support.commands import RunPython
 
 SCHEMA = KVCacheConfig.model_json_schema()
 SAYS_ONLY = {"$defs", "default", "description", "title"}

@@ -18,8 +18,8 @@ from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
 from sinks.router.replay_ring import ENTRY_BYTES, ReplayRing
-from tests import strategies
-from tests.conformance.rig import Rig, keep
+from tests.support.engines import strategies
+from tests.support.engines.rig import Rig, keep
 
 
 class Counting:

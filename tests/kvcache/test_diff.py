@@ -25,7 +25,7 @@ from events.types import (
     TransferLanded,
 )
 from kvcache.diff import changed_settings, compare_reuse, first_divergence
-from tests.columns import pack_i32, pack_i64
+from tests.support.columns import pack_i32, pack_i64
 
 GROUP = GroupCreated(64, "full", (0,), (), (8, 0))
 STARTED = EpochStarted(0, b"a" * 16, None, None, True, True, "kvcache 1")

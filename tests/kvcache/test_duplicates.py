@@ -7,7 +7,7 @@ from kvcache.fold.group_state import GroupState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.results import Replacement
-from tests import strategies
+from tests.support.engines import strategies
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -28,9 +28,9 @@ from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import EncoderInput, Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, replay
-from tests import strategies
-from tests.columns import pack_i32
-from tests.lives import NoBytes
+from tests.support.columns import pack_i32
+from tests.support.engines import strategies
+from tests.support.engines.lives import NoBytes
 
 PROMPT = [1, 2, 3, 4, 5]
 READ = [7, 8, 9, 7, 8]

@@ -41,7 +41,7 @@ from kvcache.errors import (
     WrongThread,
     invariant,
 )
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 EXAMPLES: dict[KVCacheError, dict[str, object]] = {
     ConfigError(["a: given 1; accepted: 2", "b: missing"], "x.toml"): {

@@ -18,8 +18,8 @@ from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-from tests.strategies import cached_blocks, name_of, split_names
+from tests.support.engines import strategies
+from tests.support.engines.strategies import cached_blocks, name_of, split_names
 
 PLAIN = (None, None, None)
 

@@ -22,8 +22,8 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-from tests.fake_engine import DETACHED, FakeEngine
+from tests.support.engines import strategies
+from tests.support.engines.fake_engine import DETACHED, FakeEngine
 
 PROMPT = [0, 1, 0, 1, 1]
 

@@ -14,7 +14,7 @@ from kvcache.fold.group_state import GroupState
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def cache() -> KVCacheManager:

@@ -23,8 +23,8 @@ from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-from tests.kvcache.test_manager import COMMANDS, cache, call
+from tests.support.engines import strategies
+from tests.support.engines.commands import COMMANDS, cache, call
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -13,7 +13,7 @@ from events.tokens.names import ALGORITHMS, salt_digest, salt_id
 from events.tokens.rich import ItemSpan, RichTokens
 from events.types import Namespace
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 PLAIN = Namespace()
 

@@ -25,9 +25,9 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.keep.process import Keeper
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
-from tests.chaos import wait_until
-from tests.conftest import RunPython
-from tests.events.logs import TIME, batch
+from tests.support.commands import RunPython
+from tests.support.feeds.chaos import wait_until
+from tests.support.logs.logs import TIME, batch
 
 KEPT = 100_000
 SEGMENT = KEPT // 8

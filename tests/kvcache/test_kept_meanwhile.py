@@ -21,8 +21,8 @@ from kvcache.keep.salvage import salvage
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
-from tests import random_logs
-from tests.damaging import compressed_copy
+from tests.support.logs import random_logs
+from tests.support.logs.damaging import compressed_copy
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 
 from events import NotALog
 from events.log import LogWriter
-from tests.killed_at_start import KEEPERS
-from tests.places import ROOT
+from tests.support.engines.killed_at_start import KEEPERS
+from tests.support.places import ROOT
 
 Point = tuple[str, int]
 
@@ -21,7 +21,7 @@ Point = tuple[str, int]
 def lives(directory: Path, points: list[Point]) -> list[tuple[int | None, int]]:
     """For each: how many calls there were, None if it was killed, and the batches of the log after another start."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.killed_at_start", str(directory)],
+        [sys.executable, "-m", "tests.support.engines.killed_at_start", str(directory)],
         input="".join(f"{json.dumps(point)}\n" for point in points),
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests.kvcache.test_replay import Traffic, config
+from tests.support.engines.traffic import Traffic, config
 
 Book = dict[int, tuple[int | None, int, tuple[int, ...], int]]
 """Name to parent, level, token ids and priority."""

@@ -25,8 +25,8 @@ from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import IN_PRIMARY, IN_SECONDARY, SlotState, slot_states
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from tests import strategies
-from tests.lives import NoBytes, Witness, explore, steps_of
+from tests.support.engines import strategies
+from tests.support.engines.lives import NoBytes, Witness, explore, steps_of
 
 
 class FoldWitness(Witness):

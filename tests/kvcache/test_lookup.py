@@ -11,7 +11,7 @@ from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def cache(**settings: object) -> KVCacheManager:

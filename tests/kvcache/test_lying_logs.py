@@ -38,7 +38,7 @@ from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
-from tests import strategies
+from tests.support.engines import strategies
 
 NUMBERS = (
     "parent",

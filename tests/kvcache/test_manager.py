@@ -27,17 +27,8 @@ from kvcache.errors import (
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-
-
-def cache(**settings: Any) -> KVCacheManager:
-    """Runs "a" with 5 tokens and "b" with 4, of which 4 and 2 are stored; 8 blocks of 2 tokens, 3 of them blank."""
-    manager = KVCacheManager(strategies.config(**settings))
-    manager.add_sequences([Request("a", [1, 2, 3, 4, 5]), Request("b", [6, 7, 8, 9])])
-    manager.store_context_blocks("a", 5)
-    manager.store_context_blocks("b", 2)
-    return manager
-
+from tests.support.engines import strategies
+from tests.support.engines.commands import COMMANDS, cache, call
 
 Call = Callable[[Any], Any]
 MISTAKES: list[tuple[str, type[KVCacheError], Call]] = [
@@ -220,47 +211,6 @@ def test_integers_of_other_kinds_are_logged_as_plain_ones(tmp_path: object) -> N
     assert not replayed.checkpoints_failed
 
 
-COMMANDS: list[tuple[str, tuple[Any, ...] | None]] = [
-    ("add_sequence", ("c", [1])),
-    ("add_sequences", ([],)),
-    ("can_add", ([],)),
-    ("match", ([1],)),
-    ("count_reusable", ([1],)),
-    ("store_context_blocks", ("a", 1)),
-    ("store_encoder_blocks", ("a",)),
-    ("add_tokens", (["a"], [1])),
-    ("reserve", (["a"], [1])),
-    ("set_priority", ("a", 50)),
-    ("fork", ("a", "c")),
-    ("rewind", ("a", 1)),
-    ("pin", ("a",)),
-    ("pins", ()),
-    ("unpin", (1,)),
-    ("remove_sequence", ("a",)),
-    ("remaining_blocks_to_completion", ("a", 1)),
-    ("remaining_blocks_per_window", ("a", 1)),
-    ("demand", (Request("c", [1]),)),
-    ("next_step_blocks_per_window", ("a",)),
-    ("simulate", ()),
-    ("computing", (Request("c", [1]),)),
-    ("block_table", ("a",)),
-    ("block_tables", (["a"],)),
-    ("padded_tables", (["a"],)),
-    ("paged_tables", (["a"],)),
-    ("slot_mapping", (["a"],)),
-    ("sequence_lengths", (["a"],)),
-    ("check_tables", ()),
-    ("clear", ()),
-    ("flush", ()),
-    ("poll", ()),
-    ("start_transfers", ()),
-    ("check", ()),
-    ("fingerprint", ()),
-    ("num_free_blocks", None),
-    ("num_free_blocks_per_window", ()),
-    ("num_sequences", None),
-]
-"""All that reads or changes the state, with arguments that are right; None: a property."""
 ANY_THREAD = {
     "feeds",
     "get_latest_events",
@@ -273,11 +223,6 @@ ANY_THREAD = {
     "wait_subscribers",
 }
 FIXED = {"max_encoder_tokens", "max_tokens", "max_prompt_tokens"}
-
-
-def call(manager: KVCacheManager, name: str, arguments: tuple[Any, ...] | None) -> Any:
-    found = getattr(manager, name)
-    return found if arguments is None else found(*arguments)
 
 
 def test_the_list_of_commands_is_complete() -> None:

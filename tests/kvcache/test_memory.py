@@ -8,7 +8,7 @@ from events.types import FULL, SLIDING
 from kvcache.device.memory import bookkeeping_bytes, free_bytes
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def container(directory: Path, limit: str, used: int, inactive_file: int) -> Path:

@@ -34,7 +34,7 @@ from kvcache.fold.state import CacheState
 from kvcache.inputs.multimodal import rich_tokens
 from kvcache.inputs.requests import namespace_of
 from kvcache.replay import replay
-from tests import strategies
+from tests.support.engines import strategies
 
 H1, H2 = b"\x11" * 32, b"\x22" * 32
 

@@ -28,10 +28,10 @@ from events.types import (
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-from tests.lives import NoBytes
-from tests.naive_audit import REASONS, Admission, naive_audit
-from tests.random_logs import LossyLog, random_log
+from tests.oracles.naive_audit import REASONS, Admission, naive_audit
+from tests.support.engines import strategies
+from tests.support.engines.lives import NoBytes
+from tests.support.logs.random_logs import LossyLog, random_log
 
 
 class Switch:

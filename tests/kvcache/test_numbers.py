@@ -18,7 +18,7 @@ from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests.kvcache.test_replay import Traffic, config, recorded
+from tests.support.engines.traffic import Traffic, config, recorded
 
 
 def at_number(*, handle: int = 1, transfer: int = 1) -> CacheState:

@@ -20,8 +20,8 @@ from kvcache.decide.block_manager import BlockManager
 from kvcache.errors import KVCacheError
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from tests import strategies
-from tests.kvcache.test_against_model import ManagerBesideModel, explore
+from tests.oracles.machine import ManagerBesideModel, explore
+from tests.support.engines import strategies
 
 NO_STATE = {"watcher", "handlers"}
 """Whom to tell, and what to call."""

@@ -21,12 +21,11 @@ from kvcache.audit.rows import BlockLife
 from kvcache.errors import CapacityError
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Unreplayable, replay
-from tests import strategies
-from tests.cli.conftest import run_log
-from tests.conftest import RunPython
-from tests.kvcache.raw_log import Life, RawLog
-from tests.kvcache.test_replay import Traffic, config, lossy
-from tests.random_logs import random_log
+from tests.oracles.raw_log import Life, RawLog
+from tests.support.commands import RunPython, run_log
+from tests.support.engines import strategies
+from tests.support.engines.traffic import Traffic, config, lossy
+from tests.support.logs.random_logs import random_log
 
 LEVELS = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 TWO = ("--set", "max_attention_window=64,1048576", "--set", "num_layers=2")

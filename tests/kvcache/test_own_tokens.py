@@ -19,7 +19,7 @@ from kvcache.record import own_tokens
 from kvcache.record.counting import StatsCounter
 from kvcache.stats import Stats
 from kvcache.workload.summary import RunResult, StepTimes
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def cache(**options: Any) -> KVCacheManager:

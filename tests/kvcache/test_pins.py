@@ -10,8 +10,8 @@ import pytest
 from kvcache import KVCacheManager, Request
 from kvcache.errors import OutOfBlocks, PinsExceeded, UnknownRequest, UsageError
 from kvcache.replay import replay
-from tests import strategies
-from tests.conformance.rig import Rig
+from tests.support.engines import strategies
+from tests.support.engines.rig import Rig
 
 
 def test_pinned_blocks_outlive_what_needs_room() -> None:

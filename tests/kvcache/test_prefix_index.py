@@ -19,9 +19,9 @@ from kvcache import KVCacheManager, PrefixIndex
 from kvcache.errors import CapacityError
 from kvcache.prefixes.index import Overlap
 from kvcache.prefixes.publisher import Publisher
-from tests.prefix_model import NaiveIndex
-from tests.prefix_streams import Honest, Liar
-from tests.strategies import NAMESPACES, config, name_of
+from tests.oracles.prefix_model import NaiveIndex
+from tests.support.engines.strategies import NAMESPACES, config, name_of
+from tests.support.feeds.prefix_streams import Honest, Liar
 
 PROMPTS = 4
 """Asked after each batch."""

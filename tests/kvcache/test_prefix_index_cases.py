@@ -26,8 +26,8 @@ from kvcache.errors import (
 from kvcache.prefixes.index import Overlap
 from kvcache.prefixes.publisher import RANKS_MAX, Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
-from tests.prefix_streams import Honest, Liar
-from tests.work import lines_run
+from tests.support.feeds.prefix_streams import Honest, Liar
+from tests.support.work import lines_run
 
 HEADER = struct.Struct("<8sIQ32s")
 

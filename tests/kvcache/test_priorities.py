@@ -15,8 +15,8 @@ from kvcache.decide.eviction_order import EvictionOrder
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
-from tests import strategies
-from tests.strategies import name_of, split_names
+from tests.support.engines import strategies
+from tests.support.engines.strategies import name_of, split_names
 
 PLAIN = (None, None, None)
 

@@ -19,44 +19,15 @@ from events.log.leases import Lease, leased
 from events.log.retention import Kept, Limits
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.log.snapshots import snapshot_paths, snapshots
-from events.types import EpochStarted, Gap
-from kvcache.fold.state import CacheState
+from events.types import Gap
 from kvcache.keep import snapshot as keep_snapshot
 from kvcache.keep.prune import prune
 from kvcache.keep.snapshot import make_snapshot
-from kvcache.replay import BeforeBeginning, Replayed, fold, replay
-from tests.crash_model import Recording, put
-from tests.kvcache.test_snapshots import random_log
+from kvcache.replay import BeforeBeginning, fold, replay
+from tests.oracles.crash_model import Recording, put
+from tests.support.logs.kept import is_log_of, names, random_log, states_of
 
 NO_LIMITS = Limits()
-
-
-def states_of(log: Path) -> dict[int, bytes]:
-    """The fingerprint after each batch."""
-    replayed, found = Replayed(CacheState()), {}
-    for batch in LogReader(log):
-        replayed.fold(batch, verify=False)
-        found[batch.seq] = replayed.fingerprint
-    return found
-
-
-def names(log: Path) -> list[str]:
-    return sorted(path.name for path in [*segment_paths(log), *snapshot_paths(log)])
-
-
-def is_log_of(log: Path, states: dict[int, bytes], intended: int) -> None:
-    """From at most `intended` on, everything is there, and each state is what it was."""
-    batches = iter(LogReader(log))
-    first = next(batches)
-    assert first.seq <= intended
-    assert isinstance(first.events[0], EpochStarted)
-    assert [first.seq, *(batch.seq for batch in batches)] == [seq for seq in states if seq >= first.seq]
-    for seq in [
-        first.seq,
-        *random.Random(intended).choices([each for each in states if each >= first.seq], k=2),
-    ]:
-        assert replay(log, seq).fingerprint == states[seq]
-    assert fold(LogReader(log)).fingerprint == states[max(states)]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,9 +18,8 @@ from kvcache.fold.residency import resident_names
 from kvcache.keep.prune import prune
 from kvcache.keep.snapshot import make_snapshot
 from sinks.router.feed import FeedBatch
-from tests.chaos import wait_until
-from tests.kvcache.test_publish import Collector, Running, Told, once, write
-from tests.kvcache.test_publish import sinks as sinks  # noqa: PLC0414 - a fixture
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publishing import Collector, Running, Told, once, write
 
 SMALL: dict[str, Any] = {"segment_bytes": 2000}
 

@@ -14,10 +14,9 @@ import pytest
 from events.log import LogReader
 from events.log.epochs import beginnings
 from kvcache.manager import KVCacheManager
-from tests.chaos import free_port, wait_until
-from tests.kvcache.test_publish import Collector, Running, sinks, write
-from tests.random_logs import LossyLog, Program
-from tests.sinks.test_prometheus import (
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publishing import Collector, Running, sinks, write
+from tests.support.feeds.scraping import (
     Samples,
     a_real_prometheus,
     ask_prometheus,
@@ -30,6 +29,8 @@ from tests.sinks.test_prometheus import (
     used_in,
     value,
 )
+from tests.support.logs.random_logs import LossyLog, Program
+from tests.support.ports import free_port
 
 __all__ = ["sinks"]
 pytest.importorskip("prometheus_client")
@@ -161,6 +162,7 @@ def test_the_sinks_are_those_of_the_sidecar(tmp_path: Path, sinks: dict[str, Any
     assert of_sinks("errors_total")[1] > 1
 
 
+@pytest.mark.needs("prometheus")
 def test_a_real_prometheus_scrapes_them(tmp_path: Path) -> None:
     """All rules evaluate, and the dashboard has an answer to all that it asks of an engine, but for step times."""
     log = tmp_path / "log"

@@ -20,7 +20,7 @@ from events.log.frames import VERSION
 from events.types import FORMAT_VERSION, TransferFailed
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 GOLDEN = ROOT / "tests" / "golden"
 LOGS = ["log_1", "log_1z"]

@@ -3,88 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from events.ids import first_number
 from events.log import LogReader, LogWriter
-from events.types import BlocksStored, Checkpoint, EpochStarted, EventBatch, Gap, SequenceAdded
-from kvcache.config import KVCacheConfig
-from kvcache.errors import CapacityError, ConfigError, InvariantViolated, Unsupported
+from events.types import BlocksStored, Checkpoint, EpochStarted, EventBatch, SequenceAdded
+from kvcache.errors import ConfigError, InvariantViolated, Unsupported
 from kvcache.fold.check import check
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
-from kvcache.inputs.requests import Request
 from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.record.journal import cache_created
 from kvcache.record.outputs import open_log
 from kvcache.replay import BeyondEnd, NotThere, Unreplayable, fold, replay
-from tests import strategies
-
-
-class Traffic:
-    """Random requests for a manager; the same seed gives the same commands."""
-
-    def __init__(self, manager: KVCacheManager, seed: int) -> None:
-        self.manager = manager
-        self.random = random.Random(seed)
-        self.running: list[str | int] = []
-        self.next_id = 0
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(2) for _ in range(count)]
-
-    def step(self) -> None:
-        r, manager = self.random, self.manager
-        try:
-            action = r.randrange(5)
-            if action < 2:
-                salt = r.choice([None, "a"])
-                manager.add_sequences(
-                    [Request(self.next_id, self.tokens(r.randrange(1, 12)), cache_salt=salt)]
-                )
-                self.running.append(self.next_id)
-                self.next_id += 1
-            elif action == 2 and self.running:
-                request_id = r.choice(self.running)
-                manager.store_context_blocks(request_id, manager._blocks.sequence(request_id).num_tokens)
-            elif action == 3 and self.running:
-                manager.add_tokens(self.running, self.tokens(len(self.running)))
-            elif self.running:
-                manager.remove_sequence(self.running.pop(r.randrange(len(self.running))))
-        except CapacityError:
-            if self.running:
-                manager.remove_sequence(self.running.pop(0))
-
-    def record(self, steps: int) -> dict[int, bytes]:
-        """Flush now and then; returns the fingerprint after each batch."""
-        fingerprints = {}
-        for _ in range(steps):
-            self.step()
-            if self.random.random() < 0.5:
-                batch = self.manager.flush()
-                if batch is not None:
-                    fingerprints[batch.seq] = self.manager.fingerprint()
-        return fingerprints
-
-
-def config(**settings: Any) -> KVCacheConfig:
-    return strategies.config(secondary_blocks=4, **settings)
-
-
-def recorded(directory: Path, seed: int = 0, steps: int = 80, **settings: Any) -> dict[int, bytes]:
-    """Write a log; returns the fingerprint after each of its batches."""
-    manager = KVCacheManager(config(**settings), log=directory)
-    first = {0: manager.fingerprint()}
-    found = Traffic(manager, seed).record(steps)
-    manager.close()
-    return first | found | {manager._journal._next_seq - 1: fingerprint(manager.state)}
+from tests.support.engines import strategies
+from tests.support.engines.traffic import Traffic, config, lossy, recorded
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -236,17 +174,6 @@ def passes(batches: Sequence[EventBatch]) -> bool:
         return not fold(batches, verify=True).checkpoints_failed
     except Unreplayable:
         return False
-
-
-def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
-    """Make the manager believe that its log has lost batches, and flush."""
-    outputs = manager._journal.outputs
-    outputs.may_lose = True
-    outputs.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
-    batch = manager.flush()
-    assert batch is not None
-    outputs.take_gap = lambda: None  # type: ignore[method-assign]
-    return [batch]
 
 
 def test_folding_goes_on_behind_a_gap() -> None:

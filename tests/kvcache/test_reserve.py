@@ -9,7 +9,7 @@ import pytest
 from events.types import AllocateReason, BlocksAllocated, BlocksReturned, BlocksStored, TokensAppended
 from kvcache.errors import InvalidTokens, OutOfBlocks, PromptTooLong, UnknownRequest, UsageError
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def cache(**settings: Any) -> tuple[KVCacheManager, list[Any]]:

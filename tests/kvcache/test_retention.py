@@ -13,8 +13,8 @@ from events.types import BlocksFilled, BlocksStored, BlocksUpdated, SequenceAdde
 from kvcache import KVCacheManager, Retention, RetentionRange
 from kvcache.errors import UsageError
 from kvcache.replay import replay
-from tests import strategies
-from tests.conformance.rig import Rig, keep
+from tests.support.engines import strategies
+from tests.support.engines.rig import Rig, keep
 
 RANGE = RetentionRange
 BAD: list[tuple[str, Any]] = [

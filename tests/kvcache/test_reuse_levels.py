@@ -24,10 +24,11 @@ from kvcache.fold.use_counts import MOST_USES, REMEMBERED
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from kvcache.whatif.trial import Trial, play
-from tests import agreement, strategies
-from tests.model import Model, Refused
-from tests.window_model import Path as BlockPath
-from tests.window_model import Window
+from tests.oracles import agreement
+from tests.oracles.cache_model import Model, Refused
+from tests.oracles.window_model import Path as BlockPath
+from tests.oracles.window_model import Window
+from tests.support.engines import strategies
 
 PLAIN = strategies.NAMESPACES[0]
 

@@ -17,11 +17,10 @@ from kvcache.fold.state import CacheState
 from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import Replayed, replay
-from tests.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
-from tests.events.logs import frame_offsets
-from tests.events.test_log_recovery import snapshot as bytes_in
-from tests.kvcache.test_pruning import states_of
-from tests.kvcache.test_snapshots import random_log
+from tests.support.logs.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
+from tests.support.logs.kept import random_log, states_of
+from tests.support.logs.logs import frame_offsets
+from tests.support.logs.snapshots import snapshot as bytes_in
 
 
 @pytest.fixture(scope="module", params=[1, 3])

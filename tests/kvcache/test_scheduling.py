@@ -18,7 +18,8 @@ from kvcache.errors import DuplicateRequest, OutOfBlocks, PromptTooLong, Unknown
 from kvcache.fold.exported_state import export
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from tests import random_logs, strategies
+from tests.support.engines import strategies
+from tests.support.logs import random_logs
 
 PerWindow = dict[int, int]
 

@@ -14,8 +14,8 @@ from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.record import outputs
 from sinks import SinkRunner, queue
-from tests.events.json_reader import from_json
-from tests.sinks.helpers import PLANTED, RecordingSink
+from tests.oracles.json_reader import from_json
+from tests.support.feeds.sinks import PLANTED, RecordingSink
 
 PACKED = PLANTED.to_bytes(4, "little")
 

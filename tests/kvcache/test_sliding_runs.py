@@ -11,7 +11,7 @@ from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.errors import InvariantViolated
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 BLOCKS = 8192
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -15,17 +13,7 @@ from kvcache.fold.exported_state import export
 from kvcache.fold.state import CacheState
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import Replayed, fold, replay
-from tests import random_logs
-
-SEGMENT_BYTES = 2048
-
-
-def random_log(seed: int, directory: Path) -> Path:
-    """A random log of many segments."""
-    with patch.object(
-        random_logs, "LossyLog", functools.partial(random_logs.LossyLog, segment_bytes=SEGMENT_BYTES)
-    ):
-        return random_logs.random_log(seed, directory, branches=True)
+from tests.support.logs.kept import random_log
 
 
 def boundaries(directory: Path) -> list[int]:

@@ -14,8 +14,8 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
-from tests import strategies
-from tests.kvcache.test_replay import Traffic, config
+from tests.support.engines import strategies
+from tests.support.engines.traffic import Traffic, config
 
 Setup = Callable[[KVCacheManager], None]
 

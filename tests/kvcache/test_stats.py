@@ -20,8 +20,8 @@ from kvcache.manager import KVCacheManager
 from kvcache.record.counting import StatsCounter
 from kvcache.record.request_counting import RequestCounter
 from kvcache.stats import BlockStats, RequestStats, Stats
-from tests import strategies
-from tests.random_logs import random_log
+from tests.support.engines import strategies
+from tests.support.logs.random_logs import random_log
 
 SEEDS = range(12)
 

@@ -6,7 +6,7 @@ What a worker holds is compared with a dict that is fed from the wire.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -24,19 +24,12 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
-from tests.events.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
-from tests.kvcache.test_failing_log import FullDisk, full_disk
-from tests.kvcache.test_replay import config
+from tests.support.engines.traffic import config
+from tests.support.feeds.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
+from tests.support.feeds.tapped import WAIT, work_until
+from tests.support.logs.full_disk import FullDisk, full_disk
 
 __all__ = ["full_disk"]
-WAIT = 30.0
-
-
-def work_until(tap: Tap, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not done():
-        assert time.monotonic() < deadline, "the tap does not get there"
-        tap.work(0.02)
 
 
 def names(tap_or_state: Tap | FeedState) -> list[set[Any]]:

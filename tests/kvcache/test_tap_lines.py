@@ -22,11 +22,11 @@ from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
-from tests import strategies
-from tests.events.test_feed import NoBytes
-from tests.kvcache.test_tap import work_until
-from tests.sinks.feed_source import RecordingTransport
-from tests.sinks.test_trtllm import STREAM, WINDOWS, BusyEngine, Held, config, held_by, work
+from tests.support.engines import strategies
+from tests.support.feeds.feed_source import RecordingTransport
+from tests.support.feeds.strict import NoBytes
+from tests.support.feeds.tapped import work_until
+from tests.support.feeds.trtllm_events import STREAM, WINDOWS, BusyEngine, Held, config, held_by, work
 
 
 def known(tap: Tap) -> Held:

@@ -21,10 +21,10 @@ from events.types import EventBatch
 from kvcache.keep import raw
 from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.keep.verify import verify
-from tests.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
-from tests.events.logs import batch, frame_offsets, write_log
-from tests.kvcache.test_snapshots import random_log
-from tests.places import ROOT
+from tests.support.logs.damaging import CHANGES, Change, log_with_snapshots, unreadable, without_beginning
+from tests.support.logs.kept import random_log
+from tests.support.logs.logs import batch, frame_offsets, write_log
+from tests.support.places import ROOT
 
 READERS = ("raw.py", "raw_groups.py", "raw_snapshot.py", "scan.py", "losses.py")
 SEEDS = range(40)

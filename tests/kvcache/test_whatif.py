@@ -29,8 +29,8 @@ from kvcache.whatif.recorded import Unplayable, prompts, recorded
 from kvcache.whatif.requests import Line, Played
 from kvcache.whatif.tally import Tally
 from kvcache.whatif.trial import Trial, play, playback_of
-from tests import strategies
-from tests.random_logs import random_log
+from tests.support.engines import strategies
+from tests.support.logs.random_logs import random_log
 
 IMAGES = (b"\x11" * 32, b"\x22" * 32)
 

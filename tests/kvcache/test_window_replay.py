@@ -13,7 +13,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.residency import resident_names
 from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
-from tests import strategies
+from tests.support.engines import strategies
 
 
 def cache(*windows: int, **settings: Any) -> KVCacheManager:

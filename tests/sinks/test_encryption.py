@@ -19,11 +19,9 @@ from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from sinks import SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
-from tests.sinks.helpers import WAIT
-from tests.sinks.keys import Keys
-from tests.sinks.test_many_workers import resident
-from tests.sinks.test_router_feed import wait_for
-from tests.sinks.test_zmq import CONTEXT, Router, Worker
+from tests.support.feeds.keys import Keys
+from tests.support.feeds.sinks import WAIT
+from tests.support.feeds.workers import CONTEXT, Router, Worker, resident, wait_for
 
 SMALL = "ring=1KiB&max_batch=2KiB&coalesce=0"
 """So that replays are compacted."""

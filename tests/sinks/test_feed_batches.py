@@ -12,7 +12,7 @@ from events.formats.vllm import encode_batch
 from events.types import Namespace
 from sinks.router.batches import change_bytes, in_batches
 from sinks.salts import MAX_SALT_BYTES
-from tests.sinks.feed_source import BLOCK, Reader, names, state_of, tokens
+from tests.support.feeds.feed_source import BLOCK, Reader, names, state_of, tokens
 
 SPACES = [
     Namespace(),

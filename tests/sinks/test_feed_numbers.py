@@ -18,10 +18,10 @@ import pytest
 from events.errors import NoRegularFile, UnsafeFile
 from sinks import SinkError
 from sinks.router.numbers import FeedNumbers
-from tests.conftest import RunPython
-from tests.places import ROOT
-from tests.planted import as_root
-from tests.syncs import SYNCS, record_syncs
+from tests.support.commands import RunPython
+from tests.support.logs.planted import as_root
+from tests.support.logs.syncs import SYNCS, record_syncs
+from tests.support.places import ROOT
 
 STEP = 4
 

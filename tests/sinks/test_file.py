@@ -16,9 +16,9 @@ from events.errors import UnsafeFile
 from events.types import EventBatch
 from sinks import Sink, SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.file import FileOptions, FileSink
-from tests.events.json_reader import from_json
-from tests.planted import as_root, plant
-from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES, make_batch
+from tests.oracles.json_reader import from_json
+from tests.support.feeds.sinks import KEY_BYTES, PLANTED, SAMPLES, make_batch
+from tests.support.logs.planted import as_root, plant
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = SinkContext(KEY_BYTES, 4)
@@ -215,7 +215,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 FULL_DISK = """
 import resource, sys
 from sinks import SinkContext, open_sink
-from tests.sinks.helpers import make_batch
+from tests.support.feeds.sinks import make_batch
 
 sink = open_sink("file://" + sys.argv[1], SinkContext(32, 4))
 sink.open()

@@ -17,9 +17,9 @@ from kvcache import KVCacheManager
 from kvcache.publish.publisher import Publisher
 from sinks import SinkContext, SinkOpenError, SinkURLError, open_sink
 from sinks.file import FileSink
-from tests import strategies
-from tests.events.test_feed import Engine
-from tests.sinks.feed_source import Source
+from tests.support.engines import strategies
+from tests.support.feeds.feed_source import Source
+from tests.support.feeds.strict import Engine
 
 
 def frames(data: bytes) -> list[Any]:

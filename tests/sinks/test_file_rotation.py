@@ -18,10 +18,10 @@ import pytest
 
 from sinks import SinkContext, SinkError, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.file import FileSink
-from tests.events.json_reader import from_json
-from tests.places import ROOT
-from tests.sinks.helpers import WAIT, check_stream, make_batch
-from tests.sinks.test_router_feed import wait_for
+from tests.oracles.json_reader import from_json
+from tests.support.feeds.sinks import WAIT, check_stream, make_batch
+from tests.support.feeds.workers import wait_for
+from tests.support.places import ROOT
 
 CONTEXT = SinkContext(32, 4)
 

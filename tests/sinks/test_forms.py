@@ -14,8 +14,8 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkURLError, open_sink
 from sinks.router.transport import ZMQTransport
-from tests import strategies
-from tests.sinks.helpers import WAIT
+from tests.support.engines import strategies
+from tests.support.feeds.sinks import WAIT
 
 FORMS = [
     form + tokens for form in ("format=vllm", "style=array", "format=sglang") for tokens in ("", "&tokens=0")

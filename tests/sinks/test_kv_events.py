@@ -10,7 +10,7 @@ import pytest
 from sinks import KVEventsConfigError, kv_events_sink, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQSettings
-from tests.sinks.test_zmq import CONTEXT
+from tests.support.feeds.workers import CONTEXT
 
 DEFAULTS = {
     "enable_kv_cache_events": True,

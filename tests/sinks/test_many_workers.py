@@ -21,29 +21,10 @@ from events.subscribe.endpoints import EndpointError
 from events.subscribe.gathering import Gathering, InsecureEndpoint, replay_in_topic
 from events.subscribe.gathering import Worker as Heard
 from events.subscribe.index import Index
-from sinks import open_sink
-from sinks.router.feed import RouterFeed
-from tests.events.publisher import ReplayServer, batch, stored
-from tests.sinks.feed_source import names, split
-from tests.sinks.helpers import WAIT
-from tests.sinks.keys import Keys
-from tests.sinks.test_router_feed import wait_for
-from tests.sinks.test_zmq import CONTEXT, Worker, free_port
-
-
-def connecting(port: int, options: str) -> Worker:
-    sink = open_sink(f"zmq+pub://127.0.0.1:{port}?connect=1&heartbeat=50ms&coalesce=5ms&{options}", CONTEXT)
-    assert isinstance(sink, RouterFeed)
-    return Worker(feed=sink)
-
-
-def resident(worker: Worker) -> set[Hash]:
-    """What is in the cache, from the cache's own books."""
-    return {
-        int.from_bytes(name, "big")
-        for handle, slots in worker.source.slots.items()
-        for name in split(names(handle, len(slots)), 8)
-    }
+from tests.support.feeds.keys import Keys
+from tests.support.feeds.publisher import ReplayServer, batch, stored
+from tests.support.feeds.sinks import WAIT
+from tests.support.feeds.workers import Worker, connecting, resident, wait_for
 
 
 class Router:
@@ -81,13 +62,6 @@ class Router:
         while not condition() and time.monotonic() < until:
             self.hear(0.02)
         return condition()
-
-
-@pytest.fixture
-def port() -> int:
-    with free_port() as port:
-        pass
-    return port
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from kvcache.publish.publisher import Publisher
 from sinks import open_sink
 from sinks.base import SinkContext, SinkURLError
 from sinks.otel.sink import MAX_HELD, OtelSink
-from tests.random_logs import random_log
-from tests.sinks.helpers import WAIT
-from tests.sinks.test_prometheus import cache, serve_some
+from tests.support.feeds.scraping import cache, serve_some
+from tests.support.feeds.sinks import WAIT
+from tests.support.logs.random_logs import random_log
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -20,10 +20,9 @@ from sinks.router.numbers import FeedNumbers
 from sinks.router.publisher import MAX_PREFIXES, TOLD_AT_ONCE
 from sinks.router.replay_server import ANSWERS_AT_ONCE, ReplayServer
 from sinks.router.transport import ZMQSettings, ZMQTransport
-from tests.sinks.feed_source import Reader, Source, State
-from tests.sinks.helpers import WAIT
-from tests.sinks.test_router_feed import wait_for
-from tests.sinks.test_zmq import MS, Router, Worker, churn, last_seq, read_answer
+from tests.support.feeds.feed_source import Reader, Source, State
+from tests.support.feeds.sinks import WAIT
+from tests.support.feeds.workers import MS, Router, Worker, churn, last_seq, read_answer, wait_for
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from events.size import batch_bytes
 from events.types import EventBatch
 from sinks.queue import BatchQueue, Loss, Overflow
-from tests.sinks.helpers import WAIT, check_stream, gaps, make_batch
+from tests.support.feeds.sinks import WAIT, check_stream, gaps, make_batch
 
 
 def take_all(queue: BatchQueue) -> list[EventBatch]:

@@ -26,10 +26,10 @@ from sinks.prometheus.collector import Collector
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from tests.conftest import RunPython
-from tests.events.json_reader import from_json
-from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
-from tests.sinks.test_router_feed import wait_for
+from tests.oracles.json_reader import from_json
+from tests.support.commands import RunPython
+from tests.support.feeds.sinks import WAIT, RecordingSink, check_stream, gaps, make_batch
+from tests.support.feeds.workers import wait_for
 
 QUICK: dict[str, Any] = {
     "max_errors": 2,
@@ -310,7 +310,7 @@ def test_a_file_on_a_full_disk_goes_on_when_there_is_room(run_python: RunPython,
     done = run_python(
         "import resource, time\n"
         "from sinks import SinkContext, SinkRunner, open_sink\n"
-        "from tests.sinks.helpers import make_batch\n"
+        "from tests.support.feeds.sinks import make_batch\n"
         "sink = open_sink('file:events.jsonl', SinkContext(32, 4))\n"
         "runner = SinkRunner(sink, 'file', max_errors=2, backoff_seconds=0.001, retry_seconds=0.01)\n"
         "runner.start()\n"

@@ -31,8 +31,8 @@ from events.types import (
 )
 from sinks.known import Known
 from sinks.render import render_batch, render_event, text
-from tests.columns import pack_i32, pack_i64, pack_u32
-from tests.sinks.helpers import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
+from tests.support.columns import pack_i32, pack_i64, pack_u32
+from tests.support.feeds.sinks import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, TWO
 
 LINES = [
     (

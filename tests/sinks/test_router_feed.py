@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from events.types import EventBatch, Namespace
 from sinks import SinkRunner
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
-from tests.sinks.feed_source import BLOCK, RecordingTransport, Source, name, names, state_of, tokens
-from tests.sinks.helpers import WAIT, RecordingSink, make_batch
+from tests.support.feeds.feed_source import BLOCK, RecordingTransport, Source, name, names, state_of, tokens
+from tests.support.feeds.sinks import WAIT, RecordingSink, make_batch
+from tests.support.feeds.workers import wait_for
 
 
 class Clock:
@@ -437,13 +437,3 @@ class TestRunner:
         runner.close()
         assert runner.stats().errors >= 15
         assert (runner.stats().batches, runner.stats().state) == (1, "closed")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """For what only shows in an attribute."""
-    pause = threading.Event()
-    for _ in range(int(WAIT * 1000)):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not come about")

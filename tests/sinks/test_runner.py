@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from events.types import EventBatch, Gap
 from sinks import SinkError, SinkOpenError, SinkRunner, SinkStats
 from sinks.runner import BACKOFF_SECONDS_MAX, describe
-from tests.sinks.helpers import (
+from tests.support.feeds.sinks import (
     WAIT,
     ExitingSink,
     HangingSink,
@@ -406,7 +406,7 @@ class TestHangingSink:
         script = (
             "import threading\n"
             "from sinks import SinkRunner\n"
-            "from tests.sinks.helpers import HangingSink, make_batch\n"
+            "from tests.support.feeds.sinks import HangingSink, make_batch\n"
             "sink = HangingSink()\n"
             "runner = SinkRunner(sink, 'hanging')\n"
             "runner.start(); runner.put(make_batch(0)); sink.hanging.wait()\n"
@@ -465,10 +465,10 @@ class TestExitingSink:
 FORKING = """
 import os, sys
 from pathlib import Path
-from tests.events.json_reader import from_json
+from tests.oracles.json_reader import from_json
 from sinks import SinkRunner
 from sinks.file import FileOptions, FileSink
-from tests.sinks.helpers import WAIT, gaps, make_batch
+from tests.support.feeds.sinks import WAIT, gaps, make_batch
 import threading
 
 children = []
@@ -504,7 +504,7 @@ print(*[from_json(line).seq for line in open(sys.argv[1], "rb")])
 FORKED = """
 import os, signal, sys
 from sinks import SinkRunner
-from tests.sinks.helpers import HangingSink, make_batch
+from tests.support.feeds.sinks import HangingSink, make_batch
 
 sink = HangingSink()
 runner = SinkRunner(sink, "forked", max_events=2)

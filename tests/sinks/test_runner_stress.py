@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from events.types import EventBatch
 from sinks import SinkRunner
 from sinks.queue import Overflow
-from tests.sinks.helpers import WAIT, RecordingSink, check_stream, gaps, make_batch
+from tests.support.feeds.sinks import WAIT, RecordingSink, check_stream, gaps, make_batch
 
 
 class RandomSink(RecordingSink):

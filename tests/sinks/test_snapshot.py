@@ -9,7 +9,7 @@ from events.feed.changes import AnyChange, Cleared, Stored
 from events.types import GroupCreated, Namespace
 from sinks.router.feed import FeedState
 from sinks.router.snapshot import MIN_TAIL_BYTES, Snapshot
-from tests.sinks.feed_source import BLOCK, names, tokens
+from tests.support.feeds.feed_source import BLOCK, names, tokens
 
 
 def changes(count: int) -> Iterator[AnyChange]:

@@ -14,8 +14,8 @@ from events.types import EventBatch
 from sinks import SinkContext, SinkError, SinkURLError, open_sink
 from sinks.known import Known
 from sinks.render import render_batch
-from tests.events.json_reader import from_json
-from tests.sinks.helpers import KEY_BYTES, PLANTED, SAMPLES
+from tests.oracles.json_reader import from_json
+from tests.support.feeds.sinks import KEY_BYTES, PLANTED, SAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = SinkContext(KEY_BYTES, 4)

@@ -17,58 +17,16 @@ from events.subscribe.continuity import Missed, Received, Restarted
 from events.subscribe.dicts import DictFollower
 from events.subscribe.index import Index
 from events.types import EventBatch, Gap
-from kvcache import KVCacheConfig, KVCacheManager, Request
+from kvcache import KVCacheManager
 from kvcache.fold.exported_state import export
 from kvcache.publish.errors import NoTokens
 from kvcache.publish.publisher import Publisher
 from kvcache.replay import replay
 from sinks import SinkContext, SinkOpenError, SinkURLError, open_sink
 from sinks.trtllm import DictFeed, LineTransport
-from tests import strategies
-from tests.events.test_feed import Engine, NoBytes
-
-WINDOWS = [None, (6, strategies.LIMIT), (5,)]
-Held = dict[tuple[int, int], set[int]]
-"""(group, level) to names."""
-
-
-class BusyEngine(Engine):
-    """Images, extra ids, salts and adapters; other priorities now and then; and sometimes all is cleared."""
-
-    def step(self) -> None:
-        chance = self.rng.random()
-        if chance < 0.02:
-            self.manager._blocks.clear()  # without the flush that would take the batch away
-        elif chance < 0.1 and self.running:
-            self.manager.set_priority(self.rng.choice(self.running), self.rng.randrange(30, 80))
-        else:
-            super().step()
-
-    def request(self, request_id: int) -> Request:
-        request = super().request(request_id)
-        return Request(
-            request_id,
-            request.tokens,
-            cache_salt=request.cache_salt,
-            multimodal=request.multimodal,
-            extra_ids=request.extra_ids,
-            lora_name=self.rng.choice([None, None, "style"]),
-        )
-
-
-def config(windows: Sequence[int] | None, **settings: Any) -> KVCacheConfig:
-    layers = len(windows or (1,))
-    sizes = {"primary_blocks": 14, "secondary_blocks": 8, "event_buffer_max_size": 1 << 20}
-    return strategies.config(max_attention_window=windows, num_layers=layers, **(sizes | settings))
-
-
-def held_by(manager: KVCacheManager) -> Held:
-    """What is cached, parts of blocks too, by the state itself."""
-    held: Held = {}
-    for group in range(len(manager.state.groups)):
-        for name, (level, *_) in strategies.cached_blocks(manager.state, group).items():
-            held.setdefault((group, level), set()).add(int.from_bytes(name, "big"))
-    return held
+from tests.support.engines import strategies
+from tests.support.feeds.strict import NoBytes
+from tests.support.feeds.trtllm_events import FIRST, STREAM, WINDOWS, BusyEngine, Held, config, held_by, work
 
 
 def read(lines: Iterable[bytes]) -> tuple[Index, list[Any]]:
@@ -125,16 +83,6 @@ def stored_blocks(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], Any
                 found[event["window_size"], block["block_hash"]] = (parent, scope, block)
                 parent = block["block_hash"]
     return found
-
-
-def work(manager: KVCacheManager, seed: int, steps: int = 300) -> BusyEngine:
-    engine = BusyEngine(manager, random.Random(seed))
-    for _ in range(steps):
-        engine.step()
-        if engine.rng.random() < 0.6:
-            manager.flush()
-    manager.flush()
-    return engine
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -485,45 +433,6 @@ class TestReading:
         with pytest.raises(EventDecodeError) as caught:
             DictFollower().take(line)
         assert "secret" not in str(caught.value)
-
-
-def _block(name: int, tokens: Sequence[int]) -> dict[str, Any]:
-    unique = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
-    return {
-        "type": "stored_block",
-        "block_hash": name,
-        "tokens": unique,
-        "cache_level": 0,
-        "priority": 35,
-        "mm_keys": [],
-        "cache_salt": None,
-    }
-
-
-FIRST, SECOND = 924206229973855, 2728178455351807326
-STREAM: list[dict[str, Any]] = [
-    {"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [8, 2]}, "window_size": 16},
-    {
-        "event_id": 1,
-        "data": {
-            "type": "stored",
-            "parent_hash": None,
-            "blocks": [_block(FIRST, [1, 2, 3, 4]), _block(SECOND, [5, 6, 7, 8])],
-        },
-        "window_size": 16,
-    },
-    {
-        "event_id": 2,
-        "data": {
-            "type": "updated",
-            "block_hash": FIRST,
-            "cache_level": {"type": "event_diff", "new_value": 1, "old_value": 0},
-            "priority": None,
-        },
-        "window_size": 16,
-    },
-    {"event_id": 3, "data": {"type": "removed", "block_hashes": [SECOND, FIRST]}, "window_size": 16},
-]
 
 
 def test_blocks_tell_their_adapter_and_dicts_the_rank(tmp_path: Path) -> None:

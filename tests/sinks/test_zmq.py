@@ -3,170 +3,43 @@
 from __future__ import annotations
 
 import itertools
-import socket as sockets
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import msgspec
 import pytest
 import zmq
 from structlog.testing import capture_logs
 
-from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, known_schemes, open_sink
 from sinks.router.feed import RouterFeed
 from sinks.router.numbers import FeedNumbers
 from sinks.router.transport import ZMQSettings, ZMQTransport
-from tests.places import ROOT
-from tests.sinks.feed_source import Reader, Source
-from tests.sinks.helpers import WAIT
-from tests.sinks.test_router_feed import wait_for
-
-CONTEXT = SinkContext(key_bytes=8, tokens_per_block=4)
-END = [b"", b"", b"\xff" * 8, b""]
-MS = int(WAIT * 1000)
-
-
-class Worker:
-    """A feed behind its runner, as the manager has it, at free ports."""
-
-    def __init__(
-        self, options: str = "", context: SinkContext = CONTEXT, feed: RouterFeed | None = None
-    ) -> None:
-        defaults = "replay=0&first=0&" if "heartbeat" in options else "replay=0&first=0&heartbeat=0&"
-        url = f"zmq+pub://127.0.0.1:0?{defaults}{options}".rstrip("&")
-        sink = feed or open_sink(url, context)
-        assert isinstance(sink, RouterFeed)
-        self.feed = sink
-        transport = sink.transport
-        assert isinstance(transport, ZMQTransport)
-        self.transport = transport
-        self.source = Source()
-        self.runner = SinkRunner(sink, "feed")
-
-    def __enter__(self) -> Self:
-        # The first thing that the runner finds, so that one batch has all of the start.
-        self.put(self.source.created())
-        self.runner.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.runner.close()
-        assert self.runner.stats().errors == 0, self.runner.stats().last_error
-
-    def put(self, *batches: EventBatch) -> None:
-        for batch in batches:
-            self.runner.put(batch)
-
-    def settle(self) -> None:
-        """Wait until what was put is sent."""
-        wait_for(lambda: self.runner.stats().lag_batches == 0)
-        wait_for(lambda: not self.feed._pending and not self.feed._restate)
-
-
-class Router:
-    """Plain sockets that a router would have."""
-
-    def __init__(self) -> None:
-        self.context: zmq.Context = zmq.Context()
-        self.reader = Reader()
-        self.seqs: list[int] = []
-        self.sockets: list[zmq.Socket] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.destroy(linger=0)
-
-    def socket(self, kind: int) -> zmq.Socket:
-        # Kept, because a socket that nobody refers to warns that it was not closed.
-        self.sockets.append(self.context.socket(kind))
-        return self.sockets[-1]
-
-    def subscribe(self, worker: Worker, topic: bytes = b"") -> None:
-        """Connect and wait until the worker knows."""
-        before = worker.feed.subscribers
-        self.live = self.socket(zmq.SUB)
-        self.live.setsockopt(zmq.SUBSCRIBE, topic)
-        self.live.connect(worker.transport.endpoint)
-        assert worker.feed.wait_subscribers(before + 1, WAIT)
-
-    def welcome(self) -> list[bytes]:
-        """What a newcomer is told first."""
-        frames = self.receive()
-        _, events, _ = msgspec.msgpack.decode(frames[2])
-        assert events[0]["type"] == "AllBlocksCleared"
-        return frames
-
-    def receive(self) -> list[bytes]:
-        assert self.live.poll(MS), "nothing came"
-        return self.live.recv_multipart()
-
-    def follow(self, until: int) -> None:
-        """Fold live batches up to the number `until`."""
-        while not self.seqs or self.seqs[-1] < until:
-            _, seq, payload = self.receive()
-            self.seqs.append(int.from_bytes(seq, "big"))
-            self.reader.take_payload(payload)
-
-    def dealer(self, worker: Worker, **options: int) -> zmq.Socket:
-        dealer = self.socket(zmq.DEALER)
-        for option, value in options.items():
-            dealer.set(getattr(zmq, option), value)
-        assert worker.transport.replay_endpoint is not None
-        dealer.connect(worker.transport.replay_endpoint)
-        return dealer
-
-    def ask(self, worker: Worker, start: bytes) -> list[list[bytes]]:
-        """The frames of a replay, without the end marker."""
-        dealer = self.dealer(worker)
-        dealer.send_multipart([b"", start])
-        return read_answer(dealer)
-
-    def replay(self, worker: Worker, start: int) -> list[int]:
-        """Fold a replay into an empty reader; returns its numbers."""
-        self.reader = Reader()
-        seqs = []
-        for empty, topic, seq, payload in self.ask(worker, start.to_bytes(8, "big")):
-            assert (empty, topic) == (b"", worker.transport.topic)
-            seqs.append(int.from_bytes(seq, "big"))
-            self.reader.take_payload(payload)
-        return seqs
-
-
-def read_answer(dealer: zmq.Socket) -> list[list[bytes]]:
-    answer: list[list[bytes]] = []
-    while True:
-        assert dealer.poll(MS), "the replay stopped"
-        frames = dealer.recv_multipart()
-        if frames == END:
-            return answer
-        answer.append(frames)
+from tests.support.feeds.feed_source import Reader, Source
+from tests.support.feeds.workers import (
+    CONTEXT,
+    MS,
+    Router,
+    Worker,
+    churn,
+    last_seq,
+    port_in_use,
+    read_answer,
+    wait_for,
+)
+from tests.support.places import ROOT
+from tests.support.ports import free_port
 
 
 @pytest.fixture
 def router() -> Iterator[Router]:
     with Router() as router:
         yield router
-
-
-def churn(worker: Worker, count: int, first: int = 1) -> None:
-    """Stores, and every third sequence removed again."""
-    for handle in range(first, first + count):
-        worker.put(worker.source.store(handle, 3))
-        if (handle - first) % 3 == 2:
-            worker.put(worker.source.remove(handle - 1))
-
-
-def last_seq(worker: Worker) -> int:
-    return worker.feed._numbers.next - 1
 
 
 class TestLive:
@@ -446,7 +319,7 @@ class TestRestart:
         """Its subscriber saw rising numbers; the second life goes on above them and tells its state."""
         path = tmp_path / "numbers"
         code = (
-            "import sys, threading; from tests.sinks.test_zmq import Worker, churn\n"
+            "import sys, threading; from tests.support.feeds.workers import Worker, churn\n"
             "worker = Worker('coalesce=0&state=' + sys.argv[1]).__enter__()\n"
             "print(worker.transport.endpoint, flush=True)\n"
             "assert worker.feed.wait_subscribers(1, 60)\n"
@@ -496,8 +369,7 @@ class TestRestart:
     def test_numbers_lie_in_the_contexts_directory(self, tmp_path: Path) -> None:
         """A feed at a fixed port keeps its numbers beside the log; one at any free port, or told so, in memory."""
         context = SinkContext(8, 4, state_dir=tmp_path / "state")
-        with free_port() as port:
-            pass
+        port = free_port()
         for url in (
             f"zmq+pub://127.0.0.1:{port}?heartbeat=0",
             "zmq+pub://127.0.0.1:0",
@@ -510,24 +382,11 @@ class TestRestart:
         assert found == {f"feed-127.0.0.1-{port}.numbers", f"feed-127.0.0.1-{port}.numbers.lock"}
 
 
-class free_port:  # noqa: N801  used like a function
-    """A port of loopback that is held inside, and free afterwards."""
-
-    def __enter__(self) -> int:
-        self._socket = sockets.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self._socket.listen()
-        return int(self._socket.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-
 class TestOpening:
     @pytest.mark.parametrize("url", ["zmq+pub://127.0.0.1:{port}", "zmq+pub://127.0.0.1:0?replay={port}"])
     def test_a_port_in_use_is_named(self, url: str) -> None:
         """Either port; the error says what to do, and the other socket is not left bound."""
-        with free_port() as port:
+        with port_in_use() as port:
             sink = open_sink(url.format(port=port), CONTEXT)
             with pytest.raises(
                 SinkOpenError, match=rf"port {port} on 127\.0\.0\.1 is in use: .*another port"

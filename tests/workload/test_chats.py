@@ -11,7 +11,7 @@ from kvcache.workload import chats
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.driver import DriveOptions, Engine
 from kvcache.workload.mooncake import TraceRequest, read_trace
-from tests.places import ROOT
+from tests.support.places import ROOT
 
 SMALL_TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcache.workload import mooncake
 from kvcache.workload.mooncake import TraceError, TraceRequest, read_trace
-from tests.traces import write_trace
+from tests.support.traces import write_trace
 
 GOOD = '{"timestamp": 27, "input_length": 600, "output_length": 5, "hash_ids": [46, 47]}'
 

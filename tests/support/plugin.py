@@ -1,0 +1,78 @@
+"""How tests run: profiles of hypothesis, the number of workers, seeds, and what is checked after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import pytest
+import structlog
+from hypothesis import is_hypothesis_test, settings
+
+from tests.support.logs.accounting import accounted
+from tests.support.needs import Needs
+from tests.support.seeds import VARIABLE, day
+
+# Machines that run tests are slow at times, which is no fault of the code: pytest-timeout stops what hangs.
+# A failure prints the line that repeats it.
+settings.register_profile("fast", deadline=None, print_blob=True, max_examples=25)
+settings.register_profile("thorough", settings.get_profile("fast"), max_examples=300)
+settings.load_profile("fast")
+
+WAITING = 2
+"""Workers more than there are cores: tests of processes and servers wait for most of their time."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """What `-n auto` means."""
+    return (yield) + WAITING
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how thorough random tests are, before the modules that ask for it are imported."""
+    if _is_long(config):
+        settings.load_profile("thorough")
+    day()
+    config.pluginmanager.register(Needs(), "needs")
+
+
+def pytest_report_header() -> str:
+    return f"seeds: {VARIABLE}={day()} repeats them"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long run has all that hypothesis drives, with many examples."""
+    if _is_long(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker(pytest.mark.long)
+
+
+def _is_long(config: pytest.Config) -> bool:
+    return str(config.option.markexpr).startswith("long")
+
+
+@pytest.fixture(autouse=True)
+def no_logging_left() -> Iterator[None]:
+    """What a command has set up for its messages does not reach the next test, nor what a log of its run has."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors: their sums are not worth dividing, and other tests run at the same time."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def every_batch_is_accounted_for() -> Iterator[None]:
+    """Of each log that is written in this process: appended = durable + in flight + dropped."""
+    with accounted():
+        yield
