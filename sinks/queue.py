@@ -87,6 +87,20 @@ class BatchQueue:
         self._left_events = self._left_bytes = 0
         self.dropped_batches = self.dropped_events = 0
 
+    def __len__(self) -> int:
+        """The batches that wait, and the losses between them."""
+        return len(self._items)
+
+    @property
+    def waiting_events(self) -> int:
+        """Events of the batches that wait."""
+        return self._put_events - self._left_events
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Their bytes, as counted."""
+        return self._put_bytes - self._left_bytes
+
     def put(self, batch: EventBatch, size: int | None = None) -> None:
         """Append a batch. Never raises; waits only if `overflow` is "block".
 
@@ -118,10 +132,11 @@ class BatchQueue:
                 self._room.notify()
             return item
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the queue is half full, `wake` is called, or the time is up."""
-        self._wake.wait(seconds)
+    def wait(self, seconds: float) -> bool:
+        """Wait until the queue is half full, `wake` is called, or the time is up, which it says by False."""
+        woken = self._wake.wait(seconds)
         self._wake.clear()
+        return woken
 
     def wake(self) -> None:
         """End the other thread's `wait`."""
@@ -189,8 +204,7 @@ class BatchQueue:
 
     def _fits(self, item: Queued, free_events: int = 0, free_bytes: int = 0) -> bool:
         """Whether `item`, which is counted already, is alone or leaves so much free."""
-        total = self._put_bytes - self._left_bytes
-        events = self._put_events - self._left_events
+        total, events = self.waiting_bytes, self.waiting_events
         return total == item[1] or (
             total <= self._max_bytes - free_bytes and events <= self._max_events - free_events
         )

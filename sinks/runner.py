@@ -56,6 +56,9 @@ class SinkRunner:
     again after `retry_seconds`, and as long as that fails after pauses that double up to `retry_seconds_max`. `close`
     waits at most `drain_seconds` and a quarter second for the last `Gap`, and for none of the pauses.
 
+    Tests replace `clock` and `pause`. The sink's thread calls `pause` to wait for some seconds, or until the event is
+    set, which happens when the runner is closed; it returns whether the event is set.
+
     `put`, `start` and `close` belong to the engine's thread, all else to any.
     """
 
@@ -72,6 +75,8 @@ class SinkRunner:
         backoff_seconds: float = 0.1,
         retry_seconds: float = 1.0,
         retry_seconds_max: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
     ) -> None:
         if max_errors < 1:
             raise ValueError("max_errors must be at least 1")
@@ -86,7 +91,7 @@ class SinkRunner:
         # Not a method around it: the engine calls this once per step and sink.
         self.put = self._queue.put
         """Hand a batch to the sink. Never raises; waits only if `overflow` is "block"."""
-        self._drain_seconds = drain_seconds
+        self._drain_seconds, self._clock, self._wait = drain_seconds, clock, pause
         self._max_errors, self._backoff_seconds = max_errors, backoff_seconds
         self._retry_seconds, self._retry_seconds_max = retry_seconds, retry_seconds_max
         self._pause = retry_seconds  # the next one before a quarantined sink is tried
@@ -95,15 +100,13 @@ class SinkRunner:
         self._is_open = self._open_failed = self._reopen_asked = self._forked = False
         self._owed: list[Loss] = []
         """Losses whose gaps are not written yet."""
-        self._batches = self._events = 0
-        self._failed_batches = self._failed_events = 0
+        self._batches = self._events = self._failed_batches = self._failed_events = 0
         self._errors = self._errors_in_row = self._tick_errors_in_row = 0
         self._last_error: str | None = None
         self._state: State = "running"
-        self._opened = threading.Event()
+        self._opened, self._closing = threading.Event(), threading.Event()
         self._started = threading.Event()
         """Whether `start` has returned, or `close` was called."""
-        self._closing = threading.Event()
         self._deadline = 0.0
         self._thread: threading.Thread | None = None
         _runners.add(self)
@@ -132,7 +135,7 @@ class SinkRunner:
         if self._closing.is_set() or self._forked:
             return
         self._queue.refuse("closed")
-        self._deadline = time.monotonic() + self._drain_seconds
+        self._deadline = self._clock() + self._drain_seconds
         self._closing.set()
         self._started.set()
         self._queue.wake()
@@ -213,7 +216,7 @@ class SinkRunner:
     def _recover(self) -> bool:
         """Try a quarantined sink until it works; False if the runner is closed before that."""
         self._close_sink()
-        while not self._closing.wait(self._pause):
+        while not self._wait(self._closing, self._pause):
             self._pause = min(self._pause * 2, self._retry_seconds_max)
             if self._open() and self._takes_what_it_missed():
                 self._go_on()
@@ -231,7 +234,7 @@ class SinkRunner:
 
     def _go_on(self) -> None:
         self._errors_in_row = self._tick_errors_in_row = 0
-        self._recovered_at = time.monotonic()
+        self._recovered_at = self._clock()
         self._queue.accept("quarantined")
         self._state = "running"
         self._report_recovery()
@@ -249,7 +252,7 @@ class SinkRunner:
         while self._may_go_on():
             # Read before `take`: nothing is queued any more after it is set, so empty then means finished.
             closing = self._closing.is_set()
-            if closing and time.monotonic() >= self._deadline:
+            if closing and self._clock() >= self._deadline:
                 self._queue.drop_all("closed")
             item = self._queue.take()
             if item is not None or closing:
@@ -316,7 +319,7 @@ class SinkRunner:
             return
         self._note_failure()
         doublings = min(errors_in_row - 1, 16)
-        self._closing.wait(min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
+        self._wait(self._closing, min(self._backoff_seconds * 2**doublings, BACKOFF_SECONDS_MAX))
 
     def _call(self, what: str, method: Callable[[], None]) -> bool:
         try:
@@ -331,7 +334,7 @@ class SinkRunner:
         self._last_error = f"{what}: {describe(error)}"
 
     def _note_failure(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._failing_since is None:
             self._failing_since = now
         if now - self._told_at > SILENCE_SECONDS:
@@ -349,7 +352,7 @@ class SinkRunner:
     def _quarantine(self) -> None:
         self._leave_out()
         self._failing_since = None
-        if time.monotonic() - self._recovered_at > self._retry_seconds_max:
+        if self._clock() - self._recovered_at > self._retry_seconds_max:
             # One that fails soon again has not recovered, and is not to be tried more often for that.
             self._pause = self._retry_seconds
         self._report_quarantine()

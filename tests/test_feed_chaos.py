@@ -21,20 +21,12 @@ from events.subscribe import follower, publication
 from events.subscribe.continuity import Continuity, Missed, Received
 from events.types import EventBatch
 from kvcache import KVCacheManager
-from tests.support.feeds.chaos import (
-    CONFIG,
-    WAIT,
-    ChildEngine,
-    Engine,
-    HalfReader,
-    LossyForwarder,
-    Router,
-    Site,
-)
+from tests.support.feeds.chaos import CONFIG, ChildEngine, Engine, HalfReader, LossyForwarder, Router, Site
 from tests.support.feeds.feed_source import Reader
 from tests.support.feeds.messages import message
 from tests.support.feeds.workers import Router as PlainRouter
 from tests.support.feeds.workers import Worker, churn
+from tests.support.waiting import WAIT
 
 ROUTERS = 5
 Start = Callable[[Site, random.Random], "Engine | ChildEngine"]

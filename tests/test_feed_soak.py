@@ -14,8 +14,8 @@ from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
-from tests.support.feeds.sinks import WAIT
 from tests.support.memory import STATM, resident_bytes
+from tests.support.waiting import WAIT
 
 BATCHES = 72_000
 """Twenty a second."""

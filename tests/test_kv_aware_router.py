@@ -37,11 +37,11 @@ from kvcache.prefixes.publisher import Publisher
 from kvcache.workload.chats import generate_chats
 from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program
 from tests.support.places import ROOT
 from tests.support.servers.browser import Browser
+from tests.support.waiting import wait_until
 
 BLOCK = 16
 

@@ -18,7 +18,8 @@ import pytest
 from events.codec import to_json
 from events.log import LogReader
 from tests.support.engines.sidecars import EngineProcess, Sidecar, agree, site
-from tests.support.feeds.chaos import Router, Site, wait_until
+from tests.support.feeds.chaos import Router, Site
+from tests.support.waiting import wait_until
 
 
 class Scene:

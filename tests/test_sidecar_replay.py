@@ -20,9 +20,10 @@ import pytest
 import zmq
 
 from tests.support.engines.sidecars import LoggingEngine, Sidecar
-from tests.support.feeds.chaos import Site, Told, wait_until
+from tests.support.feeds.chaos import Site, Told
 from tests.support.feeds.recordings import Oracle
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 END = b"\xff" * 8
 WAIT_MS = 20_000

@@ -16,7 +16,8 @@ import pytest
 from events.log import LogReader
 from kvcache.tap.tap import state_of
 from tests.support.engines.sidecars import EngineProcess, Process, Sidecar, agree, site
-from tests.support.feeds.chaos import Router, Site, wait_until
+from tests.support.feeds.chaos import Router, Site
+from tests.support.waiting import wait_until
 
 
 class TapProcess(Process):

@@ -21,7 +21,6 @@ from events.formats.vllm import VLLMBatch
 from events.subscribe.continuity import Received
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publisher import Publisher
 from tests.support.feeds.recordings import Block, Oracle, frozen, published
 from tests.support.feeds.tapped import work_until
@@ -29,6 +28,7 @@ from tests.support.places import ROOT
 from tests.support.ports import free_port
 from tests.support.servers.nats_server import NATSServer
 from tests.support.servers.redis_server import RedisServer
+from tests.support.waiting import wait_until
 
 STORED = (
     "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx "

@@ -86,17 +86,20 @@ class BrokerTransport:
     """Nobody can know who reads a stream."""
 
     def __init__(self, stream: Stream, settings: BrokerSettings) -> None:
-        self._stream, self._settings = stream, settings
+        self.stream, self.settings = stream, settings
+        self.clock: Callable[[], float] = time.monotonic
+        """Says when the state is due again; tests replace it."""
+        self.tellings = 0
+        """Number of messages sent in pieces so far: states, and batches that were too large."""
         self._rank = settings.rank
         self._state: Iterator[Record] | None = None
         """The rest of the state that is being told."""
-        self._tellings = 0
         self._begin()
 
     @property
     def endpoint(self) -> str:
         """The broker and the stream."""
-        return self._stream.name
+        return self.stream.name
 
     def _begin(self) -> None:
         self._state = None
@@ -105,24 +108,24 @@ class BrokerTransport:
         self._state_at: str | None = None
         """Where the state begins that is being told."""
         self._state_bytes = self._bytes_since = 0
-        self._told_at = time.monotonic()
+        self._told_at = self.clock()
 
     def speak_as(self, topic: str, rank: int) -> None:
         """Take the rank of an engine, where the settings have none; before `open`. Streams have no topics."""
-        self._rank = self._settings.rank or rank
+        self._rank = self.settings.rank or rank
 
     def open(self, next_seq: int) -> None:
         """Connect. Raises SinkUnavailable where the broker does not answer, SinkError where that changes nothing."""
         self._begin()
         try:
-            last = self._stream.open()
+            last = self.stream.open()
             self._refuse_misfit(last, next_seq)
         except BrokerError as error:
-            self._stream.close()
+            self.stream.close()
             kind = SinkUnavailable if isinstance(error, BrokerUnavailable) else SinkError
             raise kind(str(error)) from None
         except BaseException:
-            self._stream.close()
+            self.stream.close()
             raise
 
     def send(self, batch: FeedBatch) -> None:
@@ -135,11 +138,11 @@ class BrokerTransport:
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
         """Tell the state, if it is time to, for a moment."""
-        self._stream.breathe()
+        self.stream.breathe()
         try:
             if self._state is None and self._is_due():
-                self._tellings += 1
-                self._state = self._pieces(take_state(), self._tellings)
+                self.tellings += 1
+                self._state = self._pieces(take_state(), self.tellings)
             if self._state is not None:
                 self._tell(self._state)
         except BaseException:
@@ -148,43 +151,43 @@ class BrokerTransport:
 
     def close(self) -> None:
         """Disconnect: all that was sent is there."""
-        self._stream.close()
+        self.stream.close()
 
     def _refuse_misfit(self, last: int | None, next_seq: int) -> None:
-        where, settings = self._stream.name, self._settings
+        where, settings = self.stream.name, self.settings
         if last is not None and last >= next_seq:
             raise SinkError(
                 f"{where} has batches of this worker up to number {last}, but the feed would begin at {next_seq}: give "
                 "state= the file with its numbers, leave out first=, or give the worker another name with worker="
             )
-        if settings.piece_bytes + HEADER_BYTES > self._stream.max_payload:
+        if settings.piece_bytes + HEADER_BYTES > self.stream.max_payload:
             raise SinkError(
-                f"{where} takes messages of at most {self._stream.max_payload} bytes: set max_batch= to "
-                f"{max(0, self._stream.max_payload - HEADER_BYTES)}B or less, or have it take larger ones"
+                f"{where} takes messages of at most {self.stream.max_payload} bytes: set max_batch= to "
+                f"{max(0, self.stream.max_payload - HEADER_BYTES)}B or less, or have it take larger ones"
             )
 
     def _append(self, record: Record) -> str:
-        return self._until_done(lambda: self._stream.append(record))
+        return self._until_done(lambda: self.stream.append(record))
 
     def _append_all(self, seq: int, payload: bytes) -> str:
         """Have a batch kept, in pieces if it is too large and may be cut; returns where the first one is."""
         first, *rest = self._cut(payload)
         if not rest:
             return self._append(Record(seq, payload))
-        self._tellings += 1
-        place = self._append(Record(seq, first, 0, self._tellings))
+        self.tellings += 1
+        place = self._append(Record(seq, first, 0, self.tellings))
         for number, piece in enumerate(rest, 1):
-            self._append(Record(seq, piece, number, self._tellings, last=number == len(rest)))
+            self._append(Record(seq, piece, number, self.tellings, last=number == len(rest)))
         return place
 
     def _cut(self, payload: bytes) -> list[bytes]:
-        size = self._settings.piece_bytes
-        if not self._settings.form.is_cut or len(payload) <= size:
+        size = self.settings.piece_bytes
+        if not self.settings.form.is_cut or len(payload) <= size:
             return [payload]
         return [payload[at : at + size] for at in range(0, len(payload), size)]
 
     def _until_done(self, work: Callable[[], Result]) -> Result:
-        deadline = time.monotonic() + self._settings.timeout_seconds
+        deadline = time.monotonic() + self.settings.timeout_seconds
         while True:
             try:
                 return work()
@@ -200,8 +203,8 @@ class BrokerTransport:
     def _is_due(self) -> bool:
         if self._kept is None:
             return False
-        late = time.monotonic() - self._told_at >= self._settings.restate_seconds
-        return late or self._bytes_since > max(self._state_bytes, self._settings.min_bytes)
+        late = self.clock() - self._told_at >= self.settings.restate_seconds
+        return late or self._bytes_since > max(self._state_bytes, self.settings.min_bytes)
 
     def _pieces(self, state: FeedState, telling: int) -> Iterator[Record]:
         """The state's records. Only behind a piece it is known whether that was the last one."""
@@ -216,7 +219,7 @@ class BrokerTransport:
         yield Record(state.seq, payload, number, telling, last=True)
 
     def _payloads(self, state: FeedState) -> Iterator[bytes]:
-        piece_bytes = self._settings.piece_bytes // self._settings.form.overhead
+        piece_bytes = self.settings.piece_bytes // self.settings.form.overhead
         for changes in in_batches(state.changes, piece_bytes):
             yield from self._cut(self._encode(changes, state.ts, state.groups))
 
@@ -235,10 +238,10 @@ class BrokerTransport:
 
     def _end_state(self) -> None:
         self._state = None
-        self._told_at = time.monotonic()
+        self._told_at = self.clock()
         kept, self._kept = self._kept, self._state_at
         assert kept is not None
-        self._until_done(lambda: self._stream.trim(kept))
+        self._until_done(lambda: self.stream.trim(kept))
 
     def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self._settings.form.encode(changes, ts, self._rank, groups, salts=self._settings.salts)
+        return self.settings.form.encode(changes, ts, self._rank, groups, salts=self.settings.salts)

@@ -143,6 +143,16 @@ class RouterFeed:
         return self._subscribers
 
     @property
+    def last_seq(self) -> int:
+        """The number of the last batch that was sent. For any thread."""
+        return self._numbers.next - 1
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all that was written has been sent. For any thread."""
+        return not self._pending and not self._restate
+
+    @property
     def refused_peers(self) -> int:
         """Connections that came to nothing because of keys, since it was opened. For any thread."""
         refused: int = getattr(self.transport, "refused", 0)
@@ -215,8 +225,7 @@ class RouterFeed:
         To be called by whoever calls `write`.
         """
         self._restate = True
-        self._pending.clear()
-        self._pending_bytes = 0
+        self._pending, self._pending_bytes = [], 0
 
     # --- on the way out ---------------------------------------------------------------------------------
 
@@ -227,11 +236,11 @@ class RouterFeed:
 
     def _flush(self) -> None:
         """Send everything that was held back."""
-        changes, self._pending = self._pending, []
-        size, self._pending_bytes = self._pending_bytes + BATCH_BYTES, 0
+        changes, size = self._pending, self._pending_bytes + BATCH_BYTES
         if self._restate:
             changes, size = [*self._whole()], self._max_bytes + 1
         if changes:
+            self.restate()  # until it is out
             self._send([changes] if size <= self._max_bytes else in_batches(changes, self._max_bytes))
 
     def _send(self, batches: Iterable[Sequence[AnyChange]]) -> None:

@@ -40,11 +40,11 @@ class FeedNumbers:
     a path without a name.
     """
 
-    def __init__(self, path: Path | None, step: int = STEP, first: int = 0) -> None:
+    def __init__(self, path: Path | None, step: int | None = None, first: int = 0) -> None:
         if path is not None and not path.name:
             raise SinkError("state= must name a file, not / or .")
         self._path = path
-        self._step = step
+        self._step = STEP if step is None else step
         self._lock: Lock | None = None
         self._reserved = 0
         self.next = first

@@ -99,8 +99,9 @@ class Peers:
             message = recv_monitor_message(self._monitor)
             connection, event = int(message["value"]), message["event"]
             if event & _BEGIN:
-                self.connected[connection] = time.monotonic()
+                # First, so that who is seen here has an address, whatever becomes of it at that moment.
                 self._addresses[connection] = _address_of(connection)
+                self.connected[connection] = time.monotonic()
             elif event in REASONS:
                 self.refused += 1
                 self.turned_away = self.turned_away or is_final(event)

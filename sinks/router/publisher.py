@@ -65,7 +65,7 @@ class _Newcomer:
 
 
 @dataclass(slots=True)
-class _Told:
+class Told:
     """A large first message on its way."""
 
     tracker: zmq.MessageTracker
@@ -106,33 +106,35 @@ class Publisher:
         place = self._place
         refusals = SEEN_BY_CLIENT if place.connects else SEEN_BY_SERVER if self._keyed else 0
         # What begins before a connection is asked about belongs to nobody, so this comes first.
-        self._peers = Peers(self._socket, self._complaints, most=self._most_peers, refusals=refusals)
+        self.peers = Peers(self._socket, self._complaints, most=self._most_peers, refusals=refusals)
         try:
             place.take(self._socket)
         except BaseException:
-            self._peers.close()
+            self.peers.close()
             self._socket.close(linger=0)
             raise
         self.endpoint = place.address if place.connects else endpoint_of(self._socket)
         self._place = replace(place, port=port_of(self.endpoint))
         self._turned_away_at: float | None = None
         self._newcomer: _Newcomer | None = None
-        self._topics: dict[int, set[bytes]] = {}
+        self.topics: dict[int, set[bytes]] = {}
+        """The subscriptions of each connection that has any."""
         self._told: set[int] = set()
         """Connections that were told and have heard everything since; a further subscription needs no telling."""
-        self._on_their_way: list[_Told] = []
+        self.on_their_way: list[Told] = []
+        """Large first messages that subscribers may not have taken yet."""
         self._behind_since: float | None = None
         """Since when there has been more to read than was read."""
 
     @property
     def subscribers(self) -> int:
         """Connections with at least one subscription."""
-        return len(self._topics)
+        return len(self.topics)
 
     @property
     def refused(self) -> int:
         """Connections that came to nothing because of keys."""
-        return self._refused_before + self._peers.refused
+        return self._refused_before + self.peers.refused
 
     def send(self, seq: int, payload: bytes) -> None:
         """Publish to all that were admitted. Who has no room loses it."""
@@ -145,8 +147,8 @@ class Publisher:
     def look_around(self) -> None:
         """See who is there, and who must go; to be called often."""
         self._forget_who_left()
-        self._peers.police()
-        if self._place.connects and self._peers.turned_away:
+        self.peers.police()
+        if self._place.connects and self.peers.turned_away:
             self._call_again()
 
     def newcomer_waits(self) -> bool:
@@ -171,7 +173,7 @@ class Publisher:
         newcomer, self._newcomer = self._newcomer, None
         assert newcomer is not None
         self._socket.setsockopt(zmq.SUBSCRIBE, newcomer.prefix)
-        if newcomer.connection is None or newcomer.connection not in self._peers.connected:
+        if newcomer.connection is None or newcomer.connection not in self.peers.connected:
             return  # sent to nobody in particular, it would go to all
         self._told.add(newcomer.connection)
         if first is None:
@@ -184,12 +186,12 @@ class Publisher:
         _address_newcomers(self._socket, False)
         if not tracker.done:
             taken = traffic(newcomer.connection)[0]
-            told = _Told(tracker, payload, newcomer.connection, taken, time.monotonic())
-            self._on_their_way.append(told)
+            told = Told(tracker, payload, newcomer.connection, taken, time.monotonic())
+            self.on_their_way.append(told)
 
     def close(self) -> None:
         """Close the socket; what was sent is still delivered as long as it lingers."""
-        self._peers.close()
+        self.peers.close()
         self._socket.close()
 
     # --- what subscribers say -----------------------------------------------------------------------------
@@ -199,7 +201,7 @@ class Publisher:
         word, prefix = text[:1], text[1:]
         self._forget_who_left()
         if len(prefix) > MAX_PREFIX_BYTES:
-            self._peers.cut_off(connection, "it subscribes to what cannot be a topic")
+            self.peers.cut_off(connection, "it subscribes to what cannot be a topic")
         elif word == _COME:
             self._come(prefix, connection)
         elif word == _GO and connection is None:
@@ -212,10 +214,10 @@ class Publisher:
             self._meet_stranger(connection)
 
     def _come(self, prefix: bytes, connection: int | None) -> None:
-        if connection in self._peers.connected:
-            topics = self._topics.setdefault(connection, set())
+        if connection in self.peers.connected:
+            topics = self.topics.setdefault(connection, set())
             if len(topics) >= MAX_PREFIXES and prefix not in topics:
-                self._peers.cut_off(connection, f"it has more than {MAX_PREFIXES} subscriptions")
+                self.peers.cut_off(connection, f"it has more than {MAX_PREFIXES} subscriptions")
                 return
             topics.add(prefix)
         if not self.topic.startswith(prefix):
@@ -226,16 +228,16 @@ class Publisher:
             self._newcomer = _Newcomer(prefix, connection)
 
     def _go(self, prefix: bytes, connection: int | None) -> None:
-        topics = self._topics.get(connection, set()) if connection is not None else set()
+        topics = self.topics.get(connection, set()) if connection is not None else set()
         topics.discard(prefix)
         if connection is not None and not any(self.topic.startswith(each) for each in topics):
             self._told.discard(connection)  # it does not hear everything any more
         if not topics:
-            self._topics.pop(connection, None)  # type: ignore[arg-type]  # None is not in it
+            self.topics.pop(connection, None)  # type: ignore[arg-type]  # None is not in it
 
     def _forget_who_left(self) -> None:
-        for connection in self._peers.refresh():
-            self._topics.pop(connection, None)
+        for connection in self.peers.refresh():
+            self.topics.pop(connection, None)
             self._told.discard(connection)
 
     def _fall_behind(self) -> None:
@@ -247,7 +249,7 @@ class Publisher:
 
     def _meet_stranger(self, connection: int | None) -> None:
         """A message that is no subscription: ZeroMQ takes the next subscription's sender for this one's."""
-        self._peers.cut_off(connection, "it sends what is no subscription")
+        self.peers.cut_off(connection, "it sends what is no subscription")
         if self._socket.poll(0):
             self._reopen("a peer sent what is no subscription")
 
@@ -265,7 +267,7 @@ class Publisher:
 
     def _open_anew(self) -> None:
         """Close the socket and take its place again, once ZeroMQ has let go of it, which it does in its own time."""
-        self._refused_before += self._peers.refused
+        self._refused_before += self.peers.refused
         self.close()
         for left in reversed(range(REOPEN_TRIES)):
             try:
@@ -279,16 +281,16 @@ class Publisher:
 
     def _may_tell(self) -> bool:
         """Whether there is room for another large message; who takes nothing of its own is cut off."""
-        self._on_their_way = [told for told in self._on_their_way if not told.tracker.done]
-        if len({id(told.payload) for told in self._on_their_way}) < TOLD_AT_ONCE:
+        self.on_their_way = [told for told in self.on_their_way if not told.tracker.done]
+        if len({id(told.payload) for told in self.on_their_way}) < TOLD_AT_ONCE:
             return True
         now = time.monotonic()
-        for told in self._on_their_way:
+        for told in self.on_their_way:
             taken = traffic(told.connection)[0]
             if taken > told.taken:
                 told.taken, told.moved_at = taken, now
             elif now - told.moved_at > IDLE_SECONDS:
-                self._peers.cut_off(told.connection, "it takes nothing of what it is told")
+                self.peers.cut_off(told.connection, "it takes nothing of what it is told")
         return False
 
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import zmq
@@ -106,12 +106,14 @@ class ReplayServer:
         self._ring, self._topic, self._encode, self._join = ring, topic, encode, join
         self._contiguous = contiguous
         self._stall_seconds = stall_seconds
+        self.clock: Callable[[], float] = time.monotonic
+        """Says when a reader that takes nothing is given up; tests replace it."""
         self._warned = False
         self._state_numbers = (sys.maxsize, -1)
         """Within these numbers some reader may have got a part of the state. Who asks from there on, and not from the
         first one, may be that one, and gets all of it again: what was sent under the numbers is not the rest."""
-        self._answers: deque[Answer] = deque()
-        self._line: dict[bytes, Request] = {}
+        self.answers: deque[Answer] = deque()
+        self.line: dict[bytes, Request] = {}
         """Readers that wait, first the one that has waited longest. All of them were connected when last looked."""
         self.snapshot: Snapshot | None = None
         """The state, ready, and what was sent since; None: there is none."""
@@ -172,31 +174,31 @@ class ReplayServer:
     def _forget_who_left(self) -> None:
         left = set(self._peers.refresh())
         if left:
-            waiting = len(self._line)
-            self._line = {
-                reader: request for reader, request in self._line.items() if request.connection not in left
+            waiting = len(self.line)
+            self.line = {
+                reader: request for reader, request in self.line.items() if request.connection not in left
             }
-            self.dropped += waiting - len(self._line)
+            self.dropped += waiting - len(self.line)
 
     def _line_up(self, asked: Iterable[tuple[bytes, Request]]) -> None:
         """Put who is still connected into the line; who stands there already keeps its place."""
         for reader, request in asked:
             if request.connection in self._peers.connected:
-                self._line[reader] = request
+                self.line[reader] = request
                 self._begin_answers()
             else:
                 self.dropped += 1
 
     def _begin_answers(self) -> None:
         """Begin with who is first in line; who is being answered stays there until that ends."""
-        if not self._line or len(self._answers) >= ANSWERS_AT_ONCE:
+        if not self.line or len(self.answers) >= ANSWERS_AT_ONCE:
             return
-        busy = {answer.reader for answer in self._answers}
-        ready = [reader for reader in self._line if reader not in busy]
-        for reader in ready[: ANSWERS_AT_ONCE - len(self._answers)]:
-            request = self._line.pop(reader)
+        busy = {answer.reader for answer in self.answers}
+        ready = [reader for reader in self.line if reader not in busy]
+        for reader in ready[: ANSWERS_AT_ONCE - len(self.answers)]:
+            request = self.line.pop(reader)
             messages = self._messages(request.start)
-            self._answers.append(Answer(reader, request.connection, messages, time.monotonic()))
+            self.answers.append(Answer(reader, request.connection, messages, self.clock()))
 
     def _messages(self, start: int) -> Iterator[Numbered | None]:
         """From `start` up to the last batch that was sent when this began: what is sent later comes live."""
@@ -251,15 +253,15 @@ class ReplayServer:
     def _take_turns(self) -> int:
         """Send each reader a part of its answer; returns how many milliseconds may pass before the next time."""
         moved = False
-        for _ in range(len(self._answers)):
-            answer = self._answers.popleft()
+        for _ in range(len(self.answers)):
+            answer = self.answers.popleft()
             sent, goes_on = self._advance(answer)
             moved = moved or sent > 0
             if goes_on:
-                self._answers.append(answer)
+                self.answers.append(answer)
         if moved:
             return 0
-        return BUSY_POLL_MS if self._answers else STOP_POLL_MS
+        return BUSY_POLL_MS if self.answers else STOP_POLL_MS
 
     def _advance(self, answer: Answer) -> tuple[int, bool]:
         """Send until the turn is over or there is no room; returns messages sent and whether there is more."""
@@ -295,7 +297,7 @@ class ReplayServer:
         """Hold the next message, or none at the end; False if it is not known yet."""
         answer.held = next(answer.messages, _END)
         if answer.held is None:
-            answer.moved_at = time.monotonic()  # it is not the reader that keeps us waiting
+            answer.moved_at = self.clock()  # it is not the reader that keeps us waiting
             return False
         if answer.held is _END:
             answer.held = None
@@ -323,7 +325,7 @@ class ReplayServer:
         return taken
 
     def _has_patience(self, answer: Answer, sent: int) -> bool:
-        now = time.monotonic()
+        now = self.clock()
         if sent:
             answer.moved_at = now
         if now - answer.moved_at < self._stall_seconds:

@@ -95,9 +95,11 @@ class ZMQTransport:
     """Publishes a feed on a socket, tells who comes late, and answers readers that missed something on another."""
 
     def __init__(self, settings: ZMQSettings) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.publisher: Publisher
+        """The socket on which the feed is published; there from `open` on."""
         self._ring = ReplayRing(settings.ring_bytes if settings.replay_port is not None else 0)
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
         """The state for who comes late, in the making or ready; None: nobody has needed it lately."""
         self._last: tuple[int, bytes] | None = None
         """Number of the last batch, and what a newcomer gets under it, if that was made already."""
@@ -111,18 +113,18 @@ class ZMQTransport:
 
     def speak_as(self, topic: str, rank: int) -> None:
         """Take the topic and the rank of an engine, where the settings have none; before `open`."""
-        self._told_topic, self._rank = topic, self._settings.rank or rank
+        self._told_topic, self._rank = topic, self.settings.rank or rank
 
     @property
     def subscribers(self) -> int:
         """Connections that have subscribed."""
-        return self._publisher.subscribers
+        return self.publisher.subscribers
 
     @property
     def refused(self) -> int:
         """Connections, to the feed or to its replay, that came to nothing because of keys."""
         sources = (
-            getattr(self, "_publisher", None),
+            getattr(self, "publisher", None),
             self.replay,
         )  # of which there are none before it is open
         return sum(each.refused for each in sources if each is not None)
@@ -130,7 +132,7 @@ class ZMQTransport:
     def open(self, next_seq: int) -> None:
         """Open the sockets. Raises SinkError if that cannot be done."""
         self._ring.start(next_seq)
-        self._snapshot = self._last = None
+        self.snapshot = self._last = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._open_sockets()
@@ -138,37 +140,37 @@ class ZMQTransport:
             self._close_gate()
             self._context.destroy(linger=0)
             raise
-        if not next_seq and self._settings.port:
+        if not next_seq and self.settings.port:
             reason = "routers that followed an earlier feed here may hear nothing for long: restart them"
             _log.warning("feed_numbers_begin_at_0", endpoint=self.endpoint, reason=reason)
-        if self._settings.curve is None and not self._settings.is_near:
-            told = (("token ids", self._settings.tokens), ("cache salts", self._settings.salts))
+        if self.settings.curve is None and not self.settings.is_near:
+            told = (("token ids", self.settings.tokens), ("cache salts", self.settings.salts))
             holds = ", ".join(what for what, is_told in told if is_told) or "names of blocks"
             _log.warning("feed_leaves_machine", endpoint=self.endpoint, holds=holds, encrypted=False)
 
     def send(self, batch: FeedBatch) -> None:
         """Publish a batch. Subscribers without room lose it."""
         payload = self._encode(batch.changes, batch.ts, batch.groups)
-        if self._snapshot is not None:
+        if self.snapshot is not None:
             # Before the ring: whoever misses something there finds it here.
-            self._snapshot.append(payload)
-            if self._snapshot.worn or self._snapshot.last_seq != batch.seq:
+            self.snapshot.append(payload)
+            if self.snapshot.worn or self.snapshot.last_seq != batch.seq:
                 self._forget_snapshot()
         if self.replay is not None:
             self._ring.append(batch.seq, payload)
         self._last = (batch.seq, b"")
-        self._publisher.send(batch.seq, payload)
+        self.publisher.send(batch.seq, payload)
 
     def tick(self, take_state: Callable[[], FeedState]) -> None:
         """Tell newcomers what there is, and make the state that readers of replays need."""
         replay = self.replay
-        self._publisher.look_around()
+        self.publisher.look_around()
         for _ in range(NEWCOMERS_AT_ONCE):
-            if not self._publisher.newcomer_waits():
+            if not self.publisher.newcomer_waits():
                 break
             if self._last is not None and not self._has_snapshot(take_state):
                 return
-            self._publisher.admit(self._state_for_newcomer())
+            self.publisher.admit(self._state_for_newcomer())
         if replay is not None and replay.wants_snapshot and self._has_snapshot(take_state):
             replay.wants_snapshot = False
 
@@ -176,7 +178,7 @@ class ZMQTransport:
         """Close the sockets. Waits for readers to take what was sent, as long as the sockets linger."""
         if self.replay is not None:
             self.replay.stop()
-        self._publisher.close()
+        self.publisher.close()
         self._close_gate()
         self._context.term()
 
@@ -189,14 +191,14 @@ class ZMQTransport:
 
     def _has_snapshot(self, take_state: Callable[[], FeedState]) -> bool:
         """Whether the state is ready to be told; else a part of the work on it is done."""
-        if self._snapshot is None:
-            self._snapshot = Snapshot(take_state(), self._encode, self._settings.chunk_bytes)
-        if self._snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
-            self.replay.snapshot = self._snapshot
-        return self._snapshot.ready
+        if self.snapshot is None:
+            self.snapshot = Snapshot(take_state(), self._encode, self.settings.chunk_bytes)
+        if self.snapshot.advance(ENCODE_SECONDS) and self.replay is not None:
+            self.replay.snapshot = self.snapshot
+        return self.snapshot.ready
 
     def _forget_snapshot(self) -> None:
-        self._snapshot = None
+        self.snapshot = None
         if self.replay is not None:
             self.replay.snapshot = None
 
@@ -204,31 +206,31 @@ class ZMQTransport:
         """The state as of the last batch, under its number: for who has seen that, it is nothing new."""
         if self._last is None:
             return None
-        assert self._snapshot is not None
+        assert self.snapshot is not None
         seq, payload = self._last
         if not payload:
-            payload = self._join([*self._snapshot.pieces, *self._snapshot.tail])
+            payload = self._join([*self.snapshot.pieces, *self.snapshot.tail])
             self._last = (seq, payload)
         return seq, payload
 
     # --- sockets ------------------------------------------------------------------------------------------
 
     def _open_sockets(self) -> None:
-        settings = self._settings
+        settings = self.settings
         if settings.curve is not None and settings.curve.clients is not None:
             self._gate = Gate(self._context, settings.curve.clients)
             self._gate.open()
         # Opened again, it has the ports that readers know.
         place = Place(settings.host, settings.port or port_of(self.endpoint), settings.connects)
-        self._publisher = Publisher(
+        self.publisher = Publisher(
             lambda: self._socket(zmq.XPUB, settings.hwm, place),
             place,
             keyed=settings.curve is not None,
             most_peers=settings.max_peers,
         )
-        self.endpoint = self._publisher.endpoint
+        self.endpoint = self.publisher.endpoint
         router = None if settings.replay_port is None else self._replay_socket(settings.replay_port)
-        self.topic = self._publisher.topic = self._topic().encode()
+        self.topic = self.publisher.topic = self._topic().encode()
         if router is not None:
             self.replay = ReplayServer(
                 router,
@@ -245,7 +247,7 @@ class ZMQTransport:
 
     def _replay_socket(self, port: int) -> zmq.Socket[bytes]:
         """Bound always: readers come to it, also where the feed itself connects."""
-        settings = self._settings
+        settings = self.settings
         place = Place(settings.replay_host or settings.host, port or port_of(self.replay_endpoint))
         router = self._socket(zmq.ROUTER, REPLAY_HWM, place)
         router.set(zmq.ROUTER_MANDATORY, 1)  # to be told when a reader has no room
@@ -258,7 +260,7 @@ class ZMQTransport:
         return router
 
     def _socket(self, kind: int, hwm: int, place: Place) -> zmq.Socket[bytes]:
-        settings, socket = self._settings, self._context.socket(kind)
+        settings, socket = self.settings, self._context.socket(kind)
         options = {
             zmq.SNDHWM: hwm,
             zmq.RCVHWM: INBOUND_HWM,
@@ -278,7 +280,7 @@ class ZMQTransport:
         return socket
 
     def _topic(self) -> str:
-        settings = self._settings
+        settings = self.settings
         if settings.topic is not None:
             return settings.topic
         if self._told_topic and settings.pod is None:
@@ -287,7 +289,7 @@ class ZMQTransport:
         return f"kv@{pod}@{settings.model}"
 
     def _encode(self, changes: Sequence[AnyChange], ts: float, groups: Sequence[GroupCreated]) -> bytes:
-        return self._settings.encode(changes, ts, self._rank, groups, salts=self._settings.salts)
+        return self.settings.encode(changes, ts, self._rank, groups, salts=self.settings.salts)
 
     def _join(self, payloads: Sequence[bytes]) -> bytes:
-        return self._settings.join(payloads, self._rank)
+        return self.settings.join(payloads, self._rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from events.brokers.address import BrokerError
 from sinks import SinkError, SinkOpenError
 from tests.support.feeds.feed_source import Reader
 from tests.support.servers.certificates import self_signed
-from tests.support.servers.fleet import FeedingWorker, StreamReader, wait_for
+from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.nats_server import NATSServer
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.server import Server
+from tests.support.waiting import WAIT, wait_until
 
 Kind = type[NATSServer | RedisServer]
 
@@ -42,7 +43,7 @@ def test_what_workers_have_is_what_readers_know(broker: Server) -> None:
             stack.enter_context(FeedingWorker(broker.url, f"w{number}", min_bytes=4000))
             for number in range(3)
         ]
-        for _ in range(200):
+        for _ in range(100):
             for worker in workers:
                 worker.step(rng)
             early.read(0)
@@ -81,7 +82,7 @@ class TestLateJoin:
                 sizes.append(sum(len(payload) for _, payload in server.records("w")))
                 with StreamReader(server.url) as late:
                     late.check(worker)
-            assert worker.transport._tellings > 4
+            assert worker.transport.tellings > 4
             assert worker.runner.stats().errors == 0
             assert "/0" in server.tags("w")[0]
             assert max(sizes[6:]) < 2 * max(sizes[:6]), sizes
@@ -89,10 +90,10 @@ class TestLateJoin:
     def test_who_fell_behind_what_was_removed(self, server: Server) -> None:
         """A reader that stops is overtaken by the trimming; when it goes on it hears a whole state, and is exact."""
         rng = random.Random(3)
-        with FeedingWorker(server.url, "w", min_bytes=10_000) as worker, StreamReader(server.url) as reader:
+        with FeedingWorker(server.url, "w", min_bytes=5000) as worker, StreamReader(server.url) as reader:
             worker.store(3)
             reader.check(worker)
-            for _ in range(300):
+            for _ in range(150):
                 worker.step(rng)
                 worker.settle()
             assert server.numbers("w")[0] > reader.seq["w"] + 1
@@ -103,11 +104,11 @@ class TestLateJoin:
     def test_by_the_documented_rules_alone(self, broker: Server) -> None:
         """A reader of its own, from docs/brokers.md, has all from the first whole state on, wherever it begins."""
         rng = random.Random(4)
-        with FeedingWorker(broker.url, "w", min_bytes=4000) as worker:
-            for _ in range(200):
+        with FeedingWorker(broker.url, "w", min_bytes=2000) as worker:
+            for _ in range(100):
                 worker.step(rng)
                 worker.settle()
-            assert worker.transport._tellings > 3
+            assert worker.transport.tellings > 3
             assert worker.runner.stats().errors == 0
             records = broker.records("w")
             last = max(at for at, (tag, _) in enumerate(records) if tag.endswith("/0/last"))
@@ -148,10 +149,10 @@ class TestBrokerFails:
             reader.check(worker)
             server.kill()
             worker.store(2)
-            wait_for(lambda: worker.runner.state == "quarantined")
+            wait_until(lambda: worker.runner.state == "quarantined")
             worker.store(3)
             server.start()
-            wait_for(lambda: worker.runner.state == "running")
+            wait_until(lambda: worker.runner.state == "running")
             last_error = str(worker.runner.stats().last_error)
             assert "it does not answer" in last_error or "refused" in last_error
             worker.runner.put(worker.source.exported())
@@ -159,15 +160,13 @@ class TestBrokerFails:
 
     def test_hangs(self, broker: Server) -> None:
         """A broker that stands still holds up nobody who puts batches, and the runner's close waits its time only."""
-        with FeedingWorker(broker.url, "w") as worker:
+        with FeedingWorker(f"{broker.url}?timeout={WAIT}s", "w", drain_seconds=0.5) as worker:
             worker.settle()
             broker.stop()
-            began = time.monotonic()
             for _ in range(200):
                 worker.store(3)
-            assert time.monotonic() - began < 0.5
             worker.runner.close()
-            assert time.monotonic() - began < 4
+            assert "kvcache-sink-w" in {thread.name for thread in threading.enumerate()}, "it was waited for"
             broker.go_on()
 
 
@@ -195,7 +194,7 @@ class TestBrokerLoses:
             reader.check(*workers)
             lose(server, what)
             for worker in workers:
-                wait_for(lambda worker=worker: worker.runner.stats().errors == 1)  # type: ignore[misc]
+                wait_until(lambda worker=worker: worker.runner.stats().errors == 1)  # type: ignore[misc]
                 assert "has lost it, or another process" in str(worker.runner.stats().last_error)
             reader.check(*workers)
             with StreamReader(server.url) as late:
@@ -215,7 +214,7 @@ class TestBrokerLoses:
             other.store(4)
             reader.check(worker, other)
             server.drop("w")
-            wait_for(lambda: worker.runner.stats().errors == 1)
+            wait_until(lambda: worker.runner.stats().errors == 1)
             reader.check(worker, other)
             with StreamReader(server.url) as late:
                 late.check(worker, other)
@@ -232,7 +231,7 @@ class TestWriters:
             with FeedingWorker(server.url, "w") as second:
                 second.store(4)
                 second.settle()
-                wait_for(lambda: first.runner.stats().errors > 0)
+                wait_until(lambda: first.runner.stats().errors > 0)
                 last_error = str(first.runner.stats().last_error)
                 assert "as the same worker (give each its own with worker=)" in last_error
 
@@ -272,6 +271,7 @@ def test_password_in_a_file(kind: Kind, tmp_path: Path) -> None:
             assert "right-word" not in f"{worker.transport.endpoint}{reader.subscriber.endpoint!r}"
 
 
+@pytest.mark.needs("openssl")
 def test_encrypted(kind: Kind, tmp_path: Path) -> None:
     """With tls=true both ends look at the server's certificate, and who does not trust it does not connect."""
     certificate, key = self_signed(tmp_path)

@@ -11,6 +11,7 @@ from events.brokers.records import Record, parse_record
 from events.errors import EventDecodeError
 from events.subscribe.index import Index
 from tests.support.feeds.publisher import CLEARED, batch, removed, stored
+from tests.support.seeds import seeds
 
 
 def stream(rng: random.Random, batches: int) -> tuple[list[Record], list[set[int]]]:
@@ -46,7 +47,7 @@ def stream(rng: random.Random, batches: int) -> tuple[list[Record], list[set[int
     return records, truth
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(range(200), quick=20))
 def test_exact_wherever_it_begins_and_whatever_is_cut_out(seed: int) -> None:
     """A stream is cut at its beginning and in the middle, as by trimming; whoever has a state has the right one."""
     rng = random.Random(seed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import time
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,9 +22,12 @@ from sinks.brokers.transport import BrokerSettings, BrokerTransport
 from sinks.router.forms import Form
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
-from tests.support.feeds.native import Cache, FoldingReader, wait_for
+from tests.support.feeds.native import Cache, FoldingReader
+from tests.support.feeds.native_feed import sent_by_a_cache
 from tests.support.secrets import TOKENS, betrayed
+from tests.support.seeds import seeds
 from tests.support.servers.server import Server
+from tests.support.waiting import Clock, wait_until
 
 CONTEXT = SinkContext(key_bytes=32, tokens_per_block=4, fold=ToldState)
 
@@ -34,7 +37,8 @@ def feeding(server: Server, options: str = "", *, min_bytes: int | None = None, 
     sink = open_sink(f"{server.url}?format=native&worker=w&heartbeat=200ms{options}", CONTEXT)
     assert isinstance(sink, NativeFeed)
     if min_bytes is not None:
-        object.__setattr__(sink.transport._settings, "min_bytes", min_bytes)  # type: ignore[attr-defined]
+        assert isinstance(sink.transport, BrokerTransport)
+        sink.transport.settings = replace(sink.transport.settings, min_bytes=min_bytes)
     runner = SinkRunner(
         sink, "w", max_errors=4, backoff_seconds=0.05, retry_seconds=0.2, retry_seconds_max=0.5
     )
@@ -46,9 +50,9 @@ def settle(cache: Cache) -> None:
 
     def settled() -> bool:
         (stats,) = cache.manager.sink_stats()
-        return not (stats.lag_batches or feed._pending or feed._restate) and stats.state == "running"
+        return not stats.lag_batches and feed.is_settled and stats.state == "running"
 
-    wait_for(settled, str(cache.manager.sink_stats()))
+    wait_until(settled, cache.manager.sink_stats)
 
 
 def reading(server: Server) -> FoldingReader:
@@ -61,15 +65,15 @@ def test_readers_know_what_the_manager_knows(broker: Server, tokens: int) -> Non
     with ExitStack() as stack:
         early = stack.enter_context(closing(reading(broker)))
         cache = stack.enter_context(closing(feeding(broker, f"&tokens={tokens}", min_bytes=4000)))
-        for _ in range(6):
-            cache.steps(30)
+        for _ in range(4):
+            cache.steps(25)
             settle(cache)
             early.check(cache)
             with closing(reading(broker)) as late:
                 late.check(cache)
         # Where it was overtaken by the trimming it hears a whole state.
         assert all(isinstance(each, Restated) for each in early.others)
-        assert cache.manager.feeds[0].transports[0]._tellings > 2  # type: ignore[attr-defined]
+        assert cache.manager.feeds[0].transports[0].tellings > 2  # type: ignore[attr-defined]
         assert cache.manager.sink_stats()[0].errors == 0
 
 
@@ -152,11 +156,9 @@ class TestBrokerFails:
             reader.check(cache)
             server.kill()
             cache.steps(30)
-            wait_for(lambda: cache.manager.sink_stats()[0].errors >= 2)
+            wait_until(lambda: cache.manager.sink_stats()[0].errors >= 2)
             server.start()
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline and cache.manager.sink_stats()[0].state != "running":
-                time.sleep(0.05)
+            wait_until(lambda: cache.manager.sink_stats()[0].state == "running")
             cache.steps(5)
             settle(cache)
             cache.steps(1)
@@ -195,7 +197,7 @@ def heard(records: list[Record]) -> bool:
     return any(isinstance(report, ReceivedBatch) for record in records for report in follower.take(record))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(range(10), quick=4))
 def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records are missing at the beginning and, as if trimmed, in the middle: what is known was so.
 
@@ -206,23 +208,29 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
     codec = PackedBatches()
     form = Form(lambda changes, *_, **__: codec.encode(changes[0].batch), is_cut=True)
     settings = BrokerSettings(piece_bytes=400, min_bytes=1000, form=form)
-    sink = NativeFeed(
-        BrokerTransport(kept, settings), FeedNumbers(None), CONTEXT, tokens=True, heartbeat_seconds=0.01
-    )
+    transport = BrokerTransport(kept, settings)
+    transport.clock = clock = Clock()
+    sink = NativeFeed(transport, FeedNumbers(None), CONTEXT, tokens=True, heartbeat_seconds=0.01)
+
+    def is_told_again() -> bool:
+        clock.now += settings.restate_seconds
+        return sum(record.last for record in kept.records[end:]) > 1  # the first one may have begun before
+
     with closing(Cache(sink, seed=seed)) as cache:
         for _ in range(20):
             cache.steps(5)
-            time.sleep(0.012)
+            settle(cache)
         # However seldom the sink had its turn, who begins in the first third hears a whole state.
         while not heard(kept.records[(third := len(kept.records) // 3) + MISSED :]):
             cache.steps(5)
-            time.sleep(0.012)
-        settle(cache)
+            settle(cache)
+        end = len(kept.records)
+        wait_until(is_told_again)
     truth, reader = (FoldingReader(None) for _ in range(2))  # type: ignore[arg-type]
     whole, follower = NativeRecordFollower("w"), NativeRecordFollower("w")
     prints, skipped, share = {}, 0, 0.01 * (seed % 2)
     begin = rng.randrange(third)
-    for at, record in enumerate(kept.records):
+    for at, record in enumerate(kept.records[:end]):
         for report in whole.take(record):
             truth.take([report])
             prints[truth.replayed.last_seq] = truth.replayed.fingerprint
@@ -239,9 +247,8 @@ def test_wherever_reading_begins_nobody_is_wrong(seed: int, monkeypatch: pytest.
         assert reader.replayed.fingerprint == cache.fingerprint
         assert reader.others == []
     # Whoever waits then has it all with the next telling.
-    state = sink._take_state()
-    for piece in BrokerTransport(Kept(), settings)._pieces(state, 999):
-        reader.take(follower.take(piece))
+    for record in kept.records[end:]:
+        reader.take(follower.take(record))
     assert not follower.waiting
     assert reader.replayed.fingerprint == cache.fingerprint
 
@@ -250,8 +257,6 @@ def test_numbers_that_go_back_are_another_life() -> None:
     """A worker that was given lower numbers tells its state in pieces: that is what readers go on with."""
 
     def state(seq: int, seed: int) -> tuple[list[Record], Cache]:
-        from tests.support.feeds.native_feed import sent_by_a_cache
-
         sent, cache = sent_by_a_cache(seed)
         payload = sent.states[-1].payload
         half = len(payload) // 2

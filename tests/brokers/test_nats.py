@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.js import JetStreamContext
 
-from events.brokers.records import Record
 from sinks import SinkOpenError
-from sinks.brokers.nats import NATSStream
-from tests.support.servers.fleet import FeedingWorker, StreamReader, wait_for
+from tests.support.servers.fleet import FeedingWorker, StreamReader
 from tests.support.servers.nats_server import NATSServer
+from tests.support.waiting import Clock, wait_until
 
 pytestmark = pytest.mark.needs("nats-server")
 
@@ -25,10 +26,9 @@ def server(tmp_path: Path) -> Iterator[NATSServer]:
 class TestStream:
     def test_what_others_trimmed_makes_late_but_not_wrong(self, server: NATSServer) -> None:
         """A worker whose beginning somebody removed is not known until its next whole state; others are, meanwhile."""
-        with (
-            FeedingWorker(f"{server.url}?restate=3s&retain=1min", "w") as worker,
-            FeedingWorker(server.url, "other") as other,
-        ):
+        clock, worker = Clock(), FeedingWorker(f"{server.url}?restate=10min", "w")
+        worker.transport.clock = clock
+        with worker, FeedingWorker(server.url, "other") as other:
             other.store(2)
             other.settle()
             worker.store(5)
@@ -42,6 +42,7 @@ class TestStream:
                 late.check(other)
                 assert [waiting.topic for waiting in late.subscriber.waiting] == ["w"]
                 assert late.indexes["w"].blocks == {}
+                clock.now += 600
                 late.read_until(lambda: late.indexes["w"].resident() == worker.resident)
                 assert late.subscriber.waiting == ()
                 late.check(worker)
@@ -57,23 +58,21 @@ class TestStream:
 
 
 class TestOnce:
-    def test_acknowledgement_lost(self, server: NATSServer) -> None:
+    def test_acknowledgement_lost(self, server: NATSServer, monkeypatch: pytest.MonkeyPatch) -> None:
         """A batch whose acknowledgement never came is sent again, and is in the stream once."""
         with FeedingWorker(server.url, "w") as worker, StreamReader(server.url) as reader:
             worker.store(1)
             reader.check(worker)
-            stream = worker.transport._stream
-            assert isinstance(stream, NATSStream)
-            sent = stream._acknowledged
+            publish = JetStreamContext.publish
             fails = iter([True, True])
 
-            async def deaf(record: Record, unique: str) -> int | None:
-                answer = await sent(record, unique)
+            async def deaf(*args: Any, **options: Any) -> Any:
+                answer = await publish(*args, **options)
                 if next(fails, False):
                     raise TimeoutError
                 return answer
 
-            stream._acknowledged = deaf  # type: ignore[method-assign]
+            monkeypatch.setattr(JetStreamContext, "publish", deaf)
             worker.store(2)
             reader.check(worker)
             assert next(fails, None) is None
@@ -104,7 +103,7 @@ class TestRefused:
         ):
             worker.settle()
             worker.store(1)
-            wait_for(lambda: worker.runner.stats().errors > 0)
+            wait_until(lambda: worker.runner.stats().errors > 0)
             assert "is more than it takes in one message" in str(worker.runner.stats().last_error)
 
     def test_no_jetstream(self, tmp_path: Path) -> None:

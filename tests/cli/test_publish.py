@@ -22,9 +22,9 @@ from kvcache.cli.publish import to_json as spelled
 from kvcache.publish.progress import FollowerStats, State
 from kvcache.publish.publisher import PublishStats, SinkLag
 from tests.support.commands import Kvcache, Start, segments
-from tests.support.feeds.chaos import wait_until
 from tests.support.places import ROOT
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 
 from events.log import LogReader
 from tests.support.commands import Kvcache, Start
-from tests.support.feeds.native import Cache, wait_for
+from tests.support.feeds.native import Cache
+from tests.support.waiting import wait_until
 
 URL = "zmq+pub://127.0.0.1:0?format=native&replay=0&heartbeat=200ms"
 
@@ -29,7 +30,7 @@ def endpoint(cache: Cache) -> str:
 def test_lines_are_those_of_the_log(kvcache: Kvcache, start: Start, cache: Cache, tmp_path: Path) -> None:
     """Behind the state with which it begins, the same as `kvcache events` prints of the log."""
     process = start("subscribe", "--format", "native", endpoint(cache), "--count", 12)
-    wait_for(lambda: cache.manager.feeds[0].subscribers == 1)
+    wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
     cache.steps(30)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

@@ -15,8 +15,8 @@ from structlog.testing import capture_logs
 
 from events import LogWriteFailed
 from events.log import LogWriter, recorder
-from tests.support.feeds.chaos import wait_until
 from tests.support.logs.logs import batch, batches, read_log, segments, write_log
+from tests.support.waiting import wait_until
 
 Change = Callable[[Path, Path], None]
 

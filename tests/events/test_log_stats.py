@@ -12,7 +12,7 @@ import pytest
 from events.errors import LogWriteFailed
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
-from tests.support.feeds.workers import wait_for
+from tests.support.waiting import wait_until
 
 
 def request(manager: KVCacheManager, number: int) -> None:
@@ -28,7 +28,7 @@ def test_figures_of_a_log(tmp_path: Path) -> None:
     with KVCacheManager(strategies.config(), log=tmp_path / "log") as manager:
         for number in range(1, 6):
             request(manager, number)
-        wait_for(lambda: (stats := manager.log_stats()) is not None and not stats.lag_batches)
+        wait_until(lambda: (stats := manager.log_stats()) is not None and not stats.lag_batches)
         stats = manager.log_stats()
         assert stats is not None
         assert (stats.batches, stats.dropped_batches, stats.state, stats.last_error) == (
@@ -55,13 +55,13 @@ def test_a_suspended_log_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patch:
             patch.setattr(os, "writev", refuse)
             request(manager, 1)
-            wait_for(lambda: (stats := manager.log_stats()) is not None and stats.state == "suspended")
+            wait_until(lambda: (stats := manager.log_stats()) is not None and stats.state == "suspended")
             stats = manager.log_stats()
             assert stats is not None
             assert stats.last_error == os.strerror(errno.ENOSPC)
             assert stats.lag_batches >= 1
-        wait_for(lambda: (stats := manager.log_stats()) is not None and stats.state == "running")
-        wait_for(lambda: (stats := manager.log_stats()) is not None and not stats.lag_batches)
+        wait_until(lambda: (stats := manager.log_stats()) is not None and stats.state == "running")
+        wait_until(lambda: (stats := manager.log_stats()) is not None and not stats.lag_batches)
         stats = manager.log_stats()
         assert stats is not None
         assert (stats.dropped_batches, stats.last_error) == (0, None)

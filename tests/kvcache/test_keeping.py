@@ -26,8 +26,8 @@ from kvcache.keep.process import Keeper
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
 from tests.support.commands import RunPython
-from tests.support.feeds.chaos import wait_until
 from tests.support.logs.logs import TIME, batch
+from tests.support.waiting import wait_until
 
 KEPT = 100_000
 SEGMENT = KEPT // 8

@@ -9,8 +9,8 @@ import pytest
 
 from events.log import LogReader
 from kvcache.cli.publish import _line, to_json
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publishing import Collector, FoldingCollector, Running, sinks, write
+from tests.support.waiting import wait_until
 
 __all__ = ["sinks"]
 

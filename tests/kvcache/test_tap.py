@@ -26,8 +26,9 @@ from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
 from tests.support.engines.traffic import config
 from tests.support.feeds.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
-from tests.support.feeds.tapped import WAIT, work_until
+from tests.support.feeds.tapped import work_until
 from tests.support.logs.full_disk import FullDisk, full_disk
+from tests.support.waiting import WAIT
 
 __all__ = ["full_disk"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,15 @@ from structlog.testing import capture_logs
 
 from events.sockets import gate
 from events.sockets.curve import Curve, CurveUnavailable, KeyFileError, read_directory, read_pair, read_public
+from events.sockets.keepalive import set_keepalive
 from events.subscribe.endpoints import EndpointError
 from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from sinks import SinkURLError, open_sink
 from sinks.router.feed import RouterFeed
 from tests.support.feeds.keys import Keys
-from tests.support.feeds.sinks import WAIT
-from tests.support.feeds.workers import CONTEXT, Router, Worker, resident, wait_for
+from tests.support.feeds.workers import CONTEXT, Router, Worker, resident
+from tests.support.waiting import WAIT, wait_until
 
 SMALL = "ring=1KiB&max_batch=2KiB&coalesce=0"
 """So that replays are compacted."""
@@ -29,7 +29,7 @@ SMALL = "ring=1KiB&max_batch=2KiB&coalesce=0"
 
 @pytest.fixture
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    monkeypatch.setattr(gate, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(gate, "LOOK_SECONDS", 0)
     keys = Keys(tmp_path)
     keys.make("feed", "friend", "stranger")
     keys.allow("friend")
@@ -57,7 +57,7 @@ def hear(subscriber: Subscriber, worker: Worker, index: Index | None = None) -> 
             index.fold(report)
         return index.resident() == resident(worker)
 
-    wait_for(done)
+    wait_until(done)
     return index
 
 
@@ -103,7 +103,7 @@ class TestAccess:
                     reports.extend(subscriber.poll(10))
                     return subscriber.refused > 0 and worker.transport.refused > server.refused > 0
 
-                wait_for(refused)
+                wait_until(refused)
                 assert worker.feed.subscribers == 0
                 with reading(worker, keys.calls("friend", "feed")) as friend:
                     hear(friend, worker)
@@ -122,10 +122,10 @@ class TestAccess:
             port = int(worker.transport.endpoint.rpartition(":")[2])
             with socket.create_connection(("127.0.0.1", port)) as peer:
                 address = "{}:{}".format(*peer.getsockname())
-                peers = worker.transport._publisher._peers
-                wait_for(lambda: len(peers.connected) == 1)
+                peers = worker.transport.publisher.peers
+                wait_until(lambda: len(peers.connected) == 1)
                 peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-                wait_for(lambda: bool(logs))
+                wait_until(lambda: bool(logs))
         assert [(log["event"], log["peer"]) for log in logs] == [("peer_refused", address)]
 
     def test_a_key_that_is_added_lets_in_without_a_restart(self, keys: Keys) -> None:
@@ -134,21 +134,19 @@ class TestAccess:
             worker.put(worker.source.store(1, 3))
             worker.settle()
             with reading(worker, keys.calls("stranger", "feed")) as subscriber:
-                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+                wait_until(lambda: not subscriber.poll(10) and subscriber.refused > 0)
                 keys.allow("stranger")
                 hear(subscriber, worker)
             (keys.clients / "stranger.key").unlink()
-            time.sleep(2 * gate.LOOK_SECONDS)
             with reading(worker, keys.calls("stranger", "feed")) as subscriber:
-                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+                wait_until(lambda: not subscriber.poll(10) and subscriber.refused > 0)
 
     def test_a_list_that_cannot_be_read_lets_nobody_in(self, keys: Keys) -> None:
         """Whoever cannot be read may have been taken off it."""
         with encrypted(keys) as worker, capture_logs() as logs:
             keys.clients.chmod(0o777)
-            time.sleep(2 * gate.LOOK_SECONDS)
             with reading(worker, keys.calls("friend", "feed")) as subscriber:
-                wait_for(lambda: not subscriber.poll(10) and subscriber.refused > 0)
+                wait_until(lambda: not subscriber.poll(10) and subscriber.refused > 0)
         assert "allow_list_unreadable" in {log["event"] for log in logs}
 
     def test_files_that_are_no_keys_keep_out_nobody_else(self, keys: Keys) -> None:
@@ -156,19 +154,16 @@ class TestAccess:
         with encrypted(keys) as worker:
             worker.put(worker.source.store(1, 3))
             worker.settle()
-            handler = worker.transport._gate
-            assert handler is not None
             keys.allow("stranger")
             (keys.clients / "a.key").write_text("damaged")
             (keys.clients / "b.key").symlink_to("nowhere")
             (keys.clients / "stranger.key").write_text('public-key = "cut off')
             with capture_logs() as logs:
                 for _ in range(3):
-                    handler._looked_at = float("-inf")
-                    assert handler.callback("", read_public(keys.public("friend")))
-                assert not handler.callback("", read_public(keys.public("stranger")))
-            with reading(worker, keys.calls("friend", "feed")) as subscriber:
-                hear(subscriber, worker)
+                    with reading(worker, keys.calls("friend", "feed")) as subscriber:
+                        hear(subscriber, worker)
+                with reading(worker, keys.calls("stranger", "feed")) as subscriber:
+                    wait_until(lambda: subscriber.refused > 0, meanwhile=lambda: subscriber.poll(10))
         named = [log["reason"].partition(":")[0] for log in logs if log["event"] == "allow_list_unreadable"]
         assert named == [str(keys.clients / name) for name in ("a.key", "b.key", "stranger.key")]
 
@@ -192,13 +187,22 @@ class TestAccess:
 
     def test_nobody_gets_in_where_no_gate_stands(self, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
         """Should the list not be asked, for whatever reason, the answer is no."""
+        heard: list[object] = []
+        came: set[float] = set()
         monkeypatch.setattr(gate.Gate, "open", lambda gate: None)
+        monkeypatch.setattr("sinks.router.transport.HANDSHAKE_SECONDS", 0.1)
         with encrypted(keys) as worker:
             worker.put(worker.source.store(1, 1))
             with reading(worker, keys.calls("friend", "feed"), replay=False) as subscriber:
-                for _ in range(10):
-                    assert subscriber.poll(30) == []
+                peers = worker.transport.publisher.peers
+
+                def hear_more() -> None:
+                    heard.extend(subscriber.poll(10))
+                    came.update(peers.connected.values())
+
+                wait_until(lambda: len(came) > 2, meanwhile=hear_more)  # it is hung up on, and comes again
             assert worker.feed.subscribers == 0
+        assert heard == []
 
 
 class TestURL:
@@ -261,20 +265,25 @@ class TestURL:
         """Wildcards and loopback are bound, all else is connected to; ranks have ports of their own if asked for."""
         sink = open_sink(f"zmq+pub://{url}", CONTEXT)
         assert isinstance(sink, RouterFeed)
-        settings = sink.transport._settings  # type: ignore[attr-defined]
+        settings = sink.transport.settings  # type: ignore[attr-defined]
         assert (f"{settings.host}:{settings.port}", settings.connects) == (endpoint, connects)
         assert replay == (None if replay is None else f"{settings.replay_host}:{settings.replay_port}")
 
-    def test_keepalive_is_set_on_every_socket(self) -> None:
+    def test_keepalive_is_set_on_every_socket(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """TCP looks after the given silence, on the feed's socket and the replay's."""
+        found: list[tuple[object, object]] = []
+
+        def note(socket: zmq.Socket[bytes], seconds: float) -> None:
+            set_keepalive(socket, seconds)
+            found.append((socket.get(zmq.TCP_KEEPALIVE), socket.get(zmq.TCP_KEEPALIVE_IDLE)))
+
+        monkeypatch.setattr("sinks.router.transport.set_keepalive", note)
         for text, expected in (("", (1, 60)), ("&keepalive=90s", (1, 90)), ("&keepalive=0s", (0, -1))):
             sink = open_sink(f"zmq+pub://127.0.0.1:0?replay=0{text}", CONTEXT)
             assert isinstance(sink, RouterFeed)
-            with Worker(feed=sink) as worker:
-                server = worker.transport.replay
-                assert server is not None
-                for socket in (worker.transport._publisher._socket, server._socket):
-                    assert (socket.get(zmq.TCP_KEEPALIVE), socket.get(zmq.TCP_KEEPALIVE_IDLE)) == expected
+            with Worker(feed=sink):
+                assert found == [expected] * 2
+            found.clear()
 
 
 class TestKeyFiles:
@@ -283,7 +292,7 @@ class TestKeyFiles:
         secret = read_pair(keys.secret("feed")).secret.decode()
         curve = keys.serves("feed")
         with encrypted(keys) as worker:
-            told = [repr(curve), str(curve), repr(worker.transport._settings), repr(worker.runner.stats())]
+            told = [repr(curve), str(curve), repr(worker.transport.settings), repr(worker.runner.stats())]
         assert curve.own.secret.decode() == secret
         assert not [text for text in told if secret in text]
 

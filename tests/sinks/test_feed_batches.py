@@ -47,7 +47,7 @@ def with_items(handle: int, blocks: int, items: int, space: Namespace = SPACES[0
 
 
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("blocks", [1, 16, 1000])
+@pytest.mark.parametrize("blocks", [1, 16, 200])
 @pytest.mark.parametrize("items", [1, 20, 300])
 def test_the_bound_holds_with_items(space: Namespace, blocks: int, items: int) -> None:
     """The items of each block are counted as well."""

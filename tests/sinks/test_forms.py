@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from kvcache.fold.residency import resident_names
 from sinks import SinkContext, SinkURLError, open_sink
 from sinks.router.transport import ZMQTransport
 from tests.support.engines import strategies
-from tests.support.feeds.sinks import WAIT
+from tests.support.waiting import wait_until
 
 FORMS = [
     form + tokens for form in ("format=vllm", "style=array", "format=sglang") for tokens in ("", "&tokens=0")
@@ -49,22 +48,17 @@ def follow(index: Index, subscriber: Subscriber, manager: KVCacheManager, *, sig
         names = resident_names(manager.state, level, group)
         return {name - 2**64 if signed and name >= 2**63 else name for name in names}
 
-    deadline = time.monotonic() + WAIT
-    while time.monotonic() < deadline:
+    def agrees() -> bool:
         for report in subscriber.poll(20):
             index.fold(report)
         if signed:  # it does not tell groups apart
-            agrees = all(
+            return all(
                 set().union(*(held(group, level) for group in groups)) == index.resident(0, level)
                 for level in (0, 1)
             )
-        else:
-            agrees = all(
-                held(group, level) == index.resident(group, level) for group in groups for level in (0, 1)
-            )
-        if agrees:
-            return
-    raise AssertionError("the reader holds other blocks than the manager")
+        return all(held(group, level) == index.resident(group, level) for group in groups for level in (0, 1))
+
+    wait_until(agrees, "the reader holds other blocks than the manager")
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
@@ -109,13 +103,13 @@ def test_batches_of_arrays_keep_their_bound(monkeypatch: pytest.MonkeyPatch) -> 
             index = Index()
             follow(index, reader, manager, signed=False)
             sent: list[int] = []
-            publish = transport._publisher.send
+            publish = transport.publisher.send
 
             def counting(seq: int, payload: bytes) -> None:
                 sent.append(len(payload))
                 publish(seq, payload)
 
-            monkeypatch.setattr(transport._publisher, "send", counting)
+            monkeypatch.setattr(transport.publisher, "send", counting)
             manager.add_sequence(1, list(range(500)))
             manager.store_context_blocks(1, 500)
             manager.flush()

@@ -30,7 +30,7 @@ def settings(config: object, rank: int = 0, options: str = "insecure=1") -> ZMQS
     assert url is not None
     sink = open_sink(url, CONTEXT)
     assert isinstance(sink, RouterFeed)
-    return sink.transport._settings  # type: ignore[attr-defined]
+    return sink.transport.settings  # type: ignore[attr-defined]
 
 
 def test_the_defaults_are_vllms() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,9 +25,11 @@ from events.types import CacheCreated, EpochStarted, EventBatch, Gap, StateExpor
 from sinks import SinkContext, SinkOpenError, SinkRunner, open_sink
 from sinks.base import SinkURLError
 from sinks.router.native import NativeFeed
-from tests.support.feeds.native import Cache, FoldingReader, wait_for
+from tests.support.feeds.native import Cache, FoldingReader
 from tests.support.feeds.native_feed import CONTEXT, Batches, Sent, sent_by_a_cache
+from tests.support.feeds.workers import read_answer
 from tests.support.secrets import TOKENS, betrayed
+from tests.support.waiting import WAIT_MS, wait_until
 
 URL = "zmq+pub://127.0.0.1:0?format=native&replay=0&heartbeat=200ms"
 
@@ -73,7 +74,7 @@ def test_messages_are_the_batches_of_the_log(stack: ExitStack, tmp_path: Path) -
     """Whoever is there from the start gets, batch for batch, what the log holds."""
     cache = Cache(f"{URL}&tokens=1", log=tmp_path / "log")
     with closing(reader_of(cache)) as reader, closing(cache):
-        wait_for(lambda: cache.manager.feeds[0].subscribers == 1)
+        wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
         cache.steps(80)
         reader.check(cache)
     logged = list(LogReader(tmp_path / "log"))
@@ -91,37 +92,40 @@ def test_json_is_what_files_have(stack: ExitStack, tmp_path: Path) -> None:
     early, late = (stack.enter_context(context.socket(zmq.SUB)) for _ in range(2))
     early.connect(transport(cache).endpoint)
     early.subscribe("")
-    wait_for(lambda: cache.manager.feeds[0].subscribers == 1)
+    wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
     cache.steps(40)
     told = {}
     while cache.last_seq not in told:
-        assert early.poll(5000)
+        assert early.poll(WAIT_MS)
         message = msgspec.json.decode(early.recv_multipart()[2])
         if message["events"]:
             told[message["seq"]] = message
-    wait_for(lambda: len(lines.read_bytes().splitlines()) == cache.last_seq + 1)
+    wait_until(lambda: len(lines.read_bytes().splitlines()) == cache.last_seq + 1)
     for line in map(msgspec.json.decode, lines.read_bytes().splitlines()[1:]):
         assert told[line["seq"]] == line
     beginning = ["EpochStarted", "CacheCreated", "StateExported"]
     for _ in range(2):  # the second time the state is there already, and what came since is put behind it
         late.connect(transport(cache).endpoint)
         late.subscribe("")
-        assert late.poll(5000)
+        assert late.poll(WAIT_MS)
         state = msgspec.json.decode(late.recv_multipart()[2])
         assert state["seq"] == cache.last_seq
         assert [event["type"] for event in state["events"]][:3] == beginning
         late.close()
         late = stack.enter_context(context.socket(zmq.SUB))
         cache.steps(3)
-        wait_for(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
+        wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
 
 
 class TestLosses:
     """Messages are lost on the way, where the reader cannot notice but by their numbers."""
 
     @pytest.mark.parametrize("replay", [True, False])
-    def test_reader_that_loses_messages(self, stack: ExitStack, replay: bool) -> None:
+    def test_reader_that_loses_messages(
+        self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, replay: bool
+    ) -> None:
         """With a replay it gets what it missed; without one it asks for the state by subscribing anew."""
+        monkeypatch.setattr("events.subscribe.native._ASK_AGAIN_SECONDS", 0.05)
         cache = stack.enter_context(closing(Cache(URL)))
         reader = reader_of(cache, replay=replay)
         stack.enter_context(closing(reader))
@@ -147,10 +151,9 @@ class TestLosses:
         reader.check(cache)
         lost = lose(reader.subscriber, random.Random(1), 1.0)
         cache.steps(100)
-        wait_for(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
-        deadline = time.monotonic() + 0.3
-        while time.monotonic() < deadline:
-            reader.read()
+        wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
+        last = cache.manager.feeds[0].last_seq
+        reader.read_until(lambda: lost.seq >= last)
         lost.share = 0.0
         cache.steps(5)
         reader.check(cache)
@@ -171,8 +174,8 @@ class TestLosses:
         sink.transport.send = lambda batch: (writing.wait(), send(batch))  # type: ignore[method-assign,assignment]
         cache.steps(60)
         writing.set()
-        wait_for(lambda: sink.lost_seq is not None)
-        wait_for(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
+        wait_until(lambda: sink.lost_seq is not None)
+        wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
         cache.steps(2)
         reader.check(cache)
         assert any(isinstance(event, Gap) for batch in reader.batches for event in batch.events)
@@ -184,10 +187,12 @@ class Loss:
 
     def __init__(self, receive: Any, rng: random.Random, share: float) -> None:
         self._receive, self._rng, self.share = receive, rng, share
+        self.seq = -1
+        """The number of the last one that was lost."""
 
     def __call__(self) -> list[bytes] | None:
         while (frames := self._receive()) is not None and self._rng.random() < self.share:
-            pass
+            self.seq = int.from_bytes(frames[1], "big")
         return frames
 
 
@@ -232,6 +237,17 @@ class TestRestarts:
                 reader.read_until(lambda: any(isinstance(each, Restarted) for each in reader.others))
 
 
+def until(socket: zmq.Socket[bytes], last: int) -> list[bytes]:
+    """The payloads up to that number."""
+    payloads, seq = [], -1
+    while seq < last:
+        assert socket.poll(WAIT_MS)
+        _, number, payload = socket.recv_multipart()
+        seq = int.from_bytes(number, "big")
+        payloads.append(payload)
+    return payloads
+
+
 def test_no_token_and_no_salt_is_told(stack: ExitStack) -> None:
     """Unless asked for: in no live message, no state, no replay."""
     silent = URL.replace("200ms", "0")
@@ -241,23 +257,22 @@ def test_no_token_and_no_salt_is_told(stack: ExitStack) -> None:
     early, asking = (stack.enter_context(context.socket(kind)) for kind in (zmq.SUB, zmq.DEALER))
     early.connect(there.endpoint)
     early.subscribe("")
-    wait_for(lambda: cache.manager.feeds[0].subscribers == 1)
+    wait_until(lambda: cache.manager.feeds[0].subscribers == 1)
     cache.steps(60)
-    wait_for(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
+    wait_until(lambda: cache.manager.sink_stats()[0].lag_batches == 0)
     late = stack.enter_context(context.socket(zmq.SUB))
     late.connect(there.endpoint)
     late.subscribe("")
     asking.connect(there.replay_endpoint)
     asking.send_multipart([b"", bytes(8)])
-    for socket, least in ((early, 50), (late, 1), (asking, 2)):
-        heard = 0
-        while socket.poll(300):
-            frames = socket.recv_multipart()
-            heard += 1
-            assert not betrayed(frames[-1])
-            if not frames[-1]:
-                break
-        assert heard >= least
+    told = {
+        name: until(socket, cache.manager.feeds[0].last_seq)
+        for name, socket in (("early", early), ("late", late))
+    }
+    told["asking"] = [frames[-1] for frames in read_answer(asking)]
+    for name, least in (("early", 50), ("late", 1), ("asking", 1)):
+        assert len(told[name]) >= least
+        assert not any(map(betrayed, told[name]))
     with (
         closing(Cache(f"{URL}&tokens=1", tokens=TOKENS[:6])) as telling,
         closing(reader_of(telling)) as reader,

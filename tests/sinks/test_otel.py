@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache as cached
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,22 @@ from kvcache.errors import CapacityError
 from kvcache.manager import KVCacheManager
 from kvcache.publish.publisher import Publisher
 from sinks import open_sink
-from sinks.base import SinkContext, SinkURLError
+from sinks.base import SinkContext, SinkError, SinkURLError
 from sinks.otel.sink import MAX_HELD, OtelSink
 from tests.support.feeds.scraping import cache, serve_some
-from tests.support.feeds.sinks import WAIT
+from tests.support.feeds.sinks import RecordingSink
 from tests.support.logs.random_logs import random_log
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT, wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 CONTEXT = SinkContext(32, 4, "llama")
+SEEDS = seeds(range(10), quick=3)
 
 
 class Kept(InMemorySpanExporter):
@@ -61,13 +65,19 @@ def said(span: ReadableSpan) -> dict[str, Any]:
     return {name.removeprefix("kvcache."): value for name, value in span.attributes.items()}
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_spans_are_the_requests_of_the_log(seed: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The random log of a seed."""
+    return cached(lambda seed: random_log(seed, tmp_path_factory.mktemp("random") / "log"))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_spans_are_the_requests_of_the_log(seed: int, log: Callable[[int], Path]) -> None:
     """Who ran from when to when, with how many tokens, of which how many reused: as `kvcache.audit` reads the log."""
-    batches = list(LogReader(random_log(seed, tmp_path / "log")))
+    batches = list(LogReader(log(seed)))
     breaks = [b.seq for b in batches if any(isinstance(event, CacheCreated | Gap) for event in b.events)]
     rows, unbroken = {}, set()
-    for row in open_log(tmp_path / "log").requests():
+    for row in open_log(log(seed)).requests():
         if row.ended_seq is not None and row.admitted_seq is not None:
             key = row.request_id, row.admitted_ts
             rows[key] = row.ended_ts, row.prompt_tokens, row.reused_tokens, row.output_tokens
@@ -92,10 +102,10 @@ def test_spans_are_the_requests_of_the_log(seed: int, tmp_path: Path) -> None:
     assert {key: each for key, each in found.items() if each[0] not in cut}.items() <= rows.items()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_blocks_are_those_of_the_events(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_blocks_are_those_of_the_events(seed: int, log: Callable[[int], Path]) -> None:
     """Counted once more, from the events as JSON."""
-    batches = list(LogReader(random_log(seed, tmp_path / "log")))
+    batches = list(LogReader(log(seed)))
     naive: Counter[tuple[int, str]] = Counter()
     events: Counter[tuple[int, str]] = Counter()
     onboards: dict[int, int] = {}
@@ -131,11 +141,12 @@ def test_blocks_are_those_of_the_events(seed: int, tmp_path: Path) -> None:
             assert sum(event.name == name for event in span.events) == events[handle, name], name
 
 
-def test_random_logs_have_all_kinds_of_events(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_random_logs_have_all_kinds_of_events(log: Callable[[int], Path]) -> None:
     """The comparisons above are not of nothing."""
     names: Counter[str] = Counter()
     for seed in range(10):
-        for span in spans_of(list(LogReader(random_log(seed, tmp_path / str(seed))))):
+        for span in spans_of(list(LogReader(log(seed)))):
             names.update(event.name for event in span.events)
             names["incomplete"] += "incomplete" in said(span)
             names["stored"] += said(span)["blocks_stored"]
@@ -213,10 +224,7 @@ class Collector:
         ]
 
     def wait(self, count: int) -> list[Any]:
-        deadline = time.monotonic() + WAIT
-        while len(self.spans) < count:
-            assert time.monotonic() < deadline, f"only {len(self.spans)} spans have come"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.spans) >= count, lambda: f"only {len(self.spans)} spans have come")
         return self.spans
 
 
@@ -290,10 +298,7 @@ def test_what_is_refused_is_sent_later() -> None:
         collector.refuses = True
         with KVCacheManager(cache(), sinks=[collector.url]) as manager:
             serve_some(manager, 5)
-            deadline = time.monotonic() + WAIT
-            while not manager.sink_stats()[0].errors:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: manager.sink_stats()[0].errors)
             assert "nobody takes spans" in str(manager.sink_stats()[0].last_error)
             assert collector.spans == []
             collector.refuses = False
@@ -306,17 +311,12 @@ def test_a_collector_that_hangs_holds_up_no_engine() -> None:
         collector.gate.clear()
         with KVCacheManager(cache(), sinks=[collector.url]) as manager:
             serve_some(manager, 3)
-            deadline = time.monotonic() + WAIT
-            while not collector.asked:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            begun = time.monotonic()
+            wait_until(lambda: collector.asked)
             for first in range(100, 400, 3):
                 manager.add_sequence(first, [1, 2, 3])
                 manager.flush()
                 manager.remove_sequence(first)
                 manager.flush()
-            assert time.monotonic() - begun < 1
             assert manager.sink_stats()[0].lag_batches > 50
             collector.gate.set()
             collector.wait(103)
@@ -325,22 +325,27 @@ def test_a_collector_that_hangs_holds_up_no_engine() -> None:
 def test_what_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last spans are kept."""
 
-    class Refuses(SpanExporter):
-        def export(self, spans: Any) -> SpanExportResult:
-            return SpanExportResult.FAILURE
+    class Refusing(Kept):
+        refuses = True
 
-        def shutdown(self) -> None:
-            """Nothing to do."""
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.FAILURE if self.refuses else super().export(spans)
 
     monkeypatch.setattr("sinks.otel.sink.MAX_HELD", 5)
     assert MAX_HELD > 512
-    sink = OtelSink(Refuses, "")
+    batches = RecordingSink()
+    with KVCacheManager(cache(), sinks=[batches]) as manager:
+        serve_some(manager, 20)
+    exporter = Refusing()
+    sink = OtelSink(lambda: exporter, "", with_ids=True)
     sink.open()
-    ended: list[Any] = sink._ended
-    ended.extend(range(20))
-    with pytest.raises(Exception, match="5 wait"):
+    for batch in batches.stream:
+        sink.write(batch)
+    with pytest.raises(SinkError, match="5 wait"):
         sink.tick()
-    assert ended == [15, 16, 17, 18, 19]
+    exporter.refuses = False
+    sink.close()
+    assert [said(span)["request_id"] for span in exporter.spans()] == [15, 16, 17, 18, 19]
 
 
 @pytest.mark.parametrize(

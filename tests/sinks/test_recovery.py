@@ -6,10 +6,10 @@ import errno
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
@@ -23,13 +23,15 @@ from sinks import SinkContext, SinkOpenError, SinkRunner, SinkStats, open_sink
 from sinks.base import State
 from sinks.prometheus.blocks import BlockMetrics
 from sinks.prometheus.collector import Collector
+from sinks.queue import Overflow
 from sinks.router import numbers as feed_numbers
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.oracles.json_reader import from_json
 from tests.support.commands import RunPython
-from tests.support.feeds.sinks import WAIT, RecordingSink, check_stream, gaps, make_batch
-from tests.support.feeds.workers import wait_for
+from tests.support.feeds.sinks import RecordingSink, check_stream, gaps, make_batch
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT, Clock, wait_until
 
 QUICK: dict[str, Any] = {
     "max_errors": 2,
@@ -73,7 +75,12 @@ class Broken(RecordingSink):
 
 
 def wait_for_state(runner: SinkRunner, state: State) -> None:
-    wait_for(lambda: runner.stats().state == state)
+    wait_until(lambda: runner.stats().state == state)
+
+
+def thread_of(runner: SinkRunner) -> list[threading.Thread]:
+    """The runner's thread, while there is one."""
+    return [thread for thread in threading.enumerate() if thread.name == f"kvcache-sink-{runner.name}"]
 
 
 class Feeder:
@@ -105,7 +112,7 @@ class Feeder:
     def more(self, batches: int = 20) -> None:
         """Wait until so many more were put."""
         enough = self.put + batches
-        wait_for(lambda: self.put >= enough)
+        wait_until(lambda: self.put >= enough)
 
 
 class TestRunner:
@@ -113,10 +120,10 @@ class TestRunner:
 
     @pytest.mark.parametrize("fails", [("write",), ("tick",), ("write", "open"), ("write", "tick", "close")])
     @pytest.mark.parametrize("overflow", ["drop_oldest", "drop_newest", "block"])
-    def test_goes_on_when_it_works_again(self, fails: tuple[str, ...], overflow: str) -> None:
+    def test_goes_on_when_it_works_again(self, fails: tuple[str, ...], overflow: Overflow) -> None:
         """What is put meanwhile is lost to gaps, all else arrives, accounts hold at any time, each turn is reported."""
         sink = Broken()
-        runner = SinkRunner(sink, "broken", overflow=overflow, **QUICK)  # type: ignore[arg-type]
+        runner = SinkRunner(sink, "broken", overflow=overflow, clock=Clock(), **QUICK)
         with capture_logs() as logs:
             runner.start()
             with Feeder(runner) as feeder:
@@ -159,47 +166,50 @@ class TestRunner:
         wait_for_state(runner, "quarantined")
         runner.put(make_batch(1))
         assert runner.stats().lag_batches == 2
-        wait_for(lambda: sink.opened > 3)
+        wait_until(lambda: sink.opened > 3)
         sink.fails = set()
         sink.wait_for(1)
         runner.close()
         assert sink.seqs() == [0, 1]
         assert gaps(sink.stream) == []
 
-    def test_one_that_start_has_refused_is_not_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_start_has_refused_is_not_tried_again(self) -> None:
         """After SinkOpenError nothing goes on in the background."""
+        tried_again = threading.Event()
+
+        class Dawdling(SinkRunner):
+            """As on a machine that lets the starting thread wait for a processor before it refuses the sink."""
+
+            def close(self) -> None:
+                tried_again.wait(0.1)  # which is never set
+                super().close()
+
+        def pause(closing: threading.Event, seconds: float) -> bool:
+            if not closing.is_set():
+                tried_again.set()
+            return closing.wait(seconds)
+
         sink = Broken("open")
-        runner = SinkRunner(sink, "refused", **QUICK)
-        heard = runner._opened.wait
-
-        def wait_and_dawdle(seconds: float) -> bool:
-            """As on a machine that lets the starting thread wait for a processor."""
-            opened = heard(seconds)
-            time.sleep(0.1)
-            return opened
-
-        monkeypatch.setattr(runner._opened, "wait", wait_and_dawdle)
-        with pytest.raises(Exception, match="could not be opened"):
+        runner = Dawdling(sink, "refused", pause=pause, **QUICK)
+        with pytest.raises(SinkOpenError, match="could not be opened"):
             runner.start()
-        assert runner._thread is not None
-        runner._thread.join(WAIT)
-        assert not runner._thread.is_alive()
+        wait_until(lambda: not thread_of(runner))
+        assert not tried_again.is_set()
         assert (sink.opened, sink.closings, runner.stats().state) == (1, 0, "quarantined")
 
     @pytest.mark.parametrize("fails", ["write", "open"])
     def test_close_waits_for_no_pause(self, fails: str) -> None:
-        """A runner in a pause of a minute ends at once, its sink closed as often as it was opened."""
+        """A runner in a pause of an hour ends, its sink closed as often as it was opened."""
         sink = Broken("write")
-        runner = SinkRunner(sink, "broken", max_errors=1, retry_seconds=60)
+        runner = SinkRunner(sink, "broken", max_errors=1, retry_seconds=3600)
         runner.start()
         sink.fails.add(fails)
         runner.put(make_batch(0))
         wait_for_state(runner, "quarantined")
-        wait_for(lambda: sink.closings == 1)
+        wait_until(lambda: sink.closings == 1)
         runner.put(make_batch(1))
-        started = time.monotonic()
         runner.close()
-        assert time.monotonic() - started < 1
+        assert not thread_of(runner)
         assert (sink.opened, sink.closings) == (1, 1)
         assert runner.stats().dropped_batches == 2
 
@@ -211,12 +221,12 @@ class TestRunner:
         sink, late = Broken("open"), threading.Event()
         fail = sink.open
         sink.open = lambda: fail() if late.wait(WAIT) else None  # type: ignore[method-assign]
-        runner = SinkRunner(sink, "slow", retry_seconds=60)
+        runner = SinkRunner(sink, "slow", retry_seconds=3600)
         with pytest.MonkeyPatch.context() as patch, capture_logs() as logs:
             patch.setattr("sinks.runner.OPEN_SECONDS", 0.01)
             runner.start()
             late.set()
-            wait_for(lambda: bool(logs))
+            wait_until(lambda: bool(logs))
             runner.close()
         assert [log["event"] for log in logs] == ["sink_quarantined"]
 
@@ -227,10 +237,12 @@ class TestRunner:
         """Once, also if it fails again soon, and so is the end of it; the state and the metric say it all the while."""
         sink = Broken()
         runner = SinkRunner(sink, "poor", max_errors=10**6, backoff_seconds=0.001)
+        manager = KVCacheManager(KVCacheConfig(max_sequence_length=64, primary_blocks=4))
 
         def up() -> float:
             collector = Collector(BlockMetrics(), "m")
-            families = {each.name: each for each in collector._of_sinks([runner.stats()])}
+            collector.probe = Mock(wraps=manager, step_times=None, sink_stats=lambda: [runner.stats()])
+            families = {each.name: each for each in collector.collect()}
             return families["kvcache_sink_up"].samples[0].value
 
         with capture_logs() as logs:
@@ -263,31 +275,30 @@ class TestRunner:
             runner.start()
             for seq in range(5):
                 runner.put(make_batch(seq))
-            wait_for(lambda: sink.opened > 5)
+            wait_until(lambda: sink.opened > 5)
             assert runner.stats().state == "quarantined"
             runner.close()
         told = [log["event"] for log in logs]
         assert told == ["sink_fails", "sink_quarantined", "sink_lost_batches"]
         assert sink.opened == sink.closings
 
-    def test_pauses_go_on_growing_where_it_fails_soon_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pauses_go_on_growing_where_it_fails_soon_again(self) -> None:
         """A sink that takes gaps but no batch is not tried every second for ever."""
         pauses: list[float] = []
-        enough = threading.Event()
 
         class OnlyGaps(RecordingSink):
             def write(self, batch: EventBatch) -> None:
                 if not gaps([batch]):
                     raise FULL
 
-        runner = SinkRunner(OnlyGaps(), "shaky", max_errors=1)
-        monkeypatch.setattr(runner._closing, "wait", lambda seconds: pauses.append(seconds))
+        def note(closing: threading.Event, seconds: float) -> bool:
+            pauses.append(seconds)
+            return closing.is_set()
+
+        runner = SinkRunner(OnlyGaps(), "shaky", max_errors=1, clock=Clock(), pause=note)
         runner.start()
-        for seq in itertools.count():
-            runner.put(make_batch(seq))
-            if len(pauses) > 7:
-                break
-            enough.wait(0.001)
+        with Feeder(runner):
+            wait_until(lambda: len(pauses) > 7)
         runner.close()
         assert pauses[:8] == [1, 2, 4, 8, 16, 32, 60, 60]
 
@@ -297,7 +308,7 @@ class TestRunner:
         runner = SinkRunner(sink, "full", **QUICK)
         runner.start()
         with Feeder(runner) as feeder:
-            wait_for(lambda: sink.opened > 5)
+            wait_until(lambda: sink.opened > 5)
             sink.fails = set()
             wait_for_state(runner, "running")
         runner.close()
@@ -308,25 +319,26 @@ class TestRunner:
 def test_a_file_on_a_full_disk_goes_on_when_there_is_room(run_python: RunPython, tmp_path: Path) -> None:
     """With the system's own limit on the size of files: lines are whole, and a gap stands for what did not fit."""
     done = run_python(
-        "import resource, time\n"
+        "import resource\n"
         "from sinks import SinkContext, SinkRunner, open_sink\n"
         "from tests.support.feeds.sinks import make_batch\n"
+        "from tests.support.waiting import pause, wait_until\n"
         "sink = open_sink('file:events.jsonl', SinkContext(32, 4))\n"
         "runner = SinkRunner(sink, 'file', max_errors=2, backoff_seconds=0.001, retry_seconds=0.01)\n"
         "runner.start()\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))\n"
         "seq = 0\n"
-        "def put_until(state):\n"
+        "def put():\n"
         "    global seq\n"
-        "    deadline = time.monotonic() + 20\n"
-        "    while runner.stats().state != state:\n"
-        "        assert time.monotonic() < deadline, runner.stats()\n"
-        "        runner.put(make_batch(seq))\n"
-        "        seq += 1\n"
-        "        time.sleep(0.001)\n"
+        "    runner.put(make_batch(seq))\n"
+        "    seq += 1\n"
+        "    pause()\n"
+        "def put_until(state):\n"
+        "    wait_until(lambda: runner.stats().state == state, runner.stats, meanwhile=put)\n"
         "put_until('quarantined')\n"
-        "time.sleep(0.1)\n"
+        "errors = runner.stats().errors\n"
+        "wait_until(lambda: runner.stats().errors > errors + 3)\n"
         "assert runner.stats().state == 'quarantined'\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))\n"
         "put_until('running')\n"
@@ -352,7 +364,6 @@ class Site:
         url = f"zmq+pub://127.0.0.1:0?replay=0&heartbeat=20ms&coalesce=1ms&state={tmp_path / 'numbers'}"
         feed = open_sink(url, SinkContext(32, 4))
         assert isinstance(feed, RouterFeed)
-        feed._numbers._step = 1  # so that each batch needs the disk
         transport = feed.transport
         assert isinstance(transport, ZMQTransport)
         self.feed, self.transport = feed, transport
@@ -383,10 +394,7 @@ class Site:
             self.read(0)
 
     def work_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT
-        while not condition():
-            assert time.monotonic() < deadline, self.runner.stats()
-            self.work(1)
+        wait_until(condition, self.runner.stats, meanwhile=lambda: self.work(1))
 
     def read(self, timeout_ms: int = 5) -> None:
         for report in self.subscriber.poll(timeout_ms):
@@ -396,11 +404,16 @@ class Site:
         """Wait until the reader holds what the cache holds, with no fault on the way."""
         state = self.manager.state
         expected = [resident_names(state, level) for level in (0, 1)]
-        deadline = time.monotonic() + WAIT
-        while [self.index.resident(0, level) for level in (0, 1)] != expected:
-            assert time.monotonic() < deadline, (self.runner.stats(), self.feed.lost_seq, self.index)
+
+        def read_more() -> None:
             self.manager.flush()
             self.read()
+
+        wait_until(
+            lambda: [self.index.resident(0, level) for level in (0, 1)] == expected,
+            lambda: (self.runner.stats(), self.feed.lost_seq, self.index),
+            meanwhile=read_more,
+        )
         assert (self.index.orphans, self.index.unknown_removals, self.index.repeated_stores) == (0, 0, 0)
 
     def close(self) -> None:
@@ -408,13 +421,14 @@ class Site:
         self.manager.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(range(2), quick=1))
 @pytest.mark.parametrize("replay", [False, True])
 @pytest.mark.parametrize("what", ["numbers", "transport", "fold"])
 def test_a_feed_that_failed_ends_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, replay: bool, seed: int
 ) -> None:
     """Whatever failed, after it works again a reader that has stayed holds exactly what the cache holds."""
+    monkeypatch.setattr(feed_numbers, "STEP", 1)  # each batch needs the disk
     site = Site(tmp_path, seed, replay=replay)
     site.work()
     site.check()
@@ -425,11 +439,11 @@ def test_a_feed_that_failed_ends_exact(
                 raise FULL
 
             if what == "numbers":
-                broken.setattr(feed_numbers, "_write", fail)
+                broken.setattr(feed_numbers, "replace_file", fail)
             elif what == "transport":
                 broken.setattr(site.transport, "send", fail)
             else:
-                broken.setattr(site.feed._feed, "fold", fail)
+                broken.setattr(site.feed, "write", fail)
             site.work_until(lambda: site.runner.stats().state == "quarantined")
             site.work()
         before = len(site.batches)
@@ -446,22 +460,21 @@ def test_a_feed_that_failed_ends_exact(
     assert site.runner.stats().lag_batches == 0
 
 
-def test_a_state_that_was_itself_lost_is_told_again(tmp_path: Path) -> None:
+def test_a_state_that_was_itself_lost_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the last batch that a feed lost is the one with the whole state, the manager publishes another."""
     site = Site(tmp_path, 1)
     site.work()
     site.check()
     held = threading.Event()
-    fold = site.feed._feed.fold
+    write = site.feed.write
 
-    def lose(batch: EventBatch) -> list[Any]:
-        if any(isinstance(event, StateExported) for event in batch.events):
-            del site.feed._feed.fold
+    def lose(batch: EventBatch) -> None:
+        if any(isinstance(event, StateExported) for event in batch.events) and not held.is_set():
             held.set()
             raise FULL
-        return fold(batch)
+        write(batch)
 
-    site.feed._feed.fold = lose  # type: ignore[method-assign]
+    monkeypatch.setattr(site.feed, "write", lose)
     site.runner.put(EventBatch(site.batches[-1].seq, 0, (Gap(0, 2**40, "made up"),)))
     site.work_until(held.is_set)
     site.check()

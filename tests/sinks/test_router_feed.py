@@ -14,18 +14,8 @@ from sinks import SinkRunner
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.numbers import FeedNumbers
 from tests.support.feeds.feed_source import BLOCK, RecordingTransport, Source, name, names, state_of, tokens
-from tests.support.feeds.sinks import WAIT, RecordingSink, make_batch
-from tests.support.feeds.workers import wait_for
-
-
-class Clock:
-    """Stands still unless moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.feeds.sinks import RecordingSink, make_batch
+from tests.support.waiting import WAIT, Clock, wait_until
 
 
 class Rig:
@@ -348,12 +338,12 @@ class TestRunner:
             runner.put(source.store(handle, 2))
         assert runner.stats().dropped_batches > 0
         hold.set()
-        wait_for(lambda: feed.lost_seq is not None)
+        wait_until(lambda: feed.lost_seq is not None)
         for handle in range(1, 10):
             runner.put(source.remove(handle))
         runner.put(source.exported())
         runner.put(source.store(77, 2))
-        wait_for(lambda: feed.lost_seq is None)
+        wait_until(lambda: feed.lost_seq is None)
         runner.close()
         state = state_of([transport.changes()])
         assert {block for _, block in state} == {
@@ -410,7 +400,7 @@ class TestRunner:
         runner.start()
         for seq in range(20):
             runner.put(make_batch(seq))
-        wait_for(lambda: runner.stats().state == "quarantined")
+        wait_until(lambda: runner.stats().state == "quarantined")
         stats = runner.stats()
         assert (stats.errors, stats.last_error) == (10, "tick: OSError: [Errno 5] broken")
         assert stats.batches + stats.dropped_batches == 20

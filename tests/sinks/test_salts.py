@@ -17,7 +17,7 @@ from kvcache.replay import replay
 from sinks import salts
 from sinks.router.transport import ZMQTransport
 from sinks.salts import MAX_SALT_BYTES, PlainSalts
-from tests.support.feeds.sinks import WAIT
+from tests.support.waiting import WAIT
 
 SECRET = "tenant-4711-secret"
 PROMPT = list(range(1, 14))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import pytest
+
 from events.feed.changes import AnyChange, Cleared, Stored
 from events.types import GroupCreated, Namespace
 from sinks.router.feed import FeedState
-from sinks.router.snapshot import MIN_TAIL_BYTES, Snapshot
+from sinks.router.snapshot import Snapshot
 from tests.support.feeds.feed_source import BLOCK, names, tokens
 
 
@@ -57,14 +59,15 @@ def test_what_is_sent_meanwhile_belongs_to_it() -> None:
     assert (made.last_seq, made.tail) == (9, [b"x" * 10, b"y"])
 
 
-def test_is_worn_when_telling_anew_costs_less() -> None:
+def test_is_worn_when_telling_anew_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once more was sent than the state takes, and never while it is encoded."""
+    monkeypatch.setattr("sinks.router.snapshot.MIN_TAIL_BYTES", least := 4000)
     made = snapshot(1)
-    made.append(b"x" * (MIN_TAIL_BYTES + 1))
+    made.append(b"x" * (least + 1))
     assert not made.worn
     assert made.advance(1e6)
     assert made.worn
-    large = snapshot(2 * MIN_TAIL_BYTES // 32, 1 << 20)
+    large = snapshot(2 * least // 32)
     assert large.advance(1e6)
-    large.append(b"x" * (MIN_TAIL_BYTES + 1))
+    large.append(b"x" * (least + 1))
     assert not large.worn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,34 @@ from kvcache.fold.exported_state import export
 from kvcache.publish.errors import NoTokens
 from kvcache.publish.publisher import Publisher
 from kvcache.replay import replay
-from sinks import SinkContext, SinkOpenError, SinkURLError, open_sink
+from sinks import SinkContext, SinkOpenError, SinkRunner, SinkURLError, open_sink
 from sinks.trtllm import DictFeed, LineTransport
 from tests.support.engines import strategies
 from tests.support.feeds.strict import NoBytes
 from tests.support.feeds.trtllm_events import FIRST, STREAM, WINDOWS, BusyEngine, Held, config, held_by, work
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT, wait_until
+
+
+class Reading:
+    """An index of what lines say, and the reports beside batches."""
+
+    def __init__(self) -> None:
+        self.index, self.odd = Index(), list[Any]()
+        self._follower = DictFollower()
+
+    def take(self, lines: Iterable[bytes]) -> None:
+        for report in (report for line in lines for report in self._follower.take(line)):
+            self.index.fold(report)
+            if not isinstance(report, Received):
+                self.odd.append(report)
 
 
 def read(lines: Iterable[bytes]) -> tuple[Index, list[Any]]:
-    """An index of what lines say, and the reports beside batches."""
-    index, follower, odd = Index(), DictFollower(), []
-    for line in lines:
-        for report in follower.take(line):
-            index.fold(report)
-            if not isinstance(report, Received):
-                odd.append(report)
-    return index, odd
+    """What all of them say."""
+    reading = Reading()
+    reading.take(lines)
+    return reading.index, reading.odd
 
 
 def held_in(index: Index) -> Held:
@@ -48,23 +61,25 @@ def held_in(index: Index) -> Held:
     }
 
 
-def book(lines: Iterable[bytes]) -> dict[tuple[int, int], int]:
-    """(window, hash) to level, as whoever looks at no numbers would keep it."""
-    kept: dict[tuple[int, int], int] = {}
+Book = dict[tuple[int, int], int]
+"""(window, hash) to level."""
+
+
+def note(kept: Book, lines: Iterable[bytes]) -> None:
+    """Keep a book up to date as whoever looks at no numbers would."""
     for event in map(json.loads, lines):
         data, window = event["data"], event["window_size"]
         if data["type"] == "stored":
-            kept |= {(window, block["block_hash"]): block["cache_level"] for block in data["blocks"]}
+            kept.update(((window, block["block_hash"]), block["cache_level"]) for block in data["blocks"])
         elif data["type"] == "updated" and data["cache_level"] is not None:
             assert kept[window, data["block_hash"]] == data["cache_level"]["old_value"]
             kept[window, data["block_hash"]] = data["cache_level"]["new_value"]
         elif data["type"] == "removed":
             for name in data["block_hashes"]:
                 kept.pop((window, name), None)
-    return kept
 
 
-def book_of(manager: KVCacheManager) -> dict[tuple[int, int], int]:
+def book_of(manager: KVCacheManager) -> Book:
     """What such a one must have."""
     assert manager.state.created is not None
     groups = manager.state.created.groups
@@ -86,7 +101,7 @@ def stored_blocks(events: Iterable[dict[str, Any]]) -> dict[tuple[int, int], Any
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(range(6), quick=2))
 def test_lines_are_what_is_told_who_polls(tmp_path: Path, seed: int, windows: Sequence[int] | None) -> None:
     """Dict by dict, in the same order, under the same numbers: one folds the state, the other the stream."""
     path = tmp_path / "e.jsonl"
@@ -206,7 +221,7 @@ def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequ
     lines = Lines()
     feed = feed_into(lines)
     batches, chance = inventory(manager), random.Random(1)
-    for _ in range(8):
+    for _ in range(5):
         for _ in range(chance.randrange(20, 40)):
             feed.write(next(batches))
             feed.tick()
@@ -227,13 +242,15 @@ def test_lost_batches_cost_the_reader_nothing_once_the_state_comes(windows: Sequ
     assert numbers == list(range(len(numbers)))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(range(5), quick=2))
 def test_lines_that_could_not_be_written_are_made_good(seed: int) -> None:
     """Numbers are missing then, so a reader forgets; what comes next is all that is cached."""
     manager = KVCacheManager(config((6, strategies.LIMIT)), copier=NoBytes())
     lines, chance = Lines(), random.Random(seed)
     feed, batches, failures = feed_into(lines, 200), inventory(manager), 0
+    reading, kept = Reading(), Book()
     for _ in range(150):
+        lines.lines.clear()
         feed.write(next(batches))
         lines.fails = int(chance.random() < 0.1)
         try:
@@ -242,32 +259,28 @@ def test_lines_that_could_not_be_written_are_made_good(seed: int) -> None:
             failures += 1
             feed.tick()
         lines.fails = 0
-        assert held_in(read(lines.lines)[0]) == held_by(manager)
-        assert book(lines.lines) == book_of(manager)
-    _, odd = read(lines.lines)
+        reading.take(lines.lines)
+        note(kept, lines.lines)
+        assert held_in(reading.index) == held_by(manager)
+        assert kept == book_of(manager)
     assert failures > 1
-    assert odd
-    assert {type(report) for report in odd} == {Missed}
+    assert {type(report) for report in reading.odd} == {Missed}
 
 
-def test_queue_that_overflows(tmp_path: Path) -> None:
-    """A sink that hangs for a moment loses batches; the manager then gives it the whole state."""
+def test_queue_that_overflows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sink that hangs for a while loses batches; the manager then gives it the whole state."""
     path = tmp_path / "e.jsonl"
-    manager = KVCacheManager(config(None), copier=NoBytes(), sinks=[f"file:{path}?format=trtllm"])
-    (runner,) = manager._journal.outputs._runners
-    feed = runner.sink
+    feed = open_sink(f"file:{path}?format=trtllm", SinkContext(32, 4))
     assert isinstance(feed, DictFeed)
-    queue: Any = runner._queue
-    queue._max_events = 3
+    goes_on, write = threading.Event(), feed.write
+    monkeypatch.setattr(feed, "write", lambda batch: (goes_on.wait(WAIT), write(batch)))
+    runner = SinkRunner(feed, "lines", max_events=200)
+    manager = KVCacheManager(config(None), copier=NoBytes(), sinks=[runner])
     work(manager, 2, 400)
     assert runner.stats().dropped_batches > 0
-    queue._max_events = 1 << 20
-    for number in range(200):
-        manager.add_sequence(f"late{number}", [9, 9, 8])
-        manager.remove_sequence(f"late{number}")
-        manager.flush()
-        if runner.stats().lag_batches == 0 and feed.lost_seq is None and number > 20:
-            break
+    goes_on.set()
+    wait_until(lambda: feed.lost_seq is not None)
+    wait_until(lambda: feed.lost_seq is None, meanwhile=manager.flush)
     held = held_by(manager)
     manager.close()
     assert held_in(read(path.read_bytes().splitlines())[0]) == held

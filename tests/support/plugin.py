@@ -8,9 +8,11 @@ import pytest
 import structlog
 from hypothesis import is_hypothesis_test, settings
 
+from sinks import runner
 from tests.support.logs.accounting import accounted
 from tests.support.needs import Needs
 from tests.support.seeds import VARIABLE, day
+from tests.support.waiting import WAIT
 
 # Machines that run tests are slow at times, which is no fault of the code: pytest-timeout stops what hangs.
 # A failure prints the line that repeats it.
@@ -69,6 +71,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def patient_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give sinks the time that they need to open and to take what is queued, however busy the machine is."""
+    monkeypatch.setattr(runner, "OPEN_SECONDS", WAIT)
+    defaults = runner.SinkRunner.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "drain_seconds", WAIT)
 
 
 @pytest.fixture(autouse=True)

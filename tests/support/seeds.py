@@ -19,6 +19,17 @@ def day() -> int:
     return int(os.environ.setdefault(VARIABLE, str(today)))
 
 
+def one_a_day(params: list[Any]) -> list[Any]:
+    """Return parameters of which the quick run takes one, another each day, and the long run the rest."""
+    chosen = day() % len(params)
+    return [
+        each
+        if number == chosen
+        else pytest.param(*each.values, marks=[*each.marks, pytest.mark.long], id=each.id)
+        for number, each in enumerate(params)
+    ]
+
+
 def seeds(every: Iterable[int], *, quick: int, always: Iterable[int] = ()) -> list[Any]:
     """Return the values to parametrize a test with.
 

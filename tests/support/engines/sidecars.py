@@ -21,8 +21,9 @@ from cuda_ops.simulated import LateCopier
 from events.log import LogWriter
 from kvcache import KVCacheManager
 from kvcache.replay import replay
-from tests.support.feeds.chaos import CONFIG, WAIT, Engine, NoBytes, Router, Site, Told, residency, wait_until
+from tests.support.feeds.chaos import CONFIG, Engine, NoBytes, Router, Site, Told, residency
 from tests.support.places import ROOT
+from tests.support.waiting import WAIT, wait_until
 
 SEGMENT_BYTES = 20_000
 """Small, so that segments end often."""

@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,8 @@ from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.support.places import ROOT, landed_level
 from tests.support.ports import free_port
+from tests.support.waiting import WAIT, wait_until
 
-WAIT = 40.0
-"""Seconds, of a machine that has other things to do."""
 CONFIG = KVCacheConfig(
     max_sequence_length=32,
     max_attention_window=(5, 32),
@@ -90,14 +88,6 @@ class Site:
         ring, batch = ["1MiB", "4KiB", "0B"][seed % 3], rng.choice(["1KiB", "4KiB"])
         options = f"ring={ring}&max_batch={batch}&coalesce={rng.choice(['0', '2ms', '10ms'])}"
         return cls(free_port(), free_port(), str(directory / "feed.numbers"), options)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, what
-        pause.wait(0.002)
 
 
 def residency(manager: KVCacheManager) -> Told:

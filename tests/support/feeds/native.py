@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +17,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed
 from sinks import Sink, SinkRunner
-
-WAIT = 30.0
+from tests.support.waiting import wait_until
 
 
 def config(**more: Any) -> KVCacheConfig:
@@ -81,7 +79,7 @@ class Cache:
     @property
     def fingerprint(self) -> bytes:
         """Of the live state."""
-        return fingerprint(self.manager._journal.state)
+        return fingerprint(self.manager.state)
 
     def close(self) -> None:
         """End it in order."""
@@ -124,10 +122,7 @@ class FoldingReader:
 
     def read_until(self, condition: Callable[[], bool], what: str = "it does not come") -> None:
         """Hear until it is so."""
-        deadline = time.monotonic() + WAIT
-        while not condition():
-            assert time.monotonic() < deadline, (what, self.replayed.last_seq, self.others)
-            self.read()
+        wait_until(condition, lambda: (what, self.replayed.last_seq, self.others), meanwhile=self.read)
 
     def check(self, cache: Cache) -> None:
         """Hear all that there is, and know what the manager knows."""
@@ -146,11 +141,3 @@ class FoldingReader:
     def others(self) -> list[NativeReport]:
         """What it heard besides."""
         return [report for report in self.reports if not isinstance(report, ReceivedBatch)]
-
-
-def wait_for(condition: Callable[[], bool], what: str = "it does not happen") -> None:
-    """Until it is so."""
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)

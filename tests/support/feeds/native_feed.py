@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from events.codec import encode_batch
 from events.feed.changes import Batched
@@ -10,7 +10,7 @@ from events.formats.vllm import Message
 from events.types import EventBatch
 from kvcache.record.told_state import ToldState
 from sinks import SinkContext
-from sinks.router.feed import FeedBatch
+from sinks.router.feed import FeedBatch, FeedState
 from sinks.router.native import NativeFeed
 from sinks.router.numbers import FeedNumbers
 from tests.support.feeds.native import Cache
@@ -48,7 +48,7 @@ class Sent:
         for batch in batches:
             self.feed.write(batch)
             self.feed.tick()
-            state = self.feed._take_state()
+            state = self._take_state()
             (change,) = state.changes
             assert isinstance(change, Batched)
             self.states.append(Message(b"t", state.seq, encode_batch(change.batch)))
@@ -57,7 +57,8 @@ class Sent:
 
     def close(self) -> None: ...
 
-    def tick(self, take_state: Any) -> None: ...
+    def tick(self, take_state: Callable[[], FeedState]) -> None:
+        self._take_state = take_state
 
     def send(self, batch: FeedBatch) -> None:
         (change,) = batch.changes

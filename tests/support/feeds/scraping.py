@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,8 +20,9 @@ from kvcache.config import KVCacheConfig
 from kvcache.manager import KVCacheManager
 from sinks.prometheus.sink import PrometheusSink
 from tests.support.engines import strategies
-from tests.support.feeds.sinks import WAIT
 from tests.support.needs import program
+from tests.support.ports import free_port
+from tests.support.waiting import WAIT, wait_until
 
 DOCS = Path(__file__).parents[3] / "docs"
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -54,10 +54,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 def settled(manager: KVCacheManager) -> Samples:
     """The metrics once the sink has taken all batches."""
-    deadline = time.monotonic() + WAIT
-    while manager.sink_stats()[0].lag_batches:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: not manager.sink_stats()[0].lag_batches)
     return scraped(sink_of(manager).port)
 
 
@@ -86,8 +83,7 @@ def a_real_prometheus(directory: Path, port: int) -> Iterator[Callable[[str], An
         f"    static_configs: [{{targets: ['127.0.0.1:{port}']}}]\n"
         f"rule_files: ['{DOCS / 'monitoring' / 'alerts.yml'}']\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [prometheus, f"--config.file={directory / 'prometheus.yml'}"]
     command += [f"--storage.tsdb.path={directory / 'db'}", f"--web.listen-address={address}"]
 
@@ -128,11 +124,13 @@ def ask_prometheus(asked: Callable[[str], Any]) -> set[str]:
 
 
 def until_fetched(ask: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 3 * WAIT
-    while time.monotonic() < deadline:
+    answers: list[Any] = []
+
+    def fetched() -> bool:
         with suppress(OSError):  # also what HTTP refuses while it starts
-            found, rules = ask()
-            if found and all(rule["health"] == "ok" for rule in rules):
-                return found, rules
-        time.sleep(0.1)
-    raise AssertionError("Prometheus has not fetched the metrics")
+            answers[:] = found, rules = ask()
+            return bool(found) and all(rule["health"] == "ok" for rule in rules)
+        return False
+
+    wait_until(fetched, "Prometheus has not fetched the metrics", meanwhile=lambda: time.sleep(0.05))
+    return answers

@@ -64,11 +64,11 @@ from events.types import (
     WorkerSeen,
 )
 from tests.support.columns import pack_i32, pack_i64, pack_u32
+from tests.support.waiting import WAIT
 
 KEY_BYTES = 32
 PLANTED = 1_234_567_891
 """A token id that appears in a text only if token ids are shown."""
-WAIT = 10.0
 
 NAME = bytes.fromhex("1f2e3d4c00000001")
 KEYS = NAME + bytes(24) + bytes.fromhex("9a8b7c6d00000002") + bytes(24)
@@ -209,14 +209,17 @@ class RecordingSink:
 
 
 class SlowSink(RecordingSink):
-    """Takes `seconds` for each batch."""
+    """Takes one batch for each time that `let` allows it to."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.seconds = seconds
+        self._turns = threading.Semaphore(0)
+
+    def let(self, batches: int = 1) -> None:
+        self._turns.release(batches)
 
     def write(self, batch: EventBatch) -> None:
-        threading.Event().wait(self.seconds)
+        self._turns.acquire()
         super().write(batch)
 
 

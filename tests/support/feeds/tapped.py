@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from kvcache.tap.tap import Tap
-
-WAIT = 30.0
+from tests.support.waiting import wait_until
 
 
 def work_until(tap: Tap, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not done():
-        assert time.monotonic() < deadline, "the tap does not get there"
-        tap.work(0.02)
+    """Have the tap work until it is so."""
+    wait_until(done, "the tap does not get there", meanwhile=lambda: tap.work(0.02))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket as sockets
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
+from urllib.parse import parse_qsl, urlencode
 
 import msgspec
-import pytest
 import zmq
 
 from events.formats.vllm import Hash
@@ -23,23 +22,11 @@ from tests.support.feeds.feed_source import (
     names,
     split,
 )
-from tests.support.feeds.sinks import WAIT
 from tests.support.ports import free_port
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """For what only shows in an attribute."""
-    pause = threading.Event()
-    for _ in range(int(WAIT * 1000)):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not come about")
-
+from tests.support.waiting import WAIT, WAIT_MS, wait_until
 
 CONTEXT = SinkContext(key_bytes=8, tokens_per_block=4)
 END = [b"", b"", b"\xff" * 8, b""]
-MS = int(WAIT * 1000)
 
 
 class Worker:
@@ -48,8 +35,8 @@ class Worker:
     def __init__(
         self, options: str = "", context: SinkContext = CONTEXT, feed: RouterFeed | None = None
     ) -> None:
-        defaults = "replay=0&first=0&" if "heartbeat" in options else "replay=0&first=0&heartbeat=0&"
-        url = f"zmq+pub://127.0.0.1:0?{defaults}{options}".rstrip("&")
+        defaults = {"replay": "0", "first": "0", "heartbeat": "0"}
+        url = f"zmq+pub://127.0.0.1:0?{urlencode(defaults | dict(parse_qsl(options, strict_parsing=bool(options))))}"
         sink = feed or open_sink(url, context)
         assert isinstance(sink, RouterFeed)
         self.feed = sink
@@ -75,8 +62,8 @@ class Worker:
 
     def settle(self) -> None:
         """Wait until what was put is sent."""
-        wait_for(lambda: self.runner.stats().lag_batches == 0)
-        wait_for(lambda: not self.feed._pending and not self.feed._restate)
+        wait_until(lambda: self.runner.stats().lag_batches == 0)
+        wait_until(lambda: self.feed.is_settled)
 
 
 class Router:
@@ -115,7 +102,7 @@ class Router:
         return frames
 
     def receive(self) -> list[bytes]:
-        assert self.live.poll(MS), "nothing came"
+        assert self.live.poll(WAIT_MS), "nothing came"
         return self.live.recv_multipart()
 
     def follow(self, until: int) -> None:
@@ -153,7 +140,7 @@ class Router:
 def read_answer(dealer: zmq.Socket) -> list[list[bytes]]:
     answer: list[list[bytes]] = []
     while True:
-        assert dealer.poll(MS), "the replay stopped"
+        assert dealer.poll(WAIT_MS), "the replay stopped"
         frames = dealer.recv_multipart()
         if frames == END:
             return answer
@@ -169,7 +156,7 @@ def churn(worker: Worker, count: int, first: int = 1) -> None:
 
 
 def last_seq(worker: Worker) -> int:
-    return worker.feed._numbers.next - 1
+    return worker.feed.last_seq
 
 
 @contextmanager
@@ -192,8 +179,3 @@ def resident(worker: Worker) -> set[Hash]:
         for handle, slots in worker.source.slots.items()
         for name in split(names(handle, len(slots)), 8)
     }
-
-
-@pytest.fixture
-def port() -> int:
-    return free_port()

@@ -8,9 +8,9 @@ from pathlib import Path
 from tests.support.needs import program
 
 
-def self_signed(directory: Path) -> tuple[Path, Path]:
+def self_signed(directory: Path, name: str = "server") -> tuple[Path, Path]:
     """Certificate and key."""
-    certificate, key = directory / "server.pem", directory / "server.key"
+    certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
     command = [
         program("openssl"),
         "req",

@@ -15,11 +15,11 @@ from tests.support.engines.sidecars import EngineProcess, Sidecar
 from tests.support.feeds.chaos import Told, told_by
 from tests.support.servers.fleet import StreamReader
 from tests.support.servers.server import Server
+from tests.support.waiting import WAIT
 
 OPTIONS = "heartbeat=100ms&coalesce=20ms&timeout=1s&max_batch=2KiB"
 WORKERS = ("own", "side")
 """The engine's own feed, and the sidecar's."""
-WAIT = 40.0
 
 
 class Network:
@@ -157,10 +157,9 @@ class Scene:
         self.sidecar = self._start_sidecar()
         resources.callback(lambda: self.sidecar.kill())
 
-    def run(self, seconds: float) -> None:
+    def run(self, rounds: int) -> None:
         """A few misfortunes at a time: many of them make up for each other, since whoever starts tells all anew."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        for _ in range(rounds):
             for _ in range(self.rng.randrange(1, 4)):
                 self._strike()
                 self._pass_time(self.rng.choice([0.05, 0.2, 0.4, 1.5]))
@@ -275,7 +274,7 @@ class Scene:
 
     def _stop_sidecar(self) -> None:
         self.sidecar.process.terminate()
-        code = self.sidecar.process.wait(30)
+        code = self.sidecar.process.wait(WAIT)
         assert code in (143, -signal.SIGTERM, 2), (code, self.sidecar.said)
         self._for_a_while("sidecar", self._start_sidecar)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Self
 
 from events.brokers.subscriber import BrokerSubscriber
@@ -16,22 +16,23 @@ from sinks import SinkContext, SinkRunner, open_sink
 from sinks.brokers.transport import BrokerTransport
 from sinks.router.feed import RouterFeed
 from tests.support.feeds.feed_source import Source, name
+from tests.support.waiting import WAIT, wait_until
 
 CONTEXT = SinkContext(key_bytes=8, tokens_per_block=4)
-WAIT = 30.0
-
-
-def wait_for(condition: Callable[[], bool], what: str = "it does not happen") -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 class FeedingWorker:
     """A cache, as far as routers see one, whose feed goes to a stream behind its runner."""
 
-    def __init__(self, url: str, worker: str, *, min_bytes: int | None = None, block: int = 4) -> None:
+    def __init__(
+        self,
+        url: str,
+        worker: str,
+        *,
+        min_bytes: int | None = None,
+        block: int = 4,
+        drain_seconds: float = WAIT,
+    ) -> None:
         self.name = worker
         joint = "&" if "?" in url else "?"
         sink = open_sink(f"{url}{joint}worker={worker}&heartbeat=200ms&coalesce=5ms", CONTEXT)
@@ -39,10 +40,16 @@ class FeedingWorker:
         assert isinstance(sink.transport, BrokerTransport)
         self.feed, self.transport = sink, sink.transport
         if min_bytes is not None:
-            object.__setattr__(self.transport._settings, "min_bytes", min_bytes)
+            self.transport.settings = replace(self.transport.settings, min_bytes=min_bytes)
         self.source = Source(block)
         self.runner = SinkRunner(
-            sink, worker, max_errors=4, backoff_seconds=0.05, retry_seconds=0.2, retry_seconds_max=0.5
+            sink,
+            worker,
+            drain_seconds=drain_seconds,
+            max_errors=4,
+            backoff_seconds=0.05,
+            retry_seconds=0.2,
+            retry_seconds_max=0.5,
         )
         self._next = 1
 
@@ -77,11 +84,11 @@ class FeedingWorker:
         runner, feed = self.runner, self.feed
 
         def settled() -> bool:
-            idle = runner.stats().lag_batches == 0 and not feed._pending and not feed._restate
+            idle = runner.stats().lag_batches == 0 and feed.is_settled
             return idle and feed.lost_seq is None and runner.state == "running"
 
-        wait_for(settled, f"{self.name} does not come to rest: {runner.stats()}")
-        return feed._numbers.next - 1
+        wait_until(settled, lambda: f"{self.name} does not come to rest: {runner.stats()}")
+        return feed.last_seq
 
 
 class StreamReader:
@@ -107,18 +114,12 @@ class StreamReader:
             self.seq[worker.topic] = max(self.seq.get(worker.topic, -1), getattr(report, "seq", -1))
 
     def read_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT
-        while not condition():
-            assert time.monotonic() < deadline, self.subscriber.unavailable
-            self.read()
+        wait_until(condition, lambda: (self.seq, self.subscriber.unavailable), meanwhile=self.read)
 
     def catch_up(self, *workers: FeedingWorker) -> None:
         """Read until all is known that these have in the stream."""
         last = {worker.name: worker.settle() for worker in workers}
-        deadline = time.monotonic() + WAIT
-        while any(self.seq.get(name, -1) < seq for name, seq in last.items()):
-            assert time.monotonic() < deadline, (last, self.seq, self.subscriber.unavailable)
-            self.read()
+        self.read_until(lambda: all(self.seq.get(name, -1) >= seq for name, seq in last.items()))
 
     def check(self, *workers: FeedingWorker) -> None:
         """What is known is what is so, and nothing on the way did not fit."""

@@ -6,15 +6,17 @@ memory, 5 MiB of each partition, and cannot be killed and started again at the s
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from tests.support.places import ROOT
-from tests.support.servers.server import STREAM, Server
+from tests.support.servers.server import Server
+from tests.support.waiting import WAIT
 
 
 class MockCluster(Server):
@@ -33,6 +35,16 @@ class MockCluster(Server):
         assert self._process.stdout is not None
         self.port = int(self._process.stdout.readline())
 
+    @property
+    def url(self) -> str:
+        return f"{super().url}/{self.stream}"
+
+    def with_stream(self, stream: str) -> Self:
+        """The same process, with a topic that only the caller uses."""
+        other = copy.copy(self)
+        other.stream = stream
+        return other
+
     def kill(self) -> None:
         super().kill()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -46,11 +58,11 @@ class MockCluster(Server):
         """Partition, tag and payload of all that a worker has in the topic."""
         server = f"127.0.0.1:{self.port}"
         consumer = Consumer({"bootstrap.servers": server, "group.id": "test", "log_level": 0})
-        partitions = consumer.list_topics(STREAM, timeout=10).topics[STREAM].partitions
+        partitions = consumer.list_topics(self.stream, timeout=WAIT).topics[self.stream].partitions
         found = []
         for partition in partitions:
-            first, last = consumer.get_watermark_offsets(TopicPartition(STREAM, partition), timeout=10)
-            consumer.assign([TopicPartition(STREAM, partition, first)])
+            first, last = consumer.get_watermark_offsets(TopicPartition(self.stream, partition), timeout=WAIT)
+            consumer.assign([TopicPartition(self.stream, partition, first)])
             seen = first
             while seen < last:
                 for message in consumer.consume(last - seen, 1.0):
@@ -68,7 +80,7 @@ def main(late_ms: str) -> None:
     if int(late_ms):
         settings["test.mock.broker.rtt"] = int(late_ms)
     producer = Producer(settings)
-    (broker,) = producer.list_topics(timeout=10).brokers.values()
+    (broker,) = producer.list_topics(timeout=WAIT).brokers.values()
     print(broker.port, flush=True)
     sys.stdin.read()
 

@@ -6,11 +6,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Self
 
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 STREAM = "kvcache"
 
@@ -24,6 +24,7 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()
+        self.stream = STREAM
         self.directory = directory
         self.command: list[str] = []
 
@@ -40,11 +41,11 @@ class Server:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while not self.answers():
-            assert self._process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server does not listen"
-            time.sleep(0.02)
+        wait_until(self._listens, "the server does not listen")
+
+    def _listens(self) -> bool:
+        assert self._process.poll() is None, "the server ended"
+        return self.answers()
 
     def answers(self) -> bool:
         """Whether it takes what is asked of it."""
