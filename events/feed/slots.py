@@ -188,6 +188,10 @@ class Columns:
         names = self._names[self.announced_slots()].tobytes()
         return {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
 
+    def states(self) -> list[int]:
+        """Return the `Visibility` of each slot."""
+        return self._state.tolist()
+
     def clear(self) -> None:
         """Forget all blocks."""
         self._state[:] = ABSENT

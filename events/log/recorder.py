@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -35,14 +34,27 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
 _LOOK_SECONDS = 1.0
 """How often it is asked whether the files are where they were, though nothing is written."""
 _log = get_logger(__name__)
+Clock = Callable[[], float]
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to let pass before each try on a disk that refuses."""
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 class Recorder:
-    """Empties the queue that the engine fills."""
+    """Empties the queue that the engine fills.
 
-    def __init__(self, directory: Path, output: LogOutput, sync_seconds: float = 0) -> None:
+    `clock` says, in seconds, when syncs of an interval and looks at the files are due.
+    """
+
+    def __init__(self, directory: Path, output: LogOutput, sync_seconds: float, clock: Clock) -> None:
         self._directory = directory
         self._sync_seconds = sync_seconds
+        self._clock = clock
         self.output = output
         self.queue: deque[tuple[EventBatch, int]] = deque()
         """Batches, each with the size of all up to it."""
@@ -78,11 +90,12 @@ class Recorder:
         self._written = 0
         """So many of them were given to the system."""
         self._sync_at = math.inf
-        """When they are to be durable, by the monotonic clock."""
-        self._look_at = time.monotonic() + _LOOK_SECONDS
+        """When they are to be durable, by the clock."""
+        self._look_at = clock() + _LOOK_SECONDS
         """When the files are looked at next, by the same clock."""
         self._hurried = False
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._pauses = pauses()
+        self._pause = 0.0
 
     def run(self) -> None:
         """Write what is queued until the log is closed."""
@@ -124,7 +137,7 @@ class Recorder:
         self.asleep = True
         # Asked only after saying so: an append after this question sees that we sleep and wakes us.
         if not self.queue and not self.closing:
-            now = time.monotonic()
+            now = self._clock()
             self.work.wait(max(min(self._sync_at, self._look_at) - now, 0))
         self.asleep = False
         self.work.clear()
@@ -134,13 +147,13 @@ class Recorder:
 
     def _time_left(self) -> float | None:
         """Seconds until the next sync; None: there is nothing to sync."""
-        return None if self._sync_at == math.inf else max(self._sync_at - time.monotonic(), 0)
+        return None if self._sync_at == math.inf else max(self._sync_at - self._clock(), 0)
 
     def _look(self) -> bool:
         """Whether the files are where they were, as far as it is time to ask; each time while nothing else is tried."""
         if self.trouble is not None and (self._group or self.queue):
             return True
-        now = time.monotonic()
+        now = self._clock()
         if self.trouble is None and now < self._look_at:
             return True
         self._look_at = now + _LOOK_SECONDS
@@ -158,7 +171,7 @@ class Recorder:
 
     def _is_sync_due(self) -> bool:
         asked = not self._sync_seconds or self._hurried or self.closing or self.trouble is not None
-        return asked or time.monotonic() >= self._sync_at
+        return asked or self._clock() >= self._sync_at
 
     def _take_group(self) -> None:
         size = 0
@@ -195,7 +208,7 @@ class Recorder:
             if self._is_sync_due():
                 self.output.sync()
             elif self._sync_at == math.inf:
-                self._sync_at = time.monotonic() + self._sync_seconds
+                self._sync_at = self._clock() + self._sync_seconds
         except Exception as error:  # noqa: BLE001 - whatever is durable now needs no second try
             refused = error
         self._forget(self.output.batches_written - before)
@@ -246,7 +259,9 @@ class Recorder:
 
     def _note_trouble(self, failure: LogWriteFailed) -> None:
         again = self.trouble is not None
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS) if again else _FIRST_PAUSE_SECONDS
+        if not again:
+            self._pauses = pauses()
+        self._pause = next(self._pauses)
         self.trouble = failure
         self.failed_tries += 1
         self.tell()

@@ -35,7 +35,7 @@ from events.log.epochs import next_epoch, refuse_other_kind
 from events.log.frames import Chain
 from events.log.output import LogOutput
 from events.log.reader import Kind
-from events.log.recorder import Recorder
+from events.log.recorder import Clock, Recorder
 from events.log.recovery import claim, recover
 from events.log.stats import LogStats
 from events.size import batch_bytes
@@ -67,6 +67,7 @@ class LogWriter:
       that the system, some time.
     - `log_id`: 16 bytes; random by default. A continued log keeps its own.
     - `kind`: what is recorded; a log of another kind is not continued (LogOfOtherKind).
+    - `clock`: the seconds by which `fsync_seconds` count; for tests, which set it.
     """
 
     def __init__(
@@ -87,13 +88,13 @@ class LogWriter:
         segment_seconds: float | None = None,
         segment_begun: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
+        clock: Clock = time.monotonic,
     ) -> None:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1 or fsync_seconds <= 0:
             raise ValueError("the limits of a log must be at least 1, and fsync_seconds above 0")
         if log_id is not None and len(log_id) != 16:
             raise ValueError("a log_id has 16 bytes")
-        self.directory = Path(directory)
-        self._when_closed = closed
+        self.directory, self._when_closed = Path(directory), closed
         self._blocks = overflow == "block"
         self._syncs = fsync != "never"
         self._max_batches = max_queued_batches
@@ -115,7 +116,7 @@ class LogWriter:
             segment_seconds=segment_seconds,
             segment_begun=segment_begun,
         )
-        self._recorder = Recorder(self.directory, output, fsync_seconds if fsync == "interval" else 0)
+        self._recorder = Recorder(self.directory, output, fsync_seconds if fsync == "interval" else 0, clock)
         self._start()
 
     def _open(self, resume: bool, kind: Kind) -> tuple[Chain, bool]:

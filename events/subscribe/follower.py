@@ -60,13 +60,20 @@ class Follower(Generic[AnyReport]):
     """One publisher.
 
     `ask` opens a socket to its replay (None: it cannot be asked); `order` makes reports of its messages, which begin
-    with `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`.
+    with `topic`; `replay_timeout` is that of `events.subscribe.subscriber.Subscriber`, in seconds of the clock.
     """
 
     def __init__(
-        self, ask: Callable[[], Line] | None, order: Order[AnyReport], *, topic: bytes, replay_timeout: float
+        self,
+        ask: Callable[[], Line] | None,
+        order: Order[AnyReport],
+        *,
+        topic: bytes,
+        replay_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open = ask
+        self._clock = clock
         self._topic = topic
         self._replay_timeout = replay_timeout
         self._continuity = order
@@ -77,7 +84,7 @@ class Follower(Generic[AnyReport]):
         """The socket of the question that is open."""
         self.malformed = 0
         """Messages that were ignored since they do not even have a number."""
-        self.heard_at = time.monotonic()
+        self.heard_at = self._clock()
         """When its last message came."""
         self.refused = 0
         """Connections to the replay that came to nothing because of keys."""
@@ -85,7 +92,7 @@ class Follower(Generic[AnyReport]):
     @property
     def unanswered_seconds(self) -> float:
         """For how long it has been asked without a word of answer; 0: it is not, or has answered."""
-        return 0.0 if self._asked_since is None else time.monotonic() - self._asked_since
+        return 0.0 if self._asked_since is None else self._clock() - self._asked_since
 
     @property
     def has_room(self) -> bool:
@@ -94,7 +101,7 @@ class Follower(Generic[AnyReport]):
 
     def live(self, frames: list[bytes]) -> None:
         """Take in a message of the stream."""
-        self.heard_at = time.monotonic()
+        self.heard_at = self._clock()
         try:
             self._continuity.live(parse_message(frames))
         except EventDecodeError:
@@ -137,7 +144,7 @@ class Follower(Generic[AnyReport]):
         self._stop_asking()
         self._question = start
         self._ask_at_new_socket()
-        self._asked_since = time.monotonic()
+        self._asked_since = self._clock()
 
     def take(self) -> list[AnyReport]:
         """What is to be reported since the last call."""
@@ -147,7 +154,7 @@ class Follower(Generic[AnyReport]):
         """Seconds until waiting for an answer is given up; None: nothing is waiting for it."""
         if self.asking is None or not self._continuity.holding:
             return None
-        now = time.monotonic()
+        now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
         return max(0.0, self._waiting_since + self._replay_timeout - now)

@@ -70,6 +70,7 @@ class Gathering:
         curve: our keys and the directory with those of the workers; required beyond loopback, unless `insecure`.
         insecure: lets anybody who reaches the endpoint be a worker.
         first: the first batch wanted of a worker that can be asked, when it is heard first.
+        clock: the seconds by which all waits for workers count; the timeout of a `poll` is in real ones.
 
     Raises EndpointError, InsecureEndpoint and, if the allow-list cannot be read, KeyFileError.
     """
@@ -89,8 +90,9 @@ class Gathering:
         curve: Curve | None = None,
         insecure: bool = False,
         first: Callable[[Worker], int] = lambda _: 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve)
+        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve, clock)
         if not insecure:
             refuse_insecure(endpoint, self._options)
         self._replay, self._topic, self._first = replay, topic.encode(), first
@@ -203,12 +205,13 @@ class Gathering:
                 Continuity(None if endpoint is None else self._first(worker), can_ask=endpoint is not None),
                 topic=self._topic,
                 replay_timeout=self._replay_timeout,
+                clock=self._options.clock,
             )
         return found
 
     def _make_room(self) -> bool:
         """Forget the worker that was silent longest, if it was so for long; not at each message."""
-        now = time.monotonic()
+        now = self._options.clock()
         if now - self._looked_at < _LOOK_SECONDS:
             return False
         self._looked_at = now

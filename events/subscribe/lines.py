@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,6 +44,8 @@ class LineOptions:
     """Seconds of silence after which TCP looks whether the other end is there; 0: never."""
     curve: Curve | None = None
     """Keys; None: nothing is encrypted."""
+    clock: Callable[[], float] = time.monotonic
+    """The seconds by which all waits for the other end count."""
 
 
 class Line:
@@ -67,6 +69,7 @@ class Line:
             host_to_bind(endpoint) if bind else host_of(endpoint)
         )  # raises, where ZeroMQ would try for ever
         self._endpoint, self._bound, self._keyed = endpoint, bind, options.curve is not None
+        self._clock = options.clock
         self.socket = context.socket(kind)
         self._set(endpoint, host, options)
         if options.curve is not None:
@@ -127,8 +130,8 @@ class Line:
                 continue
             self.refused += 1
             if not self._bound and self._call_at is None and is_final(event):
-                self._call_at = time.monotonic() + CALL_AGAIN_SECONDS
-        if self._call_at is not None and time.monotonic() >= self._call_at:
+                self._call_at = self._clock() + CALL_AGAIN_SECONDS
+        if self._call_at is not None and self._clock() >= self._call_at:
             self._call_at = None
             self.calls += 1
             self._call_again()
@@ -140,7 +143,7 @@ class Line:
         """
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        return None if self._call_at is None else max(0.0, self._call_at - time.monotonic())
+        return None if self._call_at is None else max(0.0, self._call_at - self._clock())
 
     def receive(self) -> list[bytes] | None:
         """The frames of the next message, if there is one."""

@@ -13,6 +13,7 @@ A publisher tells each newcomer its state. So who has missed something that cann
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -43,8 +44,9 @@ class NativeSubscriber(Waiting[NativeReport]):
         keepalive: float = KEEPALIVE_SECONDS,
         curve: Curve | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._prefix, self._asked_at = topic, time.monotonic()
+        self._prefix, self._clock, self._asked_at = topic, clock, clock()
         super().__init__(
             endpoint,
             replay=replay,
@@ -55,6 +57,7 @@ class NativeSubscriber(Waiting[NativeReport]):
             keepalive=keepalive,
             curve=curve,
             context=context,
+            clock=clock,
         )
 
     @property
@@ -68,7 +71,7 @@ class NativeSubscriber(Waiting[NativeReport]):
 
     def _take(self) -> list[NativeReport]:
         reports = super()._take()
-        now = time.monotonic()
+        now = self._clock()
         hears_in_vain = self._continuity.waiting and self._continuity.next is not None
         if hears_in_vain and now - self._asked_at >= _ASK_AGAIN_SECONDS:
             # To the publisher that is a newcomer, who is told the state.

@@ -5,8 +5,10 @@ How to wait for it is the business of `events.subscribe.subscriber`, with asynci
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Generic
 
@@ -32,6 +34,7 @@ class Publication(ABC, Generic[AnyReport]):
         keepalive: seconds of silence after which TCP looks whether the publisher is still there; 0: never.
         curve: our keys and the publisher's public one, if it encrypts.
         context: ZeroMQ's, for who follows many publishers and need not have threads for each; None: one of its own.
+        clock: the seconds by which all waits for the publisher count; the timeout of a `poll` is in real ones.
 
     Raises EndpointError if an endpoint is malformed. The name of a host is looked up again and again, in the
     background: it may come to be known only later.
@@ -50,9 +53,10 @@ class Publication(ABC, Generic[AnyReport]):
         keepalive: float = KEEPALIVE_SECONDS,
         curve: Curve | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replay = replay
-        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve)
+        self._options = LineOptions(max_queued, max_message_bytes, keepalive, curve, clock)
         self._ready: deque[AnyReport] = deque()
         self._lines = ExitStack()
         self.closed = False
@@ -70,7 +74,9 @@ class Publication(ABC, Generic[AnyReport]):
                 self._line_to_replay().close()
             ask = None if replay is None else self._line_to_replay
             order = self._order(start, can_ask=ask is not None)
-            self._follower = Follower(ask, order, topic=topic.encode(), replay_timeout=replay_timeout)
+            self._follower = Follower(
+                ask, order, topic=topic.encode(), replay_timeout=replay_timeout, clock=clock
+            )
             self._lines.callback(self._follower.close)
             self._follower.ask()
         except BaseException:

@@ -8,30 +8,31 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from events.log import LogWriter
-from events.log.output import Record
+from events.log.output import LogOutput, Record
+from tests.support.waiting import WAIT
 
-HoldDisk = Callable[[LogWriter], AbstractContextManager[None]]
+HoldDisk = Callable[[], AbstractContextManager[threading.Event]]
 
 
 @pytest.fixture
 def hold_disk(monkeypatch: pytest.MonkeyPatch) -> HoldDisk:
-    """Make a writer's disk hang for as long as the context lasts."""
+    """Make the disk of all logs hang for as long as the context lasts; its event is set once one hangs."""
 
     @contextmanager
-    def hold(log: LogWriter) -> Iterator[None]:
-        released = threading.Event()
-        output = log._recorder.output
-        write = output.write
+    def hold() -> Iterator[threading.Event]:
+        hangs, released = threading.Event(), threading.Event()
+        write = LogOutput.write
 
-        def write_when_released(content: Sequence[Record]) -> None:
-            assert released.wait(60)
-            write(content)
+        def write_when_released(self: LogOutput, records: Sequence[Record]) -> None:
+            hangs.set()
+            assert released.wait(WAIT)
+            write(self, records)
 
-        monkeypatch.setattr(output, "write", write_when_released)
-        try:
-            yield
-        finally:
-            released.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(LogOutput, "write", write_when_released)
+            try:
+                yield hangs
+            finally:
+                released.set()
 
     return hold

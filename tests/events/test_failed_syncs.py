@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +22,10 @@ from events.log.head import LogHead
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
 from kvcache.keep.scan import Damage, Found, Scan
-from tests.support.logs.logs import LOG_ID, batch, frame_offsets, read_log, segments, write_log
+from tests.events.conftest import HoldDisk
+from tests.support.logs.logs import LOG_ID, batch, frame_offsets, read_log, segments, settle, write_log
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
 
@@ -123,11 +125,9 @@ class Follower:
 
     def end(self) -> list[EventBatch]:
         """All that it has read by the time at which it has read the end."""
-        until = time.monotonic() + 20
-        while not self._reader.closed and self._thread.is_alive() and time.monotonic() < until:
-            time.sleep(0.001)
+        wait_until(lambda: self._reader.closed or not self._thread.is_alive(), "the end is not read")
         self._stopped.set()
-        self._thread.join(30)
+        self._thread.join()
         assert self.error is None
         return self.read
 
@@ -143,19 +143,11 @@ def run(log: LogWriter, content: list[EventBatch], chance: random.Random) -> Non
     log.close()
 
 
-def settle(log: LogWriter) -> None:
-    """Wait until the disk has taken all."""
-    while True:
-        with suppress(LogWriteFailed):
-            log.flush()
-            return
-
-
 SYNCED: tuple[Any, ...] = ("always", "group", "interval")
 
 
 FAILING: list[set[int]] = [{1}, {2}, {3, 4}, {5, 6, 7, 9}, set(range(2, 30, 2)), {*range(3, 12)}]
-CASES = [
+CASES: list[tuple[Any, set[int], int]] = [
     *itertools.product(SYNCED, FAILING, [700, 1 << 20]),
     *itertools.product(["never"], FAILING, [700]),
     # Of one segment, the first sync but that of the header is made when the log is closed, which tries twice.
@@ -163,11 +155,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("fsync", "failing", "segment_bytes"), CASES)
-def test_the_disk_has_all_of_it_in_the_end(
-    tmp_path: Path, refusing: Callable[..., Disk], fsync: Any, failing: set[int], segment_bytes: int
-) -> None:
+@pytest.mark.parametrize("case", seeds(range(len(CASES)), quick=20))
+def test_the_disk_has_all_of_it_in_the_end(tmp_path: Path, refusing: Callable[..., Disk], case: int) -> None:
     """Headers, batches, copies of what was there: no file is synced after it was refused; a follower gets all."""
+    fsync, failing, segment_bytes = CASES[case]
     # What was never synced is nowhere but in the system, until it has forgotten it.
     disk, chance = refusing(failing.__contains__, forgets=fsync != "never"), random.Random(len(failing))
     log = LogWriter(
@@ -184,7 +175,7 @@ def test_the_disk_has_all_of_it_in_the_end(
     assert not list((tmp_path / "log").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(range(100), quick=8))
 def test_disks_that_refuse_by_chance(tmp_path: Path, refusing: Callable[..., Disk], seed: int) -> None:
     """The same with all kinds of settings, as often as a third of all syncs; and a power cut before the end."""
     chance = random.Random(seed)
@@ -427,26 +418,40 @@ def test_a_segment_begun_again(tmp_path: Path, refusing: Callable[..., Disk]) ->
     assert read_log(disk.cut_power(tmp_path / "log", tmp_path / "left"))[0] == CONTENT[:1]
 
 
-def test_what_came_before_a_refused_write(tmp_path: Path, refusing: Callable[..., Disk]) -> None:
+def test_what_came_before_a_refused_write(
+    tmp_path: Path, refusing: Callable[..., Disk], hold_disk: HoldDisk
+) -> None:
     """Whole frames in front of it are synced; where that fails, the file is done with as after any other sync."""
-    real, refused = os.writev, [False]
-    disk = refusing(lambda number: number == 3)
+    real, fails, refused = os.writev, [False], list[int]()
+    disk = refusing(lambda _: fails[0])
+    frames: list[int] = []
+
+    def once() -> None:
+        fails[0] = False
+        [path] = segments(tmp_path / "log")
+        frames.append(len(frame_offsets(path.read_bytes())) - 1)
+
+    disk.meanwhile = once
     with LogWriter(tmp_path / "log") as log:
         log.append(CONTENT[0])
         log.flush()
 
         def short(descriptor: int, parts: Any) -> int:
-            if len(parts) > 2 and not refused[0]:
-                refused[0] = True
+            if len(parts) > 2 and not refused:
+                refused.append(len(parts))
                 real(descriptor, parts[:2])
+                fails[0] = True
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(descriptor, parts)
 
         with patch.object(os, "writev", short):
-            for item in CONTENT[1:5]:
-                log.append(item)
+            with hold_disk() as hangs:
+                log.append(CONTENT[1])
+                assert hangs.wait(WAIT)
+                for item in CONTENT[2:5]:  # at once, thereafter
+                    log.append(item)
             settle(log)
-    assert refused[0]
+    assert frames == [3]  # and not the two behind them
     assert (len(disk.refused), disk.in_vain) == (1, 0)
     assert read_log(disk.cut_power(tmp_path / "log", tmp_path / "left"))[0] == CONTENT[:5]
 

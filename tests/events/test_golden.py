@@ -111,7 +111,7 @@ def test_writer_makes_the_golden_segment(tmp_path: Path, hold_disk: Any) -> None
     """The writer, given those batches and losing two, writes those bytes."""
     first, second, third = read_log(GOLDEN / "log")[0]
     with LogWriter(tmp_path, log_id=LOG_ID, overflow="drop", max_queued_batches=2) as log:
-        with hold_disk(log):
+        with hold_disk():
             assert [log.append(item) for item in (first, second)] == [True, True]
             assert [log.append(EventBatch(seq, TIME, ())) for seq in (2, 3)] == [False, False]
         log.flush()

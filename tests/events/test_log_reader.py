@@ -50,6 +50,8 @@ from tests.support.logs.logs import (
     write_log,
     write_synced,
 )
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT
 
 NAME = f"{0:020d}.kvlog"
 
@@ -97,10 +99,11 @@ def test_end_is_not_known_before_the_end(tmp_path: Path) -> None:
         _ = reader.end
 
 
-def test_cut_anywhere_gives_whole_frames_and_says_torn(tmp_path: Path, closed_log: bytes) -> None:
+@pytest.mark.parametrize("part", seeds(range(5), quick=1))
+def test_cut_anywhere_gives_whole_frames_and_says_torn(tmp_path: Path, closed_log: bytes, part: int) -> None:
     """At every length that a file can be cut to, exactly the whole frames before the cut are read."""
     offsets = frame_offsets(closed_log)
-    for size in range(len(closed_log)):
+    for size in range(part, len(closed_log), 5):
         content, end = read_log(put(tmp_path, closed_log[:size]))
         whole = sum(offset <= size for offset in offsets[1:])
         assert content == batches(whole)
@@ -117,15 +120,16 @@ def test_garbage_in_the_place_of_the_last_frame_is_torn(tmp_path: Path, open_log
         assert (end.kind, end.offset) == ("torn", len(open_log))
 
 
+@pytest.mark.parametrize("part", seeds(range(5), quick=1))
 @pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
 @pytest.mark.parametrize("kind", ["open", "closed"])
 def test_every_changed_byte_is_noticed(
-    tmp_path: Path, open_log: bytes, closed_log: bytes, kind: str, flip: int
+    tmp_path: Path, open_log: bytes, closed_log: bytes, kind: str, flip: int, part: int
 ) -> None:
     """A changed byte is damage at its frame's offset; in the last frame, a torn tail; never another event."""
     data = {"open": open_log, "closed": closed_log}[kind]
     offsets = frame_offsets(data)
-    for position in range(len(data)):
+    for position in range(part, len(data), 5):
         changed = bytearray(data)
         changed[position] ^= flip
         directory = put(tmp_path, bytes(changed))
@@ -153,11 +157,12 @@ def test_batches_before_damage_are_shown(tmp_path: Path, closed_log: bytes) -> N
         next(content)
 
 
-def test_every_change_in_an_earlier_segment_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", seeds(range(5), quick=1))
+def test_every_change_in_an_earlier_segment_is_damage(tmp_path: Path, part: int) -> None:
     """A segment with a successor was finished, so a cut or a changed byte anywhere in it is damage."""
     first, _ = two_segments(tmp_path)
     data = first.read_bytes()
-    for position in range(len(data)):
+    for position in range(part, len(data), 5):
         for changed in (
             data[:position],
             data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :],
@@ -395,7 +400,7 @@ class Follower:
             self.error = error
 
     def take(self, count: int) -> list[EventBatch]:
-        return [self.seen.get(timeout=30) for _ in range(count)]
+        return [self.seen.get(timeout=WAIT) for _ in range(count)]
 
     def stop(self) -> None:
         self.stopped.set()
@@ -459,7 +464,7 @@ class TestFollowing:
         changed = bytearray(closed_log)
         changed[100] ^= 1
         follower = Follower(put(tmp_path, bytes(changed)))
-        follower.thread.join(30)
+        follower.thread.join()
         assert isinstance(follower.error, LogDamaged)
 
     def test_frames_completed_between_two_looks_are_no_damage(

@@ -21,6 +21,7 @@ from tests.support.logs.logs import (
     write_synced,
 )
 from tests.support.logs.snapshots import snapshot
+from tests.support.seeds import seeds
 
 
 def test_first_epoch(tmp_path: Path) -> None:
@@ -57,14 +58,15 @@ def test_epochs_without_batches_leave_no_trace(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.parametrize("part", seeds(range(4), quick=1))
 @pytest.mark.parametrize("segment_bytes", [600, 1 << 20])
-def test_continues_after_a_cut_anywhere(tmp_path: Path, segment_bytes: int) -> None:
+def test_continues_after_a_cut_anywhere(tmp_path: Path, segment_bytes: int, part: int) -> None:
     """Wherever writing stopped in the last segment, whole frames stay, the rest is put aside, and writing goes on."""
     write_log(tmp_path / "log", batches(4), segment_bytes=segment_bytes)
     last = segments(tmp_path / "log")[-1]
     data, base = last.read_bytes(), int(last.stem)
     offsets = frame_offsets(data)
-    for size in range(0, len(data), 5):
+    for size in range(5 * part, len(data), 20):
         last.write_bytes(data[:size])
         whole = sum(offset <= size for offset in offsets[1:])
         with LogWriter(tmp_path / "log", resume=True, fsync="never", log_id=LOG_ID) as log:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from events import (
     LogWriteFailed,
     NotALog,
 )
-from events.log import LogReader, LogWriter, making, output
+from events.log import LogReader, LogWriter, making, output, recorder
 from tests.events.conftest import HoldDisk
 from tests.support.commands import RunPython
 from tests.support.logs.logs import (
@@ -38,11 +39,14 @@ from tests.support.logs.logs import (
     large_batch,
     read_log,
     segments,
+    settle,
     without_syncs,
     write_log,
 )
 from tests.support.logs.syncs import record_syncs
 from tests.support.places import ROOT
+from tests.support.seeds import seeds
+from tests.support.waiting import WAIT, wait_until
 
 
 class TestFiles:
@@ -65,13 +69,11 @@ class TestFiles:
     def test_batches_are_written_without_being_asked_for(self, tmp_path: Path) -> None:
         """A batch reaches the disk by itself, soon, also after the writer has been idle."""
         with LogWriter(tmp_path) as log:
-            stop = threading.Timer(30, lambda: None)
-            stop.start()
-            reader = iter(LogReader(tmp_path, follow=True, stop=stop.finished.is_set))
+            late = time.monotonic() + WAIT
+            reader = iter(LogReader(tmp_path, follow=True, stop=lambda: time.monotonic() > late))
             for item in batches(3):
                 log.append(item)
                 assert next(reader) == item
-            stop.cancel()
 
     def test_group_fsync_syncs_what_flush_waits_for(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -340,21 +342,21 @@ class TestFullQueue:
                     if item.seq == 3:
                         fourth.set()
 
-            with hold_disk(log):
+            with hold_disk():
                 thread = threading.Thread(target=engine)
                 thread.start()
-                assert fourth.wait(30)
+                assert fourth.wait(WAIT)
                 thread.join(0.1)
                 assert thread.is_alive()
                 assert appended == [0, 1, 2, 3]
-            thread.join(30)
+            thread.join()
             assert log.dropped_batches == 0
         assert read_log(tmp_path)[0] == batches(10)
 
     def test_drop_loses_a_range_and_says_which(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """With overflow="drop", what does not fit is counted, and so is all up to the batch that tells the gap."""
         log = LogWriter(tmp_path, max_queued_batches=4, overflow="drop")
-        with hold_disk(log):
+        with hold_disk():
             assert [log.append(item) for item in batches(7)] == [True] * 4 + [False] * 3
             assert log.take_gap() is None
         assert log.flush()
@@ -374,7 +376,7 @@ class TestFullQueue:
     def test_nothing_slips_in_behind_a_lost_batch(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """After a batch that was too large for the room left, small ones are refused too, until the gap is told."""
         with LogWriter(tmp_path, max_queued_bytes=10_000, overflow="drop") as log:
-            with hold_disk(log):
+            with hold_disk():
                 assert [log.append(large_batch(seq, size)) for seq, size in ((0, 2000), (1, 9000))] == [
                     True,
                     False,
@@ -389,7 +391,7 @@ class TestFullQueue:
     def test_batch_with_the_gap_is_taken_whatever_its_size(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """The whole state after a gap may be larger than the queue, and one that grew since is said again."""
         with LogWriter(tmp_path, max_queued_bytes=3000, overflow="drop") as log:
-            with hold_disk(log):
+            with hold_disk():
                 assert [log.append(large_batch(seq, 1000)) for seq in range(4)] == [True, True, False, False]
             log.flush()
             assert log.take_gap() == Gap(2, 3, "the log could not keep up")
@@ -408,7 +410,7 @@ class TestFullQueue:
     def test_loss_at_the_end_shows_in_the_end(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """Where nobody announced a loss before closing, the end of the log still says how far it should go."""
         log = LogWriter(tmp_path, max_queued_batches=2, overflow="drop")
-        with hold_disk(log):
+        with hold_disk():
             assert [log.append(item) for item in batches(5)] == [True] * 2 + [False] * 3
         log.close()
         end = read_log(tmp_path)[1]
@@ -421,7 +423,7 @@ class TestFullQueue:
     def test_flush_gives_up_in_time(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """A flush whose time passes says False and loses nothing."""
         with LogWriter(tmp_path) as log:
-            with hold_disk(log):
+            with hold_disk():
                 log.append(batch(0))
                 assert log.flush(timeout=0.01) is False
             assert log.flush() is True
@@ -435,28 +437,54 @@ from events.log import LogWriter
 from tests.support.logs.logs import LOG_ID, batches
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-limit, heals = int(sys.argv[2]), sys.argv[3] == "heals"
-log = LogWriter(sys.argv[1], log_id=LOG_ID)
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
-failures = []
-def attempt(call):
-    try:
-        call()
-    except LogWriteFailed as error:
-        failures.append(error.errno)
-for item in batches(50):
-    log.append(item)
-attempt(log.flush)
-attempt(log.flush)
-if heals:
+
+def write(directory, limit, heals):
+    failures = []
+    def attempt(call):
+        try:
+            call()
+        except LogWriteFailed as error:
+            failures.append(error.errno)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    log = LogWriter(directory, log_id=LOG_ID)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
+    for item in batches(50):
+        log.append(item)
     attempt(log.flush)
-attempt(log.check)
-attempt(log.close)
-log.close()
-print(json.dumps([log.batches_written, log.dropped_batches, failures]))
+    attempt(log.flush)
+    if heals:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        attempt(log.flush)
+    attempt(log.check)
+    attempt(log.close)
+    log.close()
+    return log.batches_written, log.dropped_batches, failures
+
+print(json.dumps([write(*case) for case in json.loads(sys.argv[1])]))
 """
+FULL_DISKS = list(itertools.product([30, 64, 100, 1000, 1500, 4000], [True, False]))
+"""How long files may get, and whether there is room again."""
+FullDisks = dict[tuple[int, bool], tuple[Path, int, int, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def full_disks(tmp_path_factory: pytest.TempPathFactory) -> FullDisks:
+    """The logs of a process whose files must not get long, and what it says of each: written, dropped, failures."""
+    root = tmp_path_factory.mktemp("full")
+    places = [root / f"{limit}-{heals}" for limit, heals in FULL_DISKS]
+    cases = [(str(place), *case) for place, case in zip(places, FULL_DISKS, strict=True)]
+    run = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, json.dumps(cases)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    said = zip(places, json.loads(run.stdout), strict=True)
+    return {case: (place, *each) for case, (place, each) in zip(FULL_DISKS, said, strict=True)}
 
 
 class Refusal:
@@ -488,49 +516,44 @@ REFUSED_CALLS = [
     (Path, "rename"),
 ]
 """What the log asks of the system while it writes."""
+REFUSALS: list[tuple[int, int, Any]] = [
+    (spared, segment_bytes, call)
+    for segment_bytes in (300, 1000, 1 << 20)
+    for spared in (0, 1, 2, 5)
+    for call in REFUSED_CALLS
+]
+"""How often a call is carried out before it fails, in a log with segments of this size."""
 
 
 class TestFailingDisk:
     """What happens when the system refuses to write."""
 
-    @pytest.mark.parametrize("heals", ["heals", "stays full"])
-    @pytest.mark.parametrize("limit", [30, 64, 100, 1000, 1500, 4000])
-    def test_full_disk(self, tmp_path: Path, limit: int, heals: str) -> None:
+    @pytest.mark.parametrize(("limit", "heals"), FULL_DISKS)
+    def test_full_disk(self, tmp_path: Path, full_disks: FullDisks, limit: int, *, heals: bool) -> None:
         """What fits is readable; the rest is written when there is room, or counted as dropped when there is none."""
-        run = subprocess.run(
-            [sys.executable, "-c", FULL_DISK, str(tmp_path / "log"), str(limit), heals],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert run.returncode == 0, run.stderr
-        written, dropped, failures = json.loads(run.stdout)
-        assert failures == [errno.EFBIG] * (2 if heals == "heals" else 4)
+        place, written, dropped, failures = full_disks[limit, heals]
+        assert failures == [errno.EFBIG] * (2 if heals else 4)
         assert written + dropped == 50
-        content, end = read_log(tmp_path / "log")
+        content, end = read_log(place)
         assert content == batches(written)
-        if heals == "heals":
+        if heals:
             assert (written, end.kind) == (50, "clean")
-            assert write_log(tmp_path / "whole", batches(50)).exists()
-            logs = (segments(tmp_path / name)[0] for name in ("log", "whole"))
+            logs = (segments(each)[0] for each in (place, write_log(tmp_path / "whole", batches(50))))
             assert len(set(map(without_syncs, logs))) == 1
             return
         assert end.kind == "open"
         if limit > 64:
-            size = segments(tmp_path / "log")[0].stat().st_size
+            size = segments(place)[0].stat().st_size
             assert limit - 200 < size <= limit
-        with LogWriter(tmp_path / "log", resume=True) as log:
+        with LogWriter(place, resume=True) as log:
             assert log.next_seq == written
 
-    @pytest.mark.parametrize("call", REFUSED_CALLS, ids=lambda call: call[1])
-    @pytest.mark.parametrize("segment_bytes", [300, 1000, 1 << 20])
-    @pytest.mark.parametrize("spared", [0, 1, 2, 5])
+    @pytest.mark.parametrize("case", seeds(range(len(REFUSALS)), quick=42))
     def test_refused_call_is_made_good(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, segment_bytes: int, spared: int
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: int
     ) -> None:
         """Whichever call fails, at the first or a later time, in the end the files are those of a sound disk."""
+        spared, segment_bytes, call = REFUSALS[case]
         with LogWriter(tmp_path / "log", log_id=LOG_ID, segment_bytes=segment_bytes) as log:
             with monkeypatch.context() as patch:
                 refusal = Refusal(patch, *call)
@@ -542,7 +565,7 @@ class TestFailingDisk:
                 refusal.on = False
                 for item in batches(6, 12):
                     log.append(item)
-                assert log.flush()
+                settle(log)
             log.check()
             assert log.dropped_batches == 0
             assert log.batches_written == 18
@@ -576,33 +599,33 @@ class TestFailingDisk:
                     log.flush()
             assert (raised.value.path, raised.value.errno) == (tmp_path, errno.EIO)
             assert "secret" not in str(raised.value)
-            with contextlib.suppress(LogWriteFailed):
-                log.flush()  # A try that is under way may still fail.
-            assert log.flush()
+            settle(log)
             log.append(batch(2))
         assert read_log(tmp_path)[0] == batches(3)
 
     def test_disk_is_tried_again_by_itself(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without being asked, with pauses that double up to a limit, until it works."""
-        pauses: list[float | None] = []
-        log = LogWriter(tmp_path)
-        refusal = Refusal(monkeypatch, output, "sync_file")
-        healed = threading.Event()
+        """Without being asked, not before each pause has passed, until it works."""
+        monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 0.02)
+        tries: list[float] = []
 
-        def pause(seconds: float | None) -> bool:
-            pauses.append(seconds)
-            if len(pauses) == 9:
-                refusal.on = False
-                healed.set()
-            return False
+        def refuse(_: int) -> None:
+            tries.append(time.monotonic())
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-        monkeypatch.setattr(log._recorder.retry, "wait", pause)
-        log.append(batch(0))
-        assert healed.wait(60)
-        assert log.flush(60)
-        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
-        log.close()
+        with LogWriter(tmp_path) as log:
+            with monkeypatch.context() as patch:
+                patch.setattr(making, "sync_file", refuse)
+                log.append(batch(0))
+                wait_until(lambda: len(tries) >= 4)
+            assert log.wait_durable(0, WAIT)
         assert read_log(tmp_path)[0] == batches(1)
+        waited = [later - sooner for sooner, later in itertools.pairwise(tries[:4])]
+        assert all(seconds >= pause for seconds, pause in zip(waited, (0.02, 0.04, 0.08), strict=True))
+
+    def test_pauses_between_tries(self) -> None:
+        """They double up to a limit."""
+        pauses = list(itertools.islice(recorder.pauses(), 9))
+        assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
 
     @pytest.mark.parametrize("overflow", ["block", "drop"])
     def test_full_queue_before_a_failing_disk_loses_a_range(
@@ -617,9 +640,7 @@ class TestFailingDisk:
                     log.flush()
                 assert [log.append(item) for item in batches(6, 1)] == [True] * 3 + [False] * 3
                 assert log.take_gap() is None
-            with contextlib.suppress(LogWriteFailed):
-                log.flush()  # a try was under way, perhaps
-            assert log.flush()
+            settle(log)
             assert log.has_lost
             gap = log.take_gap()
             assert gap == Gap(4, 6, f"the log could not be written: {os.strerror(errno.EIO)}")
@@ -648,7 +669,7 @@ class TestFailingDisk:
                                 log.check()
                         else:
                             log.check()
-                assert log.flush()
+                settle(log)
                 log.check()
             assert [entry["event"] for entry in told] == ["log_suspended", "log_continues"]
             with pytest.raises(LogWriteFailed, match="closed"):
@@ -656,6 +677,7 @@ class TestFailingDisk:
 
     def test_close_tries_once_more(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Closing on a disk that refuses raises soon, leaves what can be read, and lets the next writer in."""
+        monkeypatch.setattr(recorder, "_FIRST_PAUSE_SECONDS", 3600)
         log = LogWriter(tmp_path)
         log.append(batch(0))
         log.flush()
@@ -667,7 +689,8 @@ class TestFailingDisk:
             tries = len(refusal.refused)
             with pytest.raises(LogWriteFailed, match=os.strerror(errno.EIO)):
                 log.close()
-            assert len(refusal.refused) == tries + 1
+            # One more, and perhaps one that `flush` has still asked for.
+            assert 1 <= len(refusal.refused) - tries <= 2
         assert (log.batches_written, log.dropped_batches) == (1, 1)
         content, end = read_log(tmp_path)
         assert (content, end.kind) == (batches(1), "open")
@@ -718,17 +741,13 @@ class TestFailingDisk:
 
     def test_loss_found_late_is_told_from_its_start(self, tmp_path: Path, hold_disk: HoldDisk) -> None:
         """If a gap was told before an earlier loss was known, that batch is no beginning, and another gap follows."""
-
-        class Meddled(LogWriter):
-            """Its counters are set by the test."""
-
-        with Meddled(tmp_path, max_queued_batches=4, overflow="drop") as log:
-            with hold_disk(log):
+        with LogWriter(tmp_path, max_queued_bytes=10_000, overflow="drop") as log:
+            with hold_disk() as hangs:
                 log.append(batch(0))
-                time.sleep(0.1)  # The thread has taken it and hangs.
+                assert hangs.wait(WAIT)
                 log.append(EventBatch(1, 0, (Gap(0, 0, "\ud800"),)))
-                log._lost, log._lost_by, log._expected_seq = (2, 3), "full", 4
-                assert log.take_gap() == Gap(2, 3, "full")
+                assert [log.append(item) for item in (large_batch(2, 20_000), batch(3))] == [False, False]
+                assert log.take_gap() == Gap(2, 3, "the log could not keep up")
                 assert log.append(EventBatch(4, 0, ()))
             log.flush()
             gap = log.take_gap()
@@ -743,11 +762,11 @@ class TestFailingDisk:
         log = LogWriter(tmp_path, max_queued_batches=1)
         started = threading.Event()
 
-        def fail(content: object) -> None:
-            assert started.wait(30)
+        def fail(*_: object) -> None:
+            assert started.wait(WAIT)
             raise OSError(errno.ENOSPC, "full")
 
-        monkeypatch.setattr(log._recorder.output, "write", fail)
+        monkeypatch.setattr(output.LogOutput, "write", fail)
         log.append(batch(0))
         threading.Timer(0.05, started.set).start()
         assert log.append(batch(1)) is False
@@ -781,7 +800,8 @@ def test_tokens_are_on_disk_only_if_asked_for(tmp_path: Path) -> None:
 class TestProcesses:
     """Death, exit and birth of processes."""
 
-    def test_killed_writer_leaves_a_beginning(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("flushes", seeds(range(1, 21), quick=1))
+    def test_killed_writer_leaves_a_beginning(self, tmp_path: Path, flushes: int) -> None:
         """After SIGKILL in the middle of writing, all that was flushed is there, in order, and can be continued."""
         code = (
             "import itertools, sys\n"
@@ -791,23 +811,22 @@ class TestProcesses:
             "    log.append(batch(seq))\n"
             "    if seq % 20 == 19: log.flush(); print(seq, flush=True)\n"
         )
-        for directory in (tmp_path / str(index) for index in range(3)):
-            with subprocess.Popen(
-                [sys.executable, "-c", code, str(directory)],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-            ) as child:
-                assert child.stdout is not None
-                flushed = [int(child.stdout.readline()) for _ in range(5)][-1]
-                child.send_signal(signal.SIGKILL)
-            content, end = read_log(directory)
-            assert len(content) > flushed
-            assert content == batches(len(content))
-            assert end.kind in {"open", "torn"}
-            with LogWriter(directory, resume=True) as log:
-                assert log.next_seq == len(content)
-                assert log.epoch_started.clean is False
+        with subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "log")],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+        ) as child:
+            assert child.stdout is not None
+            flushed = [int(child.stdout.readline()) for _ in range(flushes)][-1]
+            child.send_signal(signal.SIGKILL)
+        content, end = read_log(tmp_path / "log")
+        assert len(content) > flushed
+        assert content == batches(len(content))
+        assert end.kind in {"open", "torn"}
+        with LogWriter(tmp_path / "log", resume=True) as log:
+            assert log.next_seq == len(content)
+            assert log.epoch_started.clean is False
 
     def test_program_that_forgets_to_close_keeps_its_batches(
         self, tmp_path: Path, run_python: RunPython

@@ -25,6 +25,7 @@ from tests.support.engines import strategies
 from tests.support.feeds.sinks import KEY_BYTES, SAMPLES
 from tests.support.feeds.strict import Engine
 from tests.support.places import ROOT
+from tests.support.seeds import seeds
 
 FILES: dict[str, Callable[[], dict[str, Any]]] = {
     "events.schema.json": json_schema,
@@ -84,7 +85,7 @@ def test_lines_of_a_random_run(tmp_path: Path, windows: Any) -> None:
     )
     with KVCacheManager(settings, log=tmp_path / "log", sinks=[f"file:{path}?tokens=1"]) as manager:
         engine = Engine(manager, random.Random(3))
-        for _ in range(150):
+        for _ in range(80):
             engine.step()
             manager.flush()
     lines = [json.loads(line) for line in path.read_bytes().splitlines()]
@@ -94,8 +95,9 @@ def test_lines_of_a_random_run(tmp_path: Path, windows: Any) -> None:
     assert {"StateExported", "BlocksMoved", "SymbolsInterned", "BlocksStored"} <= seen
 
 
+@pytest.mark.parametrize("part", seeds(range(4), quick=1))
 @pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
-def test_other_things_are_refused(event: Any) -> None:
+def test_other_things_are_refused(event: Any, part: int) -> None:
     """A field that is missing, one too many, a value of another type: no schema that takes everything."""
     line = json.loads(to_json(EventBatch(0, 1, (event,)), KEY_BYTES))
     (spelled,) = line["events"]
@@ -104,7 +106,7 @@ def test_other_things_are_refused(event: Any) -> None:
         fields = copy.deepcopy(spelled)
         del fields[name]
         broken += [fields, spelled | {name: {"other": 1.5}} if name not in ("config", "more") else fields]
-    for fields in [*broken, spelled | {"surplus": 1}]:
+    for fields in [*broken[part::4], spelled | {"surplus": 1}]:
         assert not JSON.is_valid(line | {"events": [fields]}), fields
 
 

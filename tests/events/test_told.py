@@ -32,6 +32,7 @@ from events.types import (
 from tests.oracles.wire_packer import pack_wire
 from tests.support.columns import pack_i32
 from tests.support.places import ROOT
+from tests.support.seeds import seeds
 
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "vllm_wire.json").read_text(encoding="utf-8"))
 MAPS = {
@@ -241,7 +242,7 @@ BEGINNING = (
 )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(range(100), quick=6))
 def test_fold_feed_and_snapshot_agree_with_counting(seed: int) -> None:
     """After every batch the fold has what simple counting has, and so have routers, of all kinds, early and late."""
     engine, state, feed = Engine(seed, copies=seed % 2 == 0), FeedState(), WorkerFeed()

@@ -12,6 +12,7 @@ from typing import Any, Self
 import zmq
 
 from tests.oracles.wire_packer import pack_wire
+from tests.support.waiting import WAIT_MS
 
 END = b"\xff" * 8
 
@@ -76,7 +77,7 @@ class Publisher:
 
     def wait_subscribed(self) -> None:
         """Wait for a subscription."""
-        assert self.subscribed(20_000)
+        assert self.subscribed(WAIT_MS)
 
     def send(self, seq: int, payload: bytes, topic: bytes = b"kv") -> None:
         self.send_frames(topic, struct.pack(">Q", seq), payload)

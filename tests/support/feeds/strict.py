@@ -124,15 +124,18 @@ class Engine:
 def batches(
     manager: KVCacheManager, rng: random.Random, steps: int, kind: type[Engine] = Engine
 ) -> Iterator[EventBatch]:
-    """The stream of a random run, from its first batch on."""
+    """The stream of a random run, from its first batch on; what was published between two flushes is in one batch."""
     yield EventBatch(0, 0, (manager.state.created,))  # type: ignore[arg-type]
-    engine = kind(manager, rng)
+    engine, heard, seq = kind(manager, rng), list[Any](), 1
+    manager.bus.subscribe(heard.append)
     for _ in range(steps):
         engine.step()
         if rng.random() < 0.6:
-            batch = manager.flush()
-            if batch is not None:
-                yield batch
+            manager.flush()
+            if heard:
+                yield EventBatch(seq, seq, tuple(heard))
+                heard.clear()
+                seq += 1
 
 
 def landed_prefixes(manager: KVCacheManager, index: int = 0) -> list[set[bytes]]:

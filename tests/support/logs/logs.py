@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from events import (
     BlocksAllocated,
     BlocksStored,
     EventBatch,
+    LogWriteFailed,
     Namespace,
     SequenceAdded,
     TokensAppended,
@@ -82,6 +84,14 @@ def write_synced(directory: Path, content: Iterable[EventBatch], **options: Any)
             assert log.append(item)
             log.flush()
     return directory
+
+
+def settle(log: LogWriter) -> None:
+    """Wait until the disk has taken all. A try that was under way may still fail when the disk has been mended."""
+    while True:
+        with suppress(LogWriteFailed):
+            log.flush()
+            return
 
 
 def without_syncs(segment: Path) -> bytes:
