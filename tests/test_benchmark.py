@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import feed, feed_steps, feed_streams, index, log, manager
+from tests.support.feeds.publisher import batch, stored
 from tests.support.places import ROOT
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
@@ -35,33 +38,35 @@ def reusable_tokens() -> int:
     return total
 
 
-# Starting interpreters would be most of the time, so only one of the runs has a process of its own.
-MAIN = """
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import manager
-apart = manager.measure_apart
-def measure(mode, *trace, **options):
-    return (apart if (mode, options) == ("off", {}) else manager.measure)(mode, *trace, **options)
-manager.measure_apart = measure
-manager.main()
-"""
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Call a benchmark's `main` in this process and return what it prints."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+
+    def call(main: Callable[[], None], *options: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *map(str, options)])
+        capsys.readouterr()
+        main()
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return call
 
 
-def test_benchmark_runs_and_reuses_what_the_trace_allows(tmp_path: Path) -> None:
+def test_benchmark_runs_and_reuses_what_the_trace_allows(
+    measured: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A short trace in three modes gives the four numbers, and the reuse that the trace's ids make possible."""
-    options = ["--requests", str(REQUESTS), "--repeat", "1", "--modes", "off", "log", "wire", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", MAIN, str(ROOT / "benchmarks"), str(TRACE), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
+    apart = manager.measure_apart
+
+    def measure(mode: str, *trace: Any, **options: Any) -> dict[str, Any]:
+        """Start an interpreter for one of the runs alone: with one for each they would be most of the time."""
+        return (apart if (mode, options) == ("off", {}) else manager.measure)(mode, *trace, **options)
+
+    monkeypatch.setattr(manager, "measure_apart", measure)
+    options = ["--requests", REQUESTS, "--repeat", 1, "--modes", "off", "log", "wire", "--json"]
+    told = json.loads(measured(manager.main, TRACE, *options))
     times = ("cpu_seconds_per_1000", "cpu_seconds_per_1000_events_off", "cpu_seconds_per_1000_wire")
     assert told.keys() == {"modes", "hit_tokens", *times}
     assert all(told[name] > 0 for name in times)  # how fast is no test's business: machines differ
@@ -81,20 +86,21 @@ print(json.dumps({"store": 1e-9, "match_list": 1e9, "noise": 0}))
 """
 
 
-def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path) -> None:
+def test_benchmark_of_the_index_gives_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run, but for the memory that a process of its own has."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    figures = index.measure(index.make_work(4000))
+    assert figures.keys() == index.UNITS.keys() - {"memory"}
+    assert min(figures.values()) > 0
+
+
+@pytest.mark.long
+def test_benchmark_of_the_index_runs_beside_another_one(tmp_path: Path, measured: Callable[..., str]) -> None:
     """A short run gives all figures, and ratios that are above 1 where ours is better, whichever way that is."""
     (tmp_path / "peer.py").write_text(PEER)
-    command = [sys.executable, str(ROOT / "benchmarks" / "index.py"), "--blocks", "4000", "--repeat", "1"]
-    done = subprocess.run(
-        [*command, "--beside", f"{sys.executable} {tmp_path / 'peer.py'}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    peer = f"{sys.executable} {tmp_path / 'peer.py'}"
+    out = measured(index.main, "--blocks", 4000, "--repeat", 1, "--beside", peer)
+    lines = {line.split()[0]: line for line in out.splitlines()}
     assert list(lines) == [
         "store", "wire", "remove", "match_packed", "match_packed_p99", "match_list", "memory",
     ]  # fmt: skip
@@ -120,31 +126,33 @@ print(json.dumps({"blocks": blocks, "until": time.time()}))
 """
 
 
+def test_benchmark_of_the_feed_times_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    """A few steps of an engine with a sink, of which its listener hears."""
+    run = feed_steps.measure("in-process", 120, 0.0)
+    assert (len(run["times"]), run["missing"], sum(run["dropped"].values())) == (120, 0, 0)
+    assert len(run["late"]) == len(run["flushed"]) > 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_benchmark_of_the_feed_counts_blocks() -> None:
+    """A subscriber finds those of the messages that it is sent."""
+    messages = [[b"", b"", batch(stored(3))], [b"", b"", batch(stored(5, 7))]]
+    blocks, seconds = feed_streams.speak(messages, [sys.executable, feed_streams.__file__, "--consume"])
+    assert blocks == 3
+    assert seconds > 0
+
+
+@pytest.mark.long
 @pytest.mark.timeout(180)
-def test_benchmark_of_the_feed_gives_everything_in_one_run(tmp_path: Path) -> None:
+def test_benchmark_of_the_feed_gives_everything_in_one_run(
+    tmp_path: Path, measured: Callable[..., str]
+) -> None:
     """Tiny runs of all parts: every figure, nothing that a subscriber missed, and a peer that got all blocks, too."""
     (tmp_path / "peer.py").write_text(PEER_SUBSCRIBER)
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "feed.py"),
-        "--json",
-        "--rounds",
-        "1",
-        "--repeat",
-        "1",
-    ]
     modes = ["none", "in-process", "five", "sidecar-five"]
-    options = ["--modes", *modes, "--steps", "200", "--forward-ms", "1", "--blocks", "4096"]
-    done = subprocess.run(
-        [*command, *options, "--peer", f"{sys.executable} {tmp_path / 'peer.py'}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=170,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
+    sizes = ["--rounds", 1, "--repeat", 1, "--steps", 200, "--forward-ms", 1, "--blocks", 4096]
+    peer = f"{sys.executable} {tmp_path / 'peer.py'}"
+    told = json.loads(measured(feed.main, "--json", *sizes, "--modes", *modes, "--peer", peer))
     assert list(told) == ["steps", "streams", "index"]
     steps = told["steps"]
     assert list(steps) == modes
@@ -161,35 +169,21 @@ def test_benchmark_of_the_feed_gives_everything_in_one_run(tmp_path: Path) -> No
     assert told["index"]["beside"] == {}
 
 
-def test_benchmark_refuses_a_peer_that_misses_blocks(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_benchmark_refuses_a_peer_that_misses_blocks(tmp_path: Path, measured: Callable[..., str]) -> None:
     """How fast a subscriber is that did not take everything is no figure."""
     (tmp_path / "peer.py").write_text(PEER_SUBSCRIBER.replace("blocks += len", "blocks += 1 < len"))
-    command = [sys.executable, str(ROOT / "benchmarks" / "feed.py"), "--only", "streams", "--repeat", "1"]
-    done = subprocess.run(
-        [*command, "--blocks", "512", "--peer", f"{sys.executable} {tmp_path / 'peer.py'}"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert done.returncode == 1
-    assert done.stderr.endswith("has heard of 4 blocks instead of 512\n")
+    peer = f"{sys.executable} {tmp_path / 'peer.py'}"
+    with pytest.raises(SystemExit, match=r"has heard of 4 blocks instead of 512$"):
+        measured(feed.main, "--only", "streams", "--repeat", 1, "--blocks", 512, "--peer", peer)
 
 
-def test_benchmark_of_the_log_gives_everything_in_one_run(tmp_path: Path) -> None:
+def test_benchmark_of_the_log_gives_everything_in_one_run(
+    tmp_path: Path, measured: Callable[..., str]
+) -> None:
     """A short trace: what was appended, and as much written by itself; steps; replays, also from a snapshot."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "log.py"), str(TRACE), "--requests", str(REQUESTS)]
-    done = subprocess.run(
-        [*command, "--repeat", "1", "--step-requests", "3", "--dir", str(tmp_path), "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
+    options = ["--requests", REQUESTS, "--repeat", 1, "--step-requests", 3, "--dir", tmp_path, "--json"]
+    told = json.loads(measured(log.main, TRACE, *options))
     assert list(told) == ["append", "steps", "replay"]
     assert all(figure > 0 for part in told.values() for figure in part.values())
     append = told["append"]

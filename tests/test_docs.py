@@ -51,8 +51,9 @@ from sinks.router.feed import RouterFeed
 from sinks.router.options import ZMQOptions
 from sinks.stdout import StdoutOptions
 from tests.support.columns import pack_i32
-from tests.support.commands import RunPython
+from tests.support.commands import Kvcache, Play
 from tests.support.engines.lives import occasion_name
+from tests.support.examples import snippet
 from tests.support.feeds.keys import Keys
 from tests.support.feeds.publisher import Publisher, batch, replaying, stored
 from tests.support.feeds.workers import Worker
@@ -63,20 +64,9 @@ SETTINGS = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
-TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
 CURVE = (ROOT / "docs" / "curve.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def snippet(text: str, language: str, containing: str) -> str:
-    """The one block of code in that language that contains something."""
-    [found] = [
-        code
-        for code in re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-        if containing in code
-    ]
-    return str(found)
 
 
 def table(text: str, heading: str) -> dict[str, list[str]]:
@@ -276,23 +266,12 @@ def test_how_long_the_tests_take_is_said_once() -> None:
     assert f"the tests: {promise[1]}'" in makefile
 
 
-def test_readme_example_runs(run_python: RunPython) -> None:
-    """The example of the interface runs as it stands, reuses the first prompt, and leaves no file behind."""
-    done = run_python(snippet(README, "python", "KVCacheManager"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "request-1: 0 of 100 prompt tokens were reused",
-        "request-2: 99 of 100 prompt tokens were reused",
-    ]
-
-
-def test_example_of_the_prefix_index_runs(run_python: RunPython, tmp_path: Path) -> None:
+def test_example_of_the_prefix_index_runs(play: Play, tmp_path: Path) -> None:
     """The example for routers runs as it stands, and what it saves can be loaded."""
-    done = run_python(
+    done = play(
         snippet(WIRE, "python", "PrefixIndex").replace('"index.kvprefix"', repr(str(tmp_path / "it")))
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == ["worker-1 0 32 tokens", "worker-2 0 48 tokens"]
+    assert (done.out, done.err) == ("worker-1 0 32 tokens\nworker-2 0 48 tokens\n", "")
     assert len(PrefixIndex.load(tmp_path / "it").publishers) == 2
 
 
@@ -327,28 +306,12 @@ def test_every_error_is_in_the_api() -> None:
         assert declared <= set(re.findall(r"`(\w+)`", text))
 
 
-def test_api_examples_run(run_python: RunPython) -> None:
-    """The pieces of code of the page, one behind the other, are a program that runs."""
-    pieces = re.findall(r"^```python\n(.*?)^```", API, re.MULTILINE | re.DOTALL)
-    done = run_python("\n".join(pieces))
-    assert len(pieces) == 5
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_curve_example_runs(run_python: RunPython) -> None:
+def test_curve_example_runs(play: Play) -> None:
     """The example of the page is a program that runs, and its numbers are right."""
-    done = run_python(snippet(CURVE, "python", "measure("))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert play(snippet(CURVE, "python", "measure(")) == (0, "", "")
 
 
-def test_tour_of_transformers_runs(run_python: RunPython) -> None:
-    """It prints what stands below it."""
-    done = run_python(snippet(TRANSFORMERS, "python", "for_model"), env={"HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
-    assert f"```\n{done.stdout}```\n" in TRANSFORMERS
-
-
-def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
+def test_sink_of_ones_own(tmp_path: Path, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example of a sink is found by its entry point and gets the events of a run."""
     site = tmp_path / "site"
     info = site / "counting-1.0.dist-info"
@@ -360,12 +323,10 @@ def test_sink_of_ones_own(tmp_path: Path, run_python: RunPython) -> None:
     ].items()
     lines = [f"{name} = {target}" for name, target in entries.items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
-    done = run_python(
-        "from kvcache.cli import main; main(['run', '--no-pools', '--limit', '2', '-q', '--sink', 'count:'])",
-        path=[site],
-    )
-    assert "'SequenceAdded': 2" in done.stderr
-    assert "sinks            count:" in done.stdout
+    monkeypatch.syspath_prepend(site)
+    done = kvcache("run", "--no-pools", "--limit", 2, "-q", "--sink", "count:")
+    assert "'SequenceAdded': 2" in done.err
+    assert "sinks            count:" in done.out
 
 
 def test_the_wire_is_as_described() -> None:
@@ -391,19 +352,19 @@ def test_example_of_a_dict_is_what_is_written() -> None:
     assert json.loads(lines[3]) == said
 
 
-def test_examples_that_read_files_run(run_python: RunPython, tmp_path: Path) -> None:
+def test_examples_that_read_files_run(play: Play, tmp_path: Path) -> None:
     """Those of frames and of TensorRT-LLM's dicts, on files that sinks have written."""
     urls = [f"file:{tmp_path}/e.msgpack?encoding=msgpack", f"file:{tmp_path}/e.jsonl?format=trtllm"]
     with KVCacheManager(KVCacheConfig(max_sequence_length=64, primary_blocks=8), sinks=urls) as manager:
         manager.add_sequence(1, [5] * 40)
         manager.store_context_blocks(1, 40)
     frames = snippet(EVENTS, "python", "kvevent").replace("events.msgpack", f"{tmp_path}/e.msgpack")
-    done = run_python(frames)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("0 ['CacheCreated'")
-    assert "BlocksStored" in done.stdout
-    done = run_python(snippet(WIRE, "python", "DictFollower").replace("events.jsonl", f"{tmp_path}/e.jsonl"))
-    assert (done.stdout, done.stderr) == (f"{40 // manager.config.tokens_per_block} blocks on the GPU\n", "")
+    done = play(frames)
+    assert done.err == ""
+    assert done.out.startswith("0 ['CacheCreated'")
+    assert "BlocksStored" in done.out
+    done = play(snippet(WIRE, "python", "DictFollower").replace("events.jsonl", f"{tmp_path}/e.jsonl"))
+    assert (done.out, done.err) == (f"{40 // manager.config.tokens_per_block} blocks on the GPU\n", "")
 
 
 LIVE, OTHER = "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"

@@ -26,6 +26,7 @@ from tests.support.feeds.feed_source import Reader
 from tests.support.feeds.messages import message
 from tests.support.feeds.workers import Router as PlainRouter
 from tests.support.feeds.workers import Worker, churn
+from tests.support.seeds import seeds
 from tests.support.waiting import WAIT
 
 ROUTERS = 5
@@ -216,7 +217,7 @@ def small_bites(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "READ_AT_ONCE", 1000)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(range(12), quick=2))
 def test_routers_know_what_is_cached_whatever_happened(seed: int, tmp_path: Path) -> None:
     """After crashes, stalls, losses and broken-off replays each index equals the residency, and none saw nonsense."""
     endure(seed, tmp_path, Engines(), 1.2, 0.1)

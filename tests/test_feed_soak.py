@@ -15,7 +15,7 @@ from kvcache import KVCacheConfig, KVCacheManager
 from sinks.router.feed import RouterFeed
 from sinks.router.transport import ZMQTransport
 from tests.support.memory import STATM, resident_bytes
-from tests.support.waiting import WAIT
+from tests.support.waiting import WAIT, wait_until
 
 BATCHES = 72_000
 """Twenty a second."""
@@ -76,16 +76,14 @@ def test_an_hour_of_a_feed_makes_it_no_slower_to_join_and_no_larger(tmp_path: Pa
         sizes = []
         for number in range(BATCHES):
             step(manager, rng, number)
-            while manager.sink_stats()[0].lag_batches > 50:
-                time.sleep(0.001)
+            wait_until(lambda: manager.sink_stats()[0].lag_batches <= 50, "the sink does not keep up")
             if number % (BATCHES // 8) == BATCHES // 8 - 1:
                 joined(transport, replay=True, last=0)
                 sizes.append(resident_bytes())
-        while manager.sink_stats()[0].lag_batches:
-            time.sleep(0.01)
+        wait_until(lambda: not manager.sink_stats()[0].lag_batches, "the sink does not come to rest")
         manager.poll()
         manager.flush()
-        time.sleep(0.2)
+        wait_until(lambda: not manager.sink_stats()[0].lag_batches, "the sink does not come to rest")
         last = feed._numbers.next - 1
         assert last > 3_000_000_000 + BATCHES // 2
         for replay in (False, True):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from msgspec import structs
 
 from events.formats.vllm import decode_batch
 from events.subscribe.continuity import Received
+from examples.kv_aware_router.__main__ import main
 from examples.kv_aware_router.balancer import Balancer, Refused, Served
 from examples.kv_aware_router.clock import StepCosts, TraceTime, WorkerClock
 from examples.kv_aware_router.feed import Feed
@@ -39,7 +38,6 @@ from kvcache.workload.waiting import Waiting
 from kvcache.workload.watching import Step
 from tests.support.feeds.publisher import batch, stored
 from tests.support.needs import program
-from tests.support.places import ROOT
 from tests.support.servers.browser import Browser
 from tests.support.waiting import wait_until
 
@@ -223,6 +221,9 @@ SIZES = Sizes(blocks=120, secondary_blocks=60, tokens_per_block=64, longest=4000
 TRACE = [structs.replace(each, timestamp=each.timestamp // 8) for each in generate_chats(30)[:120]]
 """Eight times as fast, so that workers are busy enough for load to matter."""
 SETTING = Setting(TRACE, 3, SIZES, speed=2)
+SMALL = Setting(TRACE[:40], 2, SIZES, speed=1000)
+TRACES = 15
+"""Lines of all charts of three rounds with two workers."""
 
 
 @dataclass(slots=True)
@@ -256,7 +257,7 @@ async def _resident(place: Place) -> list[set[int]]:
 async def _agreement(
     index: FleetIndex, places: dict[str, Place], resident: dict[str, list[set[int]]]
 ) -> dict[str, bool]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         agreed = {name: _agrees(index, place.topic, resident[name]) for name, place in places.items()}
         if all(agreed.values()) or time.monotonic() > deadline:
@@ -280,47 +281,63 @@ def _level(index: FleetIndex, topic: str, name: int) -> int | None:
     return next((level for level, blocks in enumerate(overlap) if blocks), None)
 
 
-@pytest.fixture(scope="module")
-def played() -> list[Compared]:
-    """Three rounds with real workers."""
-    rounds = [Compared(RoundRobin()), Compared(KVAware()), Compared(KVAware(), kills=True)]
+def played(setting: Setting, *rounds: Compared) -> list[Compared]:
+    """Play rounds with real workers."""
 
     async def play() -> None:
         async with Service("", dict) as service:
             for each in rounds:
-                await each.play(service, SETTING)
+                await each.play(service, setting)
 
     asyncio.run(play())
-    return rounds
+    return list(rounds)
 
 
-@pytest.mark.timeout(180)
+def nothing_is_lost(each: Compared, setting: Setting) -> None:
+    """Every request is answered, and the index is what the workers hold: block by block, in both levels, for each
+    worker, without a fault on the way; and for who comes late.
+    """
+    assert each.tally.requests == len(setting.trace)
+    assert each.tally.lost + each.tally.refused == 0
+    assert each.blocks.keys() == {f"worker {number}" for number in range(1, setting.workers + 1)}
+    assert each.agreed == each.agreed_late == dict.fromkeys(each.blocks, True)
+    assert each.faults == 0
+    assert sum(each.blocks.values()) > 100
+
+
+@pytest.fixture(scope="module")
+def killed() -> Compared:
+    """A small round in which a worker is killed."""
+    [done] = played(SMALL, Compared(KVAware(), kills=True))
+    return done
+
+
+def three(killed: Compared) -> list[Compared]:
+    """As if all policies had done alike."""
+    aware = replace(killed, kills=False, notes=[])
+    return [replace(aware, policy=RoundRobin()), aware, killed]
+
+
 class TestRounds:
     """The whole example: worker processes, HTTP, feeds."""
 
-    def test_knowing_who_has_what_pays(self, played: list[Compared]) -> None:
+    @pytest.mark.long
+    def test_knowing_who_has_what_pays(self) -> None:
         """With the same requests, routing by the feed computes fewer prompt tokens, and first tokens come sooner."""
-        blind, aware, _ = (each.tally for each in played)
+        rounds = played(SETTING, Compared(RoundRobin()), Compared(KVAware()), Compared(KVAware(), kills=True))
+        for each in rounds:
+            nothing_is_lost(each, SETTING)
+        blind, aware, _ = (each.tally for each in rounds)
         assert blind.prompt_tokens == aware.prompt_tokens == sum(each.input_length for each in TRACE)
         assert aware.hit_rate > blind.hit_rate + 0.05
         assert aware.percentile_ms(50) < blind.percentile_ms(50)
 
-    def test_no_request_is_lost(self, played: list[Compared]) -> None:
-        """Each one is answered, also when a worker is killed in the middle."""
-        assert [each.tally.requests for each in played] == [len(TRACE)] * 3
-        assert [each.tally.lost + each.tally.refused for each in played] == [0] * 3
+    def test_no_request_is_lost(self, killed: Compared) -> None:
+        """Each one is answered, though a worker is killed in the middle, and the index is what the workers hold."""
+        nothing_is_lost(killed, SMALL)
 
-    def test_the_index_is_what_the_workers_hold(self, played: list[Compared]) -> None:
-        """Block by block, in both levels, for each worker, without a fault on the way; and for who comes late."""
-        for each in played:
-            assert each.blocks.keys() == {"worker 1", "worker 2", "worker 3"}
-            assert each.agreed == each.agreed_late == dict.fromkeys(each.blocks, True)
-            assert each.faults == 0
-            assert sum(each.blocks.values()) > 100
-
-    def test_a_killed_worker_is_noticed_and_comes_back(self, played: list[Compared]) -> None:
+    def test_a_killed_worker_is_noticed_and_comes_back(self, killed: Compared) -> None:
         """What it had is out of the index at once; it comes back with nothing, and is sent requests again."""
-        killed = played[2]
         [(_, first), (_, second), (_, third)] = killed.notes
         assert first.startswith("worker 1 is killed; the index has ")
         assert second.startswith("worker 1 is gone")
@@ -333,36 +350,38 @@ class TestRounds:
         assert known[-1][0]
         assert killed.blocks["worker 1"] > 0
 
-    @pytest.mark.needs("chromium")
-    def test_what_people_see(self, played: list[Compared], tmp_path: Path) -> None:
-        """The table has a line per round; the page has rows, cards and charts, needs no network, and has no error."""
-        lines = table(played).splitlines()
+    def test_the_table(self, killed: Compared) -> None:
+        """It has a line per round."""
+        rounds = three(killed)
+        lines = table(rounds).splitlines()
         assert [line.split("  ")[0] for line in lines[1:]] == [
             "round robin",
             "KV-aware",
             "KV-aware, one killed",
         ]
-        assert f"{played[1].tally.hit_rate:.1%}" in lines[2]
-        assert gain(*played[:2]).startswith("KV-aware beside round robin: ")
-        names = list(played[0].blocks)
+        assert f"{killed.tally.hit_rate:.1%}" in lines[2]
+        assert gain(*rounds[:2]).startswith("KV-aware beside round robin: ")
+
+    @pytest.mark.needs("chromium")
+    def test_what_people_see(self, killed: Compared, tmp_path: Path) -> None:
+        """The page has rows, cards and charts, needs no network, and has no error."""
+        rounds = three(killed)
         state = {
-            "requests": len(TRACE),
+            "requests": len(SMALL.trace),
             "blocks": 180,
-            "workers": names,
-            "rounds": [each.state() for each in played],
+            "workers": list(killed.blocks),
+            "rounds": [each.state() for each in rounds],
         }
         file = tmp_path / "page.html"
         file.write_text(page(state), encoding="utf-8")
         with Browser(program("chromium"), tmp_path / "profile") as browser:
             browser.size(1200, 900, dark=True)
             browser.open(file)
-            wait_until(
-                lambda: browser.eval("document.querySelectorAll('.chart .scatterlayer .trace').length") == 18,
-                "",
-            )
+            traces = "document.querySelectorAll('.chart .scatterlayer .trace').length"
+            wait_until(lambda: browser.eval(traces) == TRACES, "")
             rows = browser.eval("[...document.querySelectorAll('#rounds tr')].map((row) => row.textContent)")
             assert len(rows) == 4
-            assert browser.eval("document.querySelectorAll('#workers li').length") == 3
+            assert browser.eval("document.querySelectorAll('#workers li').length") == 2
             assert browser.eval("document.querySelectorAll('#notes li').length") == 3
             assert browser.eval("document.documentElement.dataset.theme") == "dark"
             assert browser.errors == []
@@ -401,7 +420,10 @@ async def finish(
 
 
 def test_requests_of_a_killed_worker_are_served_by_another() -> None:
-    """While time stands still six requests lie at two workers; one is killed, and the other serves all of them."""
+    """While time stands still six requests lie at two workers; one is killed, and the other serves all of them.
+
+    A request that no worker can ever serve is refused with the reason; all are when the last worker is gone.
+    """
 
     async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
         in_line = [asyncio.Event() for _ in range(6)]
@@ -413,28 +435,22 @@ def test_requests_of_a_killed_worker_are_served_by_another() -> None:
         assert [each.running for each in balancer.members.values()] == [3, 3]
         clock.now_ms = 1000
         await fleet.kill("worker 1")
-        return await finish(balancer, clock, tasks), [each.up for each in balancer.members.values()]
+        served = await finish(balancer, clock, tasks)
+        up = [each.up for each in balancer.members.values()]
+        with pytest.raises(Refused) as too_long:
+            await balancer.complete([1] * 5000, 1, 0, asyncio.Event())
+        await fleet.kill("worker 2")
+        with pytest.raises(Refused) as alone:
+            await balancer.complete([1] * 10, 1, 0, asyncio.Event())
+        return served, up, [(each.value.status, each.value.reason) for each in (too_long, alone)]
 
-    served, up = with_fleet(2, body)
+    served, up, refused = with_fleet(2, body)
     assert up == [False, True]
     assert [each.worker for each in served] == ["worker 2"] * 6
     assert sorted(each.attempts for each in served) == [1, 1, 1, 2, 2, 2]
     # What has to begin again begins when the loss is noticed, at 1,000 ms.
     assert {each.attempts for each in served if each.first_token_ms > 1000} == {2}
-
-
-def test_without_workers_requests_are_refused() -> None:
-    """One that no worker can ever serve is refused with the reason; all are when the last worker is gone."""
-
-    async def body(balancer: Balancer, fleet: Fleet, clock: TraceTime) -> Any:
-        with pytest.raises(Refused) as too_long:
-            await balancer.complete([1] * 5000, 1, 0, asyncio.Event())
-        await fleet.kill("worker 1")
-        with pytest.raises(Refused) as alone:
-            await balancer.complete([1] * 10, 1, 0, asyncio.Event())
-        return [(each.value.status, each.value.reason) for each in (too_long, alone)]
-
-    assert with_fleet(1, body) == [
+    assert refused == [
         (400, "5001 tokens exceed max_sequence_length 4000"),
         (503, "there is no worker"),
     ]
@@ -450,31 +466,16 @@ def test_tally() -> None:
     assert tally.imbalance == 2
 
 
-@pytest.mark.timeout(180)
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One command plays the rounds, prints the table and writes the page; a wrong option is told in a line."""
-    command = [sys.executable, "-m", "examples.kv_aware_router"]
-    options = [
-        "--limit",
-        "12",
-        "--workers",
-        "2",
-        "--no-kill",
-        "--speed",
-        "50",
-        "--page",
-        str(tmp_path / "p.html"),
-    ]
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("12 requests for 2 workers; live at http://127.0.0.1:")
-    assert "fewer prompt tokens computed" in done.stdout
+    sizes = ("--limit", 6, "--workers", 1, "--no-kill", "--speed", 1000)
+    assert main([str(each) for each in (*sizes, "--page", tmp_path / "p.html")]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("6 requests for 1 workers; live at http://127.0.0.1:")
+    assert "fewer prompt tokens computed" in out
+    assert err == ""
     assert "<title>KV-aware routing beside round robin</title>" in (tmp_path / "p.html").read_text()
-    wrong = subprocess.run(
-        [*command, "--workers", "0"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("kv_aware_router: --workers, ")
-    assert wrong.stderr.count("\n") == 1
+    assert main(["--workers", "0"]) == 2
+    wrong = capsys.readouterr().err
+    assert wrong.startswith("kv_aware_router: --workers, ")
+    assert wrong.count("\n") == 1

@@ -7,15 +7,17 @@ still one.
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import RunPython
+import kvcache
+from tests.support.commands import RunPython, python
 from tests.support.places import ROOT
-
-PACKAGES = ("events", "sinks", "cuda_ops", "kvcache")
+from tests.support.sources import PACKAGES, files, modules, parsed, parsed_file
 
 ALLOWED = {
     "events": {"events"},
@@ -67,9 +69,10 @@ IMPURE = {
 }
 
 
-def imports(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield line, top-level package, and whether it is for type checkers only, of every import."""
-    tree = ast.parse(source)
+@cache
+def imports(source: str) -> list[tuple[int, str, bool]]:
+    """Return line, top-level package, and whether it is for type checkers only, of every import."""
+    tree, found = parsed(source), []
     for_types = {
         id(inner)
         for node in ast.walk(tree)
@@ -83,9 +86,10 @@ def imports(source: str) -> Iterator[tuple[int, str, bool]]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
-        yield from (
+        found += [
             (getattr(node, "lineno", 0), name.partition(".")[0], id(node) in for_types) for name in names
-        )
+        ]
+    return found
 
 
 def violations(path: str, source: str) -> list[str]:
@@ -110,7 +114,7 @@ def _of_place(rules: dict[str, set[str]], path: str) -> set[str]:
 
 def sources(package: str) -> Iterator[tuple[str, str]]:
     """Yield path and text of every module of a package."""
-    for file in sorted((ROOT / package).rglob("*.py")):
+    for file in files(package):
         yield file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")
 
 
@@ -171,37 +175,43 @@ def test_state_knows_nothing_of_decisions(path: Path) -> None:
 NO_TORCH = "import sys; sys.modules['torch'] = None\n"
 
 
-@pytest.mark.parametrize("package", ["events", "sinks"])
-def test_events_and_sinks_need_no_torch(run_python: RunPython, package: str) -> None:
-    """Every module of events and sinks can be imported where torch is not installed."""
+def test_events_and_sinks_need_no_torch(run_python: RunPython) -> None:
+    """Every module of events and sinks can be imported where torch is not installed, and so can what reads."""
     done = run_python(
-        NO_TORCH + f"import {package}\n"
+        NO_TORCH + "import events, sinks\n"
         "from importlib import import_module\n"
         "from pkgutil import walk_packages\n"
-        f"for module in walk_packages({package}.__path__, '{package}.'):\n"
-        "    import_module(module.name)\n"
-        "print('done')\n"
-    )
-    assert (done.stdout, done.stderr) == ("done\n", "")
-
-
-def test_reading_needs_no_torch(run_python: RunPython) -> None:
-    """Settings, layout, errors and replay work where torch is not installed."""
-    done = run_python(
-        NO_TORCH + "import kvcache\n"
+        "for package in (events, sinks):\n"
+        "    for module in walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        import_module(module.name)\n"
+        "import kvcache\n"
         "kvcache.Layout.of(kvcache.KVCacheConfig(max_sequence_length=8, primary_blocks=2))\n"
         "print(kvcache.errors.KVCacheError.__name__, kvcache.replay.__name__)\n"
     )
     assert (done.stdout, done.stderr) == ("KVCacheError kvcache.replay\n", "")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_importing_a_package_loads_no_torch(run_python: RunPython, package: str) -> None:
-    """Importing a package is cheap: torch is loaded only by what moves bytes."""
-    done = run_python(
-        f"import sys, {package}; print([name for name in ('torch', 'transformers', 'yaml') if name in sys.modules])"
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the import of each package has loaded of what takes long: one process imports one after the other."""
+    code = (
+        "import json, sys\n"
+        "found, heavy = {}, ['torch', 'transformers', 'yaml']\n"
+        "for package in sys.argv[1:]:\n"
+        "    __import__(package)\n"
+        "    found[package] = [name for name in heavy if name in sys.modules]\n"
+        "    heavy = [name for name in heavy if name not in found[package]]\n"
+        "print(json.dumps(found))\n"
     )
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    done = python(tmp_path_factory.mktemp("heavy"), code, *PACKAGES)
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_loads_no_torch(heavy: dict[str, list[str]], package: str) -> None:
+    """Importing a package is cheap: torch is loaded only by what moves bytes."""
+    assert heavy[package] == []
 
 
 def test_integrations_are_imported_by_name_alone(run_python: RunPython) -> None:
@@ -288,49 +298,37 @@ class TestOwnPackages:
 class TestPublicNames:
     """What `import kvcache` offers."""
 
-    def test_all_is_sorted_and_complete(self, run_python: RunPython) -> None:
+    def test_all_is_sorted_and_complete(self) -> None:
         """Every public name can be had, is listed by dir(), and the list is sorted."""
-        done = run_python(
-            "import kvcache\n"
-            "assert kvcache.__all__ == sorted(kvcache.__all__, key=lambda name: (not name.isupper(), name))\n"
-            "assert set(kvcache.__all__) <= set(dir(kvcache))\n"
-            "print([name for name in kvcache.__all__ if getattr(kvcache, name) is None])\n"
-        )
-        assert (done.stdout, done.stderr) == ("[]\n", "")
+        assert kvcache.__all__ == sorted(kvcache.__all__, key=lambda name: (not name.isupper(), name))
+        assert set(kvcache.__all__) <= set(dir(kvcache))
+        assert [name for name in kvcache.__all__ if getattr(kvcache, name) is None] == []
 
-    def test_unknown_name(self, run_python: RunPython) -> None:
+    def test_unknown_name(self) -> None:
         """A name that does not exist is an AttributeError, as in any module."""
-        done = run_python("import kvcache; kvcache.Kvcachemanager")
-        assert "AttributeError: module 'kvcache' has no attribute 'Kvcachemanager'" in done.stderr
+        with pytest.raises(AttributeError, match="module 'kvcache' has no attribute 'Kvcachemanager'"):
+            kvcache.Kvcachemanager  # noqa: B018
 
-    @pytest.mark.parametrize(
-        "first", ["import kvcache", "import kvcache.replay", "from kvcache.replay import replay"]
-    )
-    def test_replay_is_the_module(self, run_python: RunPython, first: str) -> None:
+    def test_replay_is_the_module(self, run_python: RunPython) -> None:
         """`kvcache.replay` is the module whatever was imported before; its function has the same name."""
         done = run_python(
-            f"{first}\n"
-            "from kvcache import replay\n"
-            "import kvcache\n"
-            "print(replay is kvcache.replay, callable(replay.replay))"
+            "import os, msgspec, numpy, pydantic, structlog\n"
+            "for first in ('import kvcache', 'import kvcache.replay', 'from kvcache.replay import replay'):\n"
+            "    if not os.fork():\n"
+            "        exec(first)\n"
+            "        from kvcache import replay\n"
+            "        import kvcache\n"
+            "        print(replay is kvcache.replay, callable(replay.replay), flush=True)\n"
+            "        os._exit(0)\n"
+            "    os.wait()\n"
         )
-        assert (done.stdout, done.stderr) == ("True True\n", "")
-
-
-def modules() -> dict[str, Path]:
-    """All modules of ours, by name."""
-    found = {}
-    for package in PACKAGES:
-        for file in (ROOT / package).rglob("*.py"):
-            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = file
-    return found
+        assert (done.stdout, done.stderr) == ("True True\n" * 3, "")
 
 
 def imported_by(file: Path, known: dict[str, Path]) -> set[str]:
     """The modules of ours that one imports, inside functions and for types as well."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed_file(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

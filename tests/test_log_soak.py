@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import pytest
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.replay import replay
+from tests.support.forked import Forked
 from tests.support.memory import STATM, resident_bytes
-from tests.support.places import ROOT
 
 
 def config(retain: int) -> KVCacheConfig:
@@ -44,25 +41,16 @@ def step(manager: KVCacheManager, rng: random.Random, number: int, running: dequ
     manager.flush()
 
 
-def reader(kind: str, log: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.logs.soak_reader", kind, str(log)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def reader(kind: str, log: Path) -> Forked:
+    return Forked("tests.support.logs.soak_reader", kind, log, stderr=2)
 
 
 def audited(log: Path) -> int:
     """How many prompt tokens the audit of what is kept explains."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcache", "-q", "audit", str(log), "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    tokens: int = json.loads(done.stdout)["prompt_tokens"]
+    audit = Forked("kvcache", "-q", "audit", log, "--json")
+    out, err = audit.communicate()
+    assert (audit.returncode, err) == (0, "")
+    tokens: int = json.loads(out)["prompt_tokens"]
     return tokens
 
 

@@ -13,6 +13,7 @@ import pytest
 from events.types import PRIMARY, SECONDARY
 from tests.oracles.cache_model import Model, Refused, Request
 from tests.oracles.window_model import Window
+from tests.support.seeds import seeds
 
 LIMIT = 24
 """Tokens of the longest sequence."""
@@ -127,7 +128,7 @@ class Program:
         self.model.clear()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(range(100), quick=10))
 def test_laws_hold(seed: int) -> None:
     """Nothing is held twice or lost, all that is needed is held, and reuse is what brute force finds."""
     Program(seed).run(200)

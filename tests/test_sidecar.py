@@ -19,6 +19,7 @@ from events.codec import to_json
 from events.log import LogReader
 from tests.support.engines.sidecars import EngineProcess, Sidecar, agree, site
 from tests.support.feeds.chaos import Router, Site
+from tests.support.seeds import seeds
 from tests.support.waiting import wait_until
 
 
@@ -107,7 +108,7 @@ def test_a_late_sidecar_and_a_late_router(scene: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize("scene", range(3), indirect=True)
+@pytest.mark.parametrize("scene", seeds(range(12), quick=1), indirect=True)
 def test_kills(scene: Scene) -> None:
     """Engine, sidecar and routers are killed, stopped and suspended at random: in the end all know what is cached."""
     endure(scene, rounds=14)

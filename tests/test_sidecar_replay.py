@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import random
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.support.engines.sidecars import LoggingEngine, Sidecar
 from tests.support.feeds.chaos import Site, Told
 from tests.support.feeds.recordings import Oracle
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import pause, wait_until
 
 END = b"\xff" * 8
 WAIT_MS = 20_000
@@ -118,7 +117,7 @@ class Scene:
         for _ in range(steps):
             self.engine.step()
             self.client.hear()
-            time.sleep(0.002)
+            pause()
 
     def rest(self) -> Told:
         """Until the client knows what the engine has, which does nothing then."""
@@ -144,8 +143,19 @@ def scene_of(directory: Path, seed: int, options: str) -> Iterator[Scene]:
         yield Scene(directory, seed, options, resources)
 
 
-@pytest.mark.parametrize("options", ["ring=1MiB", "ring=0B", "ring=1MiB&pad=1&first=0"])
-@pytest.mark.parametrize("how", ["stop", "kill", "engine", "stop, engine", "kill, engine"])
+OPTIONS = ["ring=1MiB", "ring=0B", "ring=1MiB&pad=1&first=0"]
+WAYS = ["stop", "kill", "engine", "stop, engine", "kill, engine"]
+
+
+@pytest.mark.parametrize(
+    ("how", "options"),
+    # Each way and all options are in the quick run, and the pairs in the long one.
+    [
+        pytest.param(way, option, marks=[] if at % 3 == which else pytest.mark.long)
+        for at, way in enumerate(WAYS)
+        for which, option in enumerate(OPTIONS)
+    ],
+)
 def test_answers_after_a_restart(tmp_path: Path, how: str, options: str) -> None:
     """Who asks from a batch of any life before gets what was sent, or the state behind "cleared": it knows all then."""
     with scene_of(tmp_path, 3, options) as scene:

@@ -17,6 +17,7 @@ from events.log import LogReader
 from kvcache.tap.tap import state_of
 from tests.support.engines.sidecars import EngineProcess, Process, Sidecar, agree, site
 from tests.support.feeds.chaos import Router, Site
+from tests.support.seeds import seeds
 from tests.support.waiting import wait_until
 
 
@@ -88,7 +89,7 @@ class Scene:
                 process.kill()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(range(12), quick=1))
 def test_routers_know_what_is_cached(tmp_path: Path, seed: int) -> None:
     """Over kills and restarts of each part, what routers hold at the end is what the manager holds."""
     with ExitStack() as resources:

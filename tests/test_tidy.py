@@ -1,31 +1,57 @@
-"""Caps that are kept by a test, because reviews tire: sizes, docstrings, and no stray prints."""
+"""Rules that are kept by a test, because reviews tire: sizes, docstrings, no stray prints, what tests may import."""
 
 from __future__ import annotations
 
 import ast
+import re
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from events.types import AnyEvent
 from tests.support.places import ROOT
+from tests.support.sources import (
+    DIRECTORIES,
+    PACKAGES,
+    files,
+    imported,
+    modules,
+    parsed,
+    parsed_file,
+    run_at_import,
+)
 
-PACKAGES = ("kvcache", "events", "sinks", "cuda_ops")
-DIRECTORIES = (*PACKAGES, "tests", "examples", "benchmarks")
 FUNCTION_LINES = 48
 TEST_LINES = 70
 FILE_LINES = 1000
 EVENTS = {event.__name__ for event in typing.get_args(AnyEvent)}
 MAY_PRINT = ("kvcache/cli/", "sinks/stdout.py")
+MAY_SLEEP = {
+    "tests/events/test_diagnostics.py": "a child process waits until a sink is given up",
+    "tests/sinks/test_runner.py": "between the steps of an engine sinks get their turn",
+    "tests/support/engines/killed.py": "a process works for a while before it is killed",
+    "tests/support/feeds/scraping.py": "Prometheus is asked no more often than it fetches",
+    "tests/support/servers/chaos.py": "misfortunes have a length",
+    "tests/support/waiting.py": "others work between two looks at a state",
+}
+"""Tests that give something time instead of waiting for a state, and why that is right."""
+SLEEP = "time." + "sleep("
+HEAVY = ("torch", "transformers")
+"""Libraries that take seconds to load, which workers that run only the core's tests need not."""
+NOT_FOR_TESTS = re.compile(r"test_\w+|conftest")
+OF_A_TEST = re.compile(
+    r"(?:(?:from|import)\s+|^)tests(?:\.\w+)*\.(?:test_\w+|conftest)(?:\s|$)"
+    r"|from\s+tests[.\w]*\s+import\b.*\b(?:test_\w+|conftest)\b"
+)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def findings(path: str, source: str) -> list[str]:
     """What is wrong with a file, as `path:line: reason`."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     return [f"{path}:{line}: {reason}" for line, reason in sorted(_findings(path, source, tree))]
 
 
@@ -38,6 +64,8 @@ def _findings(path: str, source: str, tree: ast.Module) -> Iterator[tuple[int, s
     for node in ast.walk(tree):
         if isinstance(node, Function):
             yield from _in_function(node, in_tests)
+        if in_tests and isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Constant):
+            yield from _of_tests(path, node)
         if in_package and not path.startswith(MAY_PRINT) and _prints(node):
             yield (
                 getattr(node, "lineno", 0),
@@ -56,6 +84,32 @@ def _in_function(node: Function, in_tests: bool) -> Iterator[tuple[int, str]]:
         yield node.lineno, f"{node.name} does not say what it proves"
 
 
+def _of_tests(path: str, node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Look at a module of tests as well as at the code in its strings, which other processes run."""
+    line = getattr(node, "lineno", 0)
+    names = [part for name in imported([node]) if name.startswith("tests.") for part in name.split(".")]
+    if any(map(NOT_FOR_TESTS.fullmatch, names)) or OF_A_TEST.search(_text(node)):
+        yield line, "imports a module of tests; what tests share is in tests/support"
+    if path not in MAY_SLEEP and _sleeps(node):
+        yield line, "sleeps; tests wait for a state, by tests.support.waiting"
+
+
+def _text(node: ast.AST) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _sleeps(node: ast.AST) -> bool:
+    return (
+        SLEEP in _text(node)
+        or "time.sleep" in imported([node])
+        or (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr) == ("time", "sleep")
+        )
+    )
+
+
 def _prints(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
 
@@ -64,10 +118,6 @@ def _is_event_by_position(call: ast.Call) -> bool:
     """Whether an event is made with more than one field that is not named; one alone cannot be swapped."""
     name = getattr(call.func, "id", None) or getattr(call.func, "attr", None)
     return name in EVENTS and (len(call.args) > 1 or any(isinstance(each, ast.Starred) for each in call.args))
-
-
-def files(directory: str) -> list[Path]:
-    return sorted((ROOT / directory).rglob("*.py"))
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
@@ -81,6 +131,52 @@ def test_house_is_tidy(directory: str) -> None:
     assert found == []
 
 
+def test_who_may_sleep_does() -> None:
+    """No exception is left whose reason has gone."""
+    assert [path for path in MAY_SLEEP if not any(map(_sleeps, ast.walk(parsed_file(ROOT / path))))] == []
+
+
+def loading(names: tuple[str, ...], edges: dict[str, set[str]]) -> set[str]:
+    """Return the modules whose import loads one of these, itself or by others that it imports."""
+    importers = defaultdict(set)
+    for module, others in edges.items():
+        for other in others:
+            parts = other.split(".")
+            # With a module its packages are imported.
+            for end in range(len(parts)):
+                importers[".".join(parts[: end + 1])].add(module)
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        new = importers[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def test_only_tests_of_tensors_load_torch() -> None:
+    """No other module of tests loads it, or Transformers, by being imported; what support has for them may."""
+    known = modules(DIRECTORIES)
+    edges = {name: imported(run_at_import(parsed_file(file))) for name, file in known.items()}
+    heavy = loading(HEAVY, edges)
+    assert any(name.startswith("tests.tensors.") for name in heavy)
+    collected = [name for name in known if NOT_FOR_TESTS.fullmatch(name.rpartition(".")[2])]
+    assert [name for name in collected if name in heavy and not name.startswith("tests.tensors.")] == []
+
+
+def test_what_loads_a_library_is_seen() -> None:
+    """By way of others, and of the package that it lies in."""
+    edges = {
+        "a": {"torch.nn"},
+        "b": {"a.something"},
+        "c.d": {"x"},
+        "c": {"b"},
+        "e": {"c.d.f"},
+        "g": {"torchvision"},
+    }
+    assert loading(("torch",), edges) == {"a", "b", "c", "e"}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_tell_type_checkers_that_they_are_typed(package: str) -> None:
     """Each package carries the marker without which type checkers ignore its annotations."""
@@ -88,6 +184,7 @@ def test_packages_tell_type_checkers_that_they_are_typed(package: str) -> None:
 
 
 DOC = '"""A module."""\n'
+A = "tests.a"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +217,33 @@ DOC = '"""A module."""\n'
         ("examples/a.py", DOC + "print()\n", []),
         ("tests/a.py", DOC + "def test_it(): pass\n", ["tests/a.py:2: test_it does not say what it proves"]),
         ("tests/a.py", DOC + "async def test_it(): 'A fact.'\n", []),
+        ("tests/a.py", DOC + "from tests.support import x\n", []),
+        ("tests/a.py", DOC + f"x = 'python -m {A}.test_b writes it'\n", []),
+        ("kvcache/a.py", DOC + f"import time\n{SLEEP}1)\n", []),
+        ("tests/support/waiting.py", DOC + f"import time\n{SLEEP}1)\n", []),
+        *(
+            (
+                "tests/a.py",
+                DOC + line,
+                ["tests/a.py:2: imports a module of tests; what tests share is in tests/support"],
+            )
+            for line in (
+                f"from {A}.test_b import x\n",
+                f"from {A} import test_b\n",
+                f"import {A}.conftest\n",
+                f"x = 'import y; from {A}.test_b import x'\n",
+                f"x = 'from {A} import y, test_b'\n",
+                f"x = 'python', '-m', '{A}.test_b'\n",
+            )
+        ),
+        *(
+            (
+                "tests/a.py",
+                DOC + line,
+                ["tests/a.py:2: sleeps; tests wait for a state, by tests.support.waiting"],
+            )
+            for line in (f"{SLEEP}1)\n", "from time import sleep\n", f"x = 'import time; {SLEEP}1)'\n")
+        ),
     ],
 )
 def test_check_finds_what_it_should(path: str, source: str, found: list[str]) -> None:

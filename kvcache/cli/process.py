@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Self, TextIO
 
-_PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 1.0
 """Launchers pass on a signal that the terminal has sent to us as well: that is not somebody losing patience."""
 _NAP_SECONDS = 0.05
 """Python runs handlers on the main thread, which sleeps on if the system has woken another one."""
@@ -54,7 +54,7 @@ class StopSignals(threading.Event):
         self.first = self.first or signal.Signals(number)
         self.received += 1
         now = time.monotonic()
-        if now - self._unheeded_since >= _PATIENCE_SECONDS:
+        if now - self._unheeded_since >= PATIENCE_SECONDS:
             raise KeyboardInterrupt
         self._unheeded_since = min(self._unheeded_since, now)
 

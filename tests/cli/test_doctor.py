@@ -14,6 +14,8 @@ from kvcache import __version__
 from kvcache.cli import doctor
 from tests.support.commands import Kvcache
 
+pytestmark = pytest.mark.usefixtures("stand_in_for_torch")
+
 
 def findings(done: Any) -> dict[str, tuple[str, str]]:
     return {each["what"]: (each["verdict"], each["text"]) for each in json.loads(done.out)["findings"]}

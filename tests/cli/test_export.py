@@ -400,9 +400,9 @@ class TestTarget:
         assert done.code == 0
         assert "the log is torn" in done.err
 
-    def test_without_pyarrow(self, run_python: RunPython, log: Path) -> None:
+    def test_without_pyarrow(self, fork_python: RunPython, log: Path) -> None:
         """Parquet says what to install; the other formats need nothing."""
-        done = run_python(
+        done = fork_python(
             "import sys\nsys.modules['pyarrow'] = None\nfrom kvcache.cli import main\n"
             f"print([main(['export', {str(log)!r}, '--to', to, '-o', to, '-q']) for to in ('parquet', 'csv')])"
         )
@@ -541,11 +541,11 @@ FORMATS_HERE = [each.values[0] for each in WRITTEN if not (each.marks and missin
 
 
 @pytest.mark.parametrize("to", FORMATS_HERE)
-def test_a_file_that_may_not_grow(log: Path, tmp_path: Path, run_python: RunPython, to: str) -> None:
+def test_a_file_that_may_not_grow(log: Path, tmp_path: Path, fork_python: RunPython, to: str) -> None:
     """A disk that takes no more is one line that names the path that was meant, and leaves nothing behind."""
     path = tmp_path / "out" / "tables"
     path.parent.mkdir()
-    done = run_python(
+    done = fork_python(
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "from kvcache.cli import main\n"

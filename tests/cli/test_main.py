@@ -16,7 +16,7 @@ from events.diagnostics import get_logger
 from kvcache import __version__
 from kvcache.cli import logs
 from kvcache.replay import replay
-from tests.support.commands import TRACE, Kvcache, RunPython, Start, segments
+from tests.support.commands import TRACE, Kvcache, Start, python, segments
 from tests.support.places import ROOT
 
 READERS = {
@@ -218,16 +218,40 @@ def test_closed_reader_ends_the_command_silently(log: Path) -> None:
         assert process.stderr.read() == "code 141\n"
 
 
+HEAVY = ("torch", "cuda_ops.torch_copier", "transformers")
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from kvcache.cli import main
+found = {}
+for command, args in json.loads(sys.argv[1]).items():
+    before = set(sys.modules)
+    found[command] = main(args), sorted(set(sys.modules) - before)
+print()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded(log: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, list[str]]]:
+    """Exit code of each command, and the modules that it loads; all of them run in one process, one by one."""
+    commands = {
+        command: [str(log) if arg == "LOG" else arg for arg in args] for command, args in READERS.items()
+    }
+    done = python(tmp_path_factory.mktemp("loaded"), ONE_AFTER_THE_OTHER, json.dumps(commands))
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("command", READERS)
-def test_torch_is_not_loaded(run_python: RunPython, log: Path, command: str) -> None:
+def test_torch_is_not_loaded(loaded: dict[str, tuple[int, list[str]]], command: str) -> None:
     """Commands that read, and runs without pools, work without torch and do not ask for it."""
-    args = [str(log) if arg == "LOG" else arg for arg in READERS[command]]
-    done = run_python(
-        "import sys; from kvcache.cli import main\n"
-        f"code = main({args})\n"
-        "print(code, [name for name in ('torch', 'cuda_ops.torch_copier') if name in sys.modules])"
-    )
-    assert done.stdout.splitlines()[-1] == "0 []"
+    code, modules = loaded[command]
+    assert (code, [name for name in HEAVY if name in modules]) == (0, [])
+
+
+def test_modules_that_commands_load_are_seen(loaded: dict[str, tuple[int, list[str]]]) -> None:
+    """The first command that reads a log has loaded what reads logs, and no later one does so again."""
+    assert [command for command, (_, modules) in loaded.items() if "events.log" in modules] == ["replay"]
 
 
 class TestDiagnostics:
@@ -240,11 +264,11 @@ class TestDiagnostics:
         os.mkfifo(pipe)
         # Opening waits for the run to open the other end.
         threading.Thread(target=lambda: os.close(os.open(pipe, os.O_RDONLY)), daemon=True).start()
-        return "run", TRACE, "--no-pools", "--tokens-per-block", 16, "--sink", f"file:{pipe}"
+        return "run", TRACE, "--no-pools", "--limit", 3, "--tokens-per-block", 16, "--sink", f"file:{pipe}"
 
-    def test_json_lines(self, start: Start, broken: tuple[object, ...]) -> None:
+    def test_json_lines(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
         """With --log-json a sink that fails is reported as a JSON line without any local variables."""
-        _, err = start(*broken, "--log-json").communicate()
+        err = kvcache(*broken, "--log-json").err
         assert '"event": "sink_lost_batches"' in err
         assert '"level": "warning"' in err
         assert "locals" not in err
@@ -282,17 +306,17 @@ class TestDiagnostics:
         assert (told["event"].partition(":")[0], told["level"]) == ("the log is torn", "info")
         assert kvcache(*args, "-q").err == ""
 
-    def test_warnings_are_told(self, start: Start, broken: tuple[object, ...]) -> None:
+    def test_warnings_are_told(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
         """Without being asked, stderr has the warnings of the library in the command's own form."""
-        out, err = start(*broken).communicate()
+        _, out, err = kvcache(*broken)
         [told] = [line for line in err.splitlines() if "sink_lost_batches" in line]
         assert told.startswith("kvcache: warning: sink_lost_batches (sink=file://")
         assert "dropped=" in told
         assert "Broken pipe" in out
 
-    def test_quiet(self, start: Start, broken: tuple[object, ...]) -> None:
+    def test_quiet(self, kvcache: Kvcache, broken: tuple[object, ...]) -> None:
         """With -q there are no warnings, but errors; the summary tells about the sink."""
-        out, err = start(*broken, "-q").communicate()
+        _, out, err = kvcache(*broken, "-q")
         assert "warning" not in err
         assert "Broken pipe" in out
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +11,14 @@ import pytest
 from kvcache.cli.messages import printable
 from kvcache.cli.output import count, duration, share, size
 from tests.support.commands import TRACE, Kvcache
-from tests.support.places import ROOT
+from tests.support.forked import Forked
 
 
 def on_terminal(code: str, **environment: str) -> str:
     """What the code prints when stdout and stderr are a terminal."""
     master, slave = pty.openpty()
-    settings = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm-256color",
-        "COLUMNS": "120",
-        **environment,
-    }
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, env=settings)
+    settings = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", **environment}
+    process = Forked(code, stdout=slave, stderr=slave, env=settings)
     os.close(slave)
     shown = b""
     try:
@@ -77,7 +69,7 @@ class TestTerminal:
     @pytest.mark.parametrize("without", ["", NO_RICH])
     def test_progress(self, without: str) -> None:
         """A run shows how far it is, with rich and without, unless it is to be quiet."""
-        args = ("run", TRACE, "--no-pools", "--tokens-per-block", 16)
+        args = ("run", TRACE, "--no-pools", "--limit", 20, "--tokens-per-block", 16)
         assert "playing" in on_terminal(without + calling(*args))
         assert "playing" not in on_terminal(without + calling(*args, "-q"))
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +18,9 @@ from kvcache.cli.publish import to_json as spelled
 from kvcache.publish.progress import FollowerStats, State
 from kvcache.publish.publisher import PublishStats, SinkLag
 from tests.support.commands import Kvcache, Start, segments
-from tests.support.places import ROOT
+from tests.support.forked import DEVNULL, Forked
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT, wait_until
 
 
 @pytest.fixture
@@ -47,11 +43,11 @@ def test_once(kvcache: Kvcache, copy: Path, tmp_path: Path) -> None:
 def test_stdout_and_quiet(kvcache: Kvcache, start: Start, copy: Path) -> None:
     """With -q and a sink stdout: nothing but events comes."""
     process = start("-q", "publish", copy, "--once", "--sink", "stdout:")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT)
     assert (process.returncode, err) == (0, "")
     assert out == "".join(f"{line}\n" for line in out.splitlines())
     assert len(out.splitlines()) == sum(len(batch.events) for batch in LogReader(copy))
-    again, _ = start("-q", "publish", copy, "--once", "--sink", "stdout:").communicate(timeout=60)
+    again, _ = start("-q", "publish", copy, "--once", "--sink", "stdout:").communicate(timeout=WAIT)
     assert again == out, "what was printed is not there any more for who looks again"
     assert kvcache("publish", copy, "--json", "--sink", "stdout:").code == 2
 
@@ -65,7 +61,7 @@ def test_a_feed_that_is_open_is_told(start: Start, copy: Path) -> None:
     while "up to date" not in said[-1] or "left" in said[-1]:
         said.append(process.stderr.readline())
     process.terminate()
-    said += process.communicate(timeout=30)[1].splitlines(keepends=True)
+    said += process.communicate(timeout=WAIT)[1].splitlines(keepends=True)
     assert said[0] == f"kvcache: publishing {copy}\n"
     assert said.count(f"kvcache: {url} is open\n") == 1
     opened = said.index(f"kvcache: {url} is open\n")
@@ -111,7 +107,7 @@ def test_waits_and_ends_when_the_engine_closes(start: Start, kvcache: Kvcache, t
     assert process.stderr is not None
     assert process.stderr.readline() == f"kvcache: waiting for {log}: no log is there yet\n"
     assert kvcache("run", "--no-pools", "--limit", 5, "-q", "--log", log).code == 0
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0, err
     lines = (tmp_path / "e.jsonl").read_text().splitlines()
     assert len(lines) == len(list(LogReader(log)))
@@ -125,25 +121,21 @@ def test_signals(start: Start, copy: Path, number: int, code: int) -> None:
     while "up to date" not in process.stderr.readline():
         pass
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=WAIT)
     assert (process.returncode, err) == (code, "")
 
 
 def test_a_terminal_has_one_line(copy: Path, tmp_path: Path) -> None:
     """It is drawn anew in its place, and cut to the width; the last one stays."""
     ours, its = pty.openpty()
-    command = [sys.executable, "-m", "kvcache", "publish", str(copy), "--sink", f"file:{tmp_path}/e.jsonl"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "40"}
-    process = subprocess.Popen(command, stderr=its, env=environment)
+    command = ["publish", copy, "--sink", f"file:{tmp_path}/e.jsonl"]
+    process = Forked("kvcache", *command, stdout=DEVNULL, stderr=its, env={**os.environ, "COLUMNS": "40"})
     os.close(its)
     shown = b""
-    deadline = time.monotonic() + 30
     while shown.count(b"\x1b[K") < 4:
-        assert time.monotonic() < deadline
-        if select.select([ours], [], [], 0.1)[0]:
-            shown += os.read(ours, 4096)
+        shown += os.read(ours, 4096)
     process.terminate()
-    assert process.wait(30) == 143
+    assert process.wait(WAIT) == 143
     os.close(ours)
     drawn = [piece for piece in shown.split(b"\x1b[K")[1:-1] if piece.endswith(b"\r")]
     assert all(len(piece) <= 40 for piece in drawn)
@@ -183,7 +175,7 @@ def test_a_port_that_is_taken(start: Start, copy: Path, tmp_path: Path) -> None:
     while "up to date" not in first.stderr.readline():
         pass
     second = start("publish", copy, "--sink", url, "--state", tmp_path / "b")
-    _, err = second.communicate(timeout=30)
+    _, err = second.communicate(timeout=WAIT)
     assert second.returncode == 2
     assert "is in use" in err
     wait_until(lambda: first.poll() is None, "the first one has ended")

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
-import subprocess
-import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
+from unittest.mock import Mock
 
 import pytest
 
+from kvcache.cli.hearing import heard
+from kvcache.cli.process import StopSignals
 from sinks import open_sink
 from sinks.router.feed import RouterFeed
 from tests.support.commands import Kvcache, RunPython, Start
 from tests.support.feeds.keys import Keys
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 from tests.support.feeds.workers import CONTEXT, Worker, connecting, port_in_use
+from tests.support.forked import Forked
 from tests.support.ports import free_port
 
 H1, H2 = 0x1122334455667788, 0xF0E1D2C3B4A59687
@@ -52,9 +56,9 @@ def publisher() -> Iterator[Publisher]:
         yield publisher
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+def ended(process: Forked) -> tuple[int, str, list[str]]:
     out, err = process.communicate(timeout=60)
-    return process.returncode, out, err.splitlines()
+    return process.wait(), out, err.splitlines()
 
 
 class TestLines:
@@ -172,17 +176,31 @@ class TestLines:
         assert done.out.endswith("AllBlocksCleared  (replayed)\n") or "(replayed)" in done.out
 
     def test_silent_replay(self, start: Start, publisher: Publisher) -> None:
-        """A replay endpoint that does not answer is told of once, while it is waited for."""
+        """A replay endpoint that does not answer is told of while it is waited for."""
         process = start("subscribe", publisher.endpoint, "--replay", "tcp://127.0.0.1:1")
         assert process.stderr is not None
         process.stderr.readline()
         assert process.stderr.readline() == (
             "kvcache: no answer from the replay endpoint tcp://127.0.0.1:1 yet\n"
         )
-        time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         code, _, err = ended(process)
         assert (code, len(err)) == (128 + signal.SIGTERM, 1)
+
+    def test_a_silent_replay_is_told_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However long it is waited for."""
+        monkeypatch.setattr("kvcache.cli.hearing.SILENCE_SECONDS", math.inf)
+        listening, out = Mock(endpoints=["tcp://a:1"]), Mock()
+        listening.poll.return_value = []
+        listening.unanswered_seconds.side_effect = [0, 1, 2, 3, 100]
+        listening.unavailable.return_value = None
+        listening.refused.return_value = 0
+        listening.replay.return_value = "tcp://a:2"
+        turns = heard(listening, StopSignals(), Namespace(count=None), out)
+        assert [next(turns) for _ in range(5)] == [None] * 5
+        [[first], [second]] = [call.args for call in out.note.call_args_list]
+        assert first == "listening to tcp://a:1"
+        assert second == "no answer from the replay endpoint tcp://a:2 yet"
 
     def test_quiet(self, kvcache: Kvcache, publisher: Publisher) -> None:
         """-q leaves the events only."""

@@ -8,8 +8,6 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,10 +33,11 @@ from tests.support.answers import keys_of
 from tests.support.commands import Kvcache, Start
 from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, replaying, stored
 from tests.support.feeds.workers import connecting
+from tests.support.forked import Forked
 from tests.support.places import ROOT
 from tests.support.ports import free_port
+from tests.support.waiting import WAIT
 
-WAIT = 40
 Seen = Callable[[Callable[[list[dict[str, Any]]], bool]], list[dict[str, Any]]]
 
 
@@ -212,10 +211,8 @@ class TestProcess:
         """On a terminal the table is drawn in place, with rules, in its width."""
         arguments = ["subscribe", *(each.endpoint for each in three), "--count", "3"]
         master, slave = pty.openpty()
-        settings = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": str(columns)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache", *arguments], stdout=slave, stderr=slave, env=settings
-        )
+        settings = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+        process = Forked("kvcache", *arguments, stdout=slave, stderr=slave, env=settings)
         os.close(slave)
         for publisher in three:
             publisher.wait_subscribed()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from events.structs import LEVEL_NAMES
+from kvcache.audit.reasons import Reason
+from tests.support.places import ROOT
 
 LOGS = ("a", "b")
 """What of two logs each has, of `diff`."""
@@ -22,6 +25,24 @@ def keys_of(value: Any, place: str = "") -> Iterator[str]:
         else:
             yield place + key
             yield from keys_of(inner, f"{place}{key}.")
+
+
+AGES = {"count", "p10_seconds", "p50_seconds", "p90_seconds", "histogram", "up_to_seconds"}
+AGAIN = AGES | {reason.label for reason in Reason} | {"35"}
+"""Keys of an audit that come again and again, and are documented once; 35 is a priority."""
+
+
+def assert_documented(command: str, said: Any) -> None:
+    """Compare the keys in a command's JSON with those in its table in docs/json.md."""
+    found = {key for key in keys_of(said) if not AGAIN & {key.rpartition(".")[2]}}
+    page = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
+    words = re.findall("`([^`]+)`", "\n".join(line for line in section.splitlines() if line[:3] == "| `"))
+    assert found - set(words) <= {
+        f"partial.{word}" for word in ("block", "level", "slot", "name", "num_tokens", "landed")
+    }
+    firsts = re.findall(r"(?m)^\| (.*?) \|", section)
+    assert {word for first in firsts for word in re.findall("`([^`]+)`", first)} <= found
 
 
 SIZES = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from events.tokens import symbols
 from kvcache import KVCacheConfig, KVCacheManager, MultimodalItem
 from kvcache.cli import main
+from tests.support.forked import Forked
 from tests.support.places import ROOT
 
 TRACE = ROOT / "tests" / "data" / "chats_small.jsonl"
@@ -28,8 +30,9 @@ class Done(NamedTuple):
 
 
 Kvcache = Callable[..., Done]
-Start = Callable[..., "subprocess.Popen[str]"]
+Start = Callable[..., Forked]
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+Play = Callable[[str], Done]
 
 
 @pytest.fixture(autouse=True)
@@ -55,21 +58,13 @@ def kvcache(capsys: pytest.CaptureFixture[str]) -> Kvcache:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start the command as a process of its own, in an empty directory, with TMPDIR there."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Forked] = []
     temporary = tmp_path / "tmp"
     temporary.mkdir()
 
-    def begin(*args: Any, **options: Any) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvcache", *map(str, args)],
-            cwd=tmp_path,
-            # Unbuffered output would hide that something is not flushed.
-            env={**os.environ, "PYTHONUNBUFFERED": "", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **options,
-        )
+    def begin(*args: Any, **options: Any) -> Forked:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+        process = Forked("kvcache", *args, cwd=tmp_path, env=environment, **options)
         processes.append(process)
         return process
 
@@ -115,21 +110,67 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def stand_in_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `kvcache doctor` finds of torch on a machine without a GPU; torch itself takes seconds to load."""
+    torch: Any = ModuleType("torch")
+    torch.version = SimpleNamespace(cuda=None)
+    torch.cuda = SimpleNamespace(is_available=lambda: False)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Play:
+    """Run code as a program in this process, in an empty directory: examples, for which no interpreter need start."""
+
+    def call(code: str) -> Done:
+        monkeypatch.chdir(tmp_path)
+        capfd.readouterr()
+        exec(compile(code, "<example>", "exec"), {"__name__": "__main__"})
+        return Done(0, *capfd.readouterr())
+
+    return call
+
+
+def python(
+    directory: Path,
+    code: str,
+    *args: str,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter in that directory, with `path` before the project on the import path."""
+    import_path = os.pathsep.join(str(entry) for entry in (*path, ROOT))
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": import_path, **(env or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def fork_python(tmp_path: Path) -> RunPython:
+    """Run code in an empty directory, in a process that begins with everything imported."""
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        process = Forked(code, cwd=tmp_path)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(code, process.returncode, out, err)
+
+    return run
+
+
+@pytest.fixture
 def run_python(tmp_path: Path) -> RunPython:
-    """Run code in a fresh interpreter, in an empty directory, with `path` before the project on the import path."""
+    """Call `python` in an empty directory."""
 
     def run(
         code: str, path: Sequence[Path] = (), env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        import_path = os.pathsep.join(str(entry) for entry in (*path, ROOT))
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": import_path, **(env or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        return python(tmp_path, code, path=path, env=env)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -87,3 +88,12 @@ def every_batch_is_accounted_for() -> Iterator[None]:
     """Of each log that is written in this process: appended = durable + in flight + dropped."""
     with accounted():
         yield
+
+
+@pytest.fixture(autouse=True)
+def torch_stays_out(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The core's tests do not load torch, which takes seconds in each worker."""
+    was_loaded = "torch" in sys.modules
+    yield
+    loads_it = not was_loaded and "torch" in sys.modules and "tensors" not in request.path.parts
+    assert not loads_it, "this test loads torch, so its place is tests/tensors"

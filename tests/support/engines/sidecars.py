@@ -11,7 +11,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from events.log import LogWriter
 from kvcache import KVCacheManager
 from kvcache.replay import replay
 from tests.support.feeds.chaos import CONFIG, Engine, NoBytes, Router, Site, Told, residency
+from tests.support.forked import DEVNULL, PIPE, Forked
 from tests.support.places import ROOT
 from tests.support.waiting import WAIT, wait_until
 
@@ -64,9 +64,9 @@ class Process:
 
     def __init__(self, *command: Any, cwd: Path | None = None, **streams: Any) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, command)], cwd=cwd or ROOT, env=environment, text=True, **streams
-        )
+        module, *arguments = command
+        streams = {"stdout": 1, "stderr": 2, **streams}
+        self.process = Forked(module, *arguments, cwd=cwd or ROOT, env=environment, **streams)
 
     def suspend(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -85,7 +85,7 @@ class EngineProcess(Process):
 
     def __init__(self, log: Path, seed: int, *sinks: str) -> None:
         super().__init__(
-            "tests.support.engines.sidecars", log, seed, *sinks, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            "tests.support.engines.sidecars", log, seed, *sinks, stdin=PIPE, stdout=PIPE, stderr=2
         )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
@@ -106,7 +106,7 @@ class EngineProcess(Process):
     def stop(self) -> None:
         """An orderly end, which closes the log."""
         self.go_on()
-        self.process.communicate("stop\n", timeout=30)
+        self.process.communicate("stop\n", timeout=WAIT)
         assert self.process.returncode == 0
 
 
@@ -118,14 +118,16 @@ class Sidecar(Process):
         # In the background nobody empties a pipe.
         self.errors = log.parent / f"{log.name}.stderr"
         with self.errors.open("a") as stderr:
-            super().__init__("kvcache", "publish", log, *arguments, *options, cwd=log.parent, stderr=stderr)
+            super().__init__(
+                "kvcache", "publish", log, *arguments, *options, cwd=log.parent, stdout=DEVNULL, stderr=stderr
+            )
 
     def stop(self) -> None:
         """An orderly end."""
         self.go_on()
         self.process.send_signal(signal.SIGTERM)
         # The second while it is still being loaded.
-        assert self.process.wait(30) in (143, -signal.SIGTERM), self.errors.read_text()
+        assert self.process.wait(WAIT) in (143, -signal.SIGTERM), self.errors.read_text()
 
     @property
     def said(self) -> str:

@@ -10,7 +10,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -34,7 +33,8 @@ from kvcache.fold.state import CacheState
 from sinks import SinkContext, SinkRunner, open_sink
 from sinks.router.feed import FeedBatch, RouterFeed
 from sinks.router.transport import ZMQTransport
-from tests.support.places import ROOT, landed_level
+from tests.support.forked import PIPE, Forked
+from tests.support.places import landed_level
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT, wait_until
 
@@ -279,10 +279,7 @@ class ChildEngine:
 
     def __init__(self, site: Site, rng: random.Random) -> None:
         arguments = [site.port, site.replay_port, site.state, site.options, rng.randrange(1 << 30)]
-        command = [sys.executable, "-m", "tests.support.feeds.chaos", *map(str, arguments)]
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process = Forked("tests.support.feeds.chaos", *arguments, stdin=PIPE, stdout=PIPE, stderr=2)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
