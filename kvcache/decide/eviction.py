@@ -50,7 +50,7 @@ class Evictor:
         primary = self.group.levels[PRIMARY]
         together = not spares
         while (short := needed - len(primary.blank)) > 0:
-            if together and self._evict_together(self.order.lowest(PRIMARY, short), handle):
+            if together and self.evict_together(self.order.lowest(PRIMARY, short), handle):
                 continue
             # Rare: priorities, or more than secondary holds. Looking for all of them each time would take too long.
             together = False
@@ -66,7 +66,7 @@ class Evictor:
                     take = 1  # what hung behind it has made room in secondary, which the next ones may use
                 self.remove_tail(run, take, RemoveReason.CAPACITY, handle)
 
-    def _evict_together(self, victims: list[tuple[Run, int]], handle: Handle | None) -> bool:
+    def evict_together(self, victims: list[tuple[Run, int]], handle: Handle | None) -> bool:
         """Evict these, the lowest ones, by an event or two, if that comes to the same as one after the other."""
         if not self._offloads:
             self._remove_tails(victims, RemoveReason.CAPACITY, handle)

@@ -31,9 +31,9 @@ class SlidingWindowManager(WindowBlockManager):
         assert isinstance(group, SlidingGroup)
         self.sliding = group
         """The state decided about."""
-        self._sliding_evictor = SlidingEvictor(self._state, group, self._emit, offload_min_priority)
-        self.order = self.sliding_order = self._sliding_evictor.order
-        self.free_up = self._sliding_evictor.free_up
+        self.sliding_evictor = SlidingEvictor(self._state, group, self._emit, offload_min_priority)
+        self.order = self.sliding_order = self.sliding_evictor.order
+        self.free_up = self.sliding_evictor.free_up
 
     # -- reading and admission
 
@@ -238,7 +238,7 @@ class SlidingWindowManager(WindowBlockManager):
                 useless.extend(self._covered_by(node, at, content[len(known) * block_bytes :][:block_bytes]))
                 break
         if useless:
-            self._sliding_evictor.supersede(useless, sequence.handle)
+            self.sliding_evictor.supersede(useless, sequence.handle)
         return known
 
     def _store_partial(self, sequence: Sequence, full: int, stop: int) -> None:
@@ -252,7 +252,7 @@ class SlidingWindowManager(WindowBlockManager):
                 return
             useless = self._covered_by(node, at, head)
             if useless:
-                self._sliding_evictor.supersede(useless, sequence.handle)
+                self.sliding_evictor.supersede(useless, sequence.handle)
         self._emit_stored(sequence, full, stop)
 
     def _begins(self, node: Node, at: int, head: bytes) -> bool:

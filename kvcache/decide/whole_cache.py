@@ -27,7 +27,7 @@ class WholeCache:
     ) -> None:
         self._state, self._emit, self._expiry = state, emit, expiry
         slots = sum(level.size for group in state.groups for level in group.levels)
-        self._checkpoint_due = checkpoint_spacing * slots
+        self.checkpoint_due = checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
@@ -66,7 +66,7 @@ class WholeCache:
     def upkeep_due(self) -> bool:
         """Whether `upkeep` would do anything; this is asked at every step."""
         state, expiry = self._state, self._expiry
-        if state.changed_blocks >= self._checkpoint_due or (expiry.waiting and expiry.due):
+        if state.changed_blocks >= self.checkpoint_due or (expiry.waiting and expiry.due):
             return True
         return bool(state.symbols.pages) and state.symbols.crowded
 
@@ -74,7 +74,7 @@ class WholeCache:
         """What is over expires; a checkpoint once enough blocks have changed; drop symbols that nothing uses."""
         if self._expiry.due:
             self._expiry.expire()
-        if self._state.changed_blocks >= self._checkpoint_due:
+        if self._state.changed_blocks >= self.checkpoint_due:
             self.checkpoint()
         if self._state.symbols.crowded:
             forget_unused(self._state, self._emit)

@@ -73,9 +73,9 @@ class WindowAdmission:
         assert isinstance(group, GroupState)
         self.group = group
         """The state decided about."""
-        self._evictor = Evictor(self._state, group, self._emit, offload_min_priority, order)
-        self.order: EvictionOrder | ReleaseOrder = self._evictor.order
-        self.free_up = self._evictor.free_up
+        self.evictor = Evictor(self._state, group, self._emit, offload_min_priority, order)
+        self.order: EvictionOrder | ReleaseOrder = self.evictor.order
+        self.free_up = self.evictor.free_up
 
     # -- reading
 

@@ -258,7 +258,7 @@ class WindowBlockManager(WindowAdmission):
             return False  # a block that begins with these tokens serves as well
         shorter = covered_child(tail, head)
         if shorter is not None:
-            self._evictor.remove_tail(shorter, 1, ev.RemoveReason.SUPERSEDED, sequence.handle)
+            self.evictor.remove_tail(shorter, 1, ev.RemoveReason.SUPERSEDED, sequence.handle)
         return True
 
     def freed_by(self, sequence: Sequence, first: int = 0) -> bytes:

@@ -31,14 +31,14 @@ class SlidingTree(Places):
         root: Node = self.tree.roots[sequence.namespace]
         if not block:
             return root, 0, 0
-        return self._walk(root, self.content(sequence, 0, block, self.tokens_per_block))
+        return self.walk(root, self.content(sequence, 0, block, self.tokens_per_block))
 
     def _left(self, end: PathEnd, block: int) -> int:
         """Where the block before this one is cached, if it is the last that the window has left and is still there."""
         left, place, stamp = end.left
         return place if left == block and self.released_at[place] == stamp else HOLE
 
-    def _walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
+    def walk(self, node: Node, content: bytes) -> tuple[Node, int, int]:
         """As far as the content of full blocks is known below a node."""
         size, at, position = self.tree.block_bytes, 0, 0
         while position < len(content):

@@ -62,6 +62,7 @@ class Publisher:
     - `state_dir`: where it is kept which batches each sink has had, and the numbers of feeds; the log's directory.
     - `until`: "stopped", "end" (what is there now) or "closed" (until the log's writer closes it in order).
     - `poll_seconds`: how often each sink's thread looks for more.
+    - `clock`: by which sinks that hang at the end are left behind.
 
     Raises SinkURLError for a URL, NotPublishable, UsageError, NotALog. To be run once.
     """
@@ -74,8 +75,9 @@ class Publisher:
         state_dir: Path | None = None,
         until: Until = "stopped",
         poll_seconds: float = 0.005,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._directory = Path(log)
+        self._directory, self._clock = Path(log), clock
         state_dir = self._directory if state_dir is None else state_dir
         self._followers = [
             SinkFollower(
@@ -166,9 +168,9 @@ class Publisher:
         self._head_reader.close()
         for follower in self._followers:
             follower.ask_to_stop()
-        deadline = time.monotonic() + _CLOSE_SECONDS
+        deadline = self._clock() + _CLOSE_SECONDS
         for follower in self._followers:
-            if follower.has_started and not follower.join(max(0.0, deadline - time.monotonic())):
+            if follower.has_started and not follower.join(max(0.0, deadline - self._clock())):
                 _log.error(
                     "sink_hangs", sink=follower.name, reason="it was left behind in the middle of its work"
                 )

@@ -12,6 +12,7 @@ from kvcache.errors import OutOfBlocks, UnknownRequest
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 
 def fill(manager: KVCacheManager, *prompts: list[int]) -> None:
@@ -57,7 +58,7 @@ def test_reused_tokens_are_told_by_where_they_were() -> None:
     admitted = manager.add_sequence("a", [1, 2, 3, 4, 5, 6, 7])
     assert (admitted.reused_primary, admitted.reused_secondary, admitted.reused_partial) == (4, 2, 0)
     assert manager.add_sequence("b", [1, 8, 8]).reused_partial == 1
-    assert manager._blocks.sequence("b").computed == 1
+    assert sequence_of(manager, "b").computed == 1
 
 
 def test_last_token_of_a_prompt_is_never_reused() -> None:
@@ -137,7 +138,7 @@ def test_onboarding_does_not_search_the_tables_of_others() -> None:
     manager = cache(primary_blocks=6, secondary_blocks=4)
     fill(manager, [1, 2, 3, 4, 5, 6], [9] * 8)
     manager.add_sequence("other", [7])
-    other = manager._blocks.sequence("other")
+    other = sequence_of(manager, "other")
     other.tables[0] = Unread("i", other.tables[0])
     assert manager.add_sequence("a", [1, 2, 3, 4, 5, 6, 7]).reused_secondary == 4
     manager.check()

@@ -6,6 +6,7 @@ from events.types import CacheCleared
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -53,8 +54,8 @@ def test_running_sequences_keep_their_tables() -> None:
     before = manager.block_tables(["a", "b"]).tolist()
     manager.clear()
     assert manager.block_tables(["a", "b"]).tolist() == before
-    assert [manager._blocks.sequence(each).computed for each in ("a", "b")] == [4, 4]
-    assert [manager._blocks.sequence(each).stored for each in ("a", "b")] == [(0,), (0,)]
+    assert [sequence_of(manager, each).computed for each in ("a", "b")] == [4, 4]
+    assert [sequence_of(manager, each).stored for each in ("a", "b")] == [(0,), (0,)]
 
 
 def test_shared_blocks_are_stored_again_only_by_their_last_holder() -> None:

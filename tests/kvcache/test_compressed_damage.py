@@ -1,4 +1,7 @@
-"""Damage to compressed segments: it is found, told, and loses no more than it must."""
+"""Damage to compressed segments: it is found, told, and loses no more than it must.
+
+That what is true of damaged plain logs is true of these, too, is in `test_verifying` and `test_salvaging`.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.scan import Damage, Found, Scan
 from kvcache.keep.verify import verify
-from tests.kvcache import test_salvaging, test_verifying
-from tests.support.logs.damaging import compressed_copy, log_with_snapshots, without_beginning
+from tests.support.logs.damaging import compressed_copy, log_with_snapshots
 from tests.support.logs.logs import batch, write_log
 
 
@@ -34,19 +36,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, compressed. Not to be changed."""
     return compressed_copy(plain, tmp_path_factory.mktemp("whole") / "log")
-
-
-@pytest.fixture(scope="module")
-def kept(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compressed log without its beginning."""
-    return without_beginning(whole, tmp_path_factory.mktemp("kept") / "log", segments=5)
-
-
-# What is true of damaged logs is true of damaged compressed ones; these tests take the fixtures of this module.
-test_whole_logs = test_verifying.test_whole_logs
-test_agrees_with_the_reader = test_verifying.test_agrees_with_the_reader
-test_of_a_whole_log_it_makes_a_copy = test_salvaging.test_of_a_whole_log_it_makes_a_copy
-test_what_is_salvaged_is_true = test_salvaging.test_what_is_salvaged_is_true_and_the_rest_is_told
 
 
 def groups_of(path: Path) -> list[tuple[int, groups.GroupHeader]]:

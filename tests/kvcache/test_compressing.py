@@ -34,10 +34,11 @@ from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
 from tests.oracles.crash_model import Recording, put
+from tests.support.feeds.chaos import wait_until
 from tests.support.logs.damaging import compressed_copy, log_with_snapshots
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
 from tests.support.logs.logs import batch, segments
-from tests.support.waiting import wait_until
+from tests.support.seeds import seeds
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +159,7 @@ def test_followers_read_on_while_segments_are_compressed(tmp_path: Path) -> None
         thread = threading.Thread(target=lambda: read.extend(follower))
         thread.start()
         done = Compressed()
-        for seq in range(1, 600):
+        for seq in range(1, 300):
             writer.append(batch(seq))
             if seq % 30 == 0:
                 writer.flush()
@@ -168,16 +169,16 @@ def test_followers_read_on_while_segments_are_compressed(tmp_path: Path) -> None
         batches = iter(late)
         assert next(batches).seq == 0
         compress(log)
-        assert [each.seq for each in batches] == list(range(1, 600))
-        wait_until(lambda: len(read) == 600, "the follower has not got all")
+        assert [each.seq for each in batches] == list(range(1, 300))
+        wait_until(lambda: len(read) == 300, "the follower has not got all")
         stopping.set()
         thread.join()
-    assert done.segments > 50
-    assert read == [batch(seq) for seq in range(600)]
+    assert done.segments > 25
+    assert read == [batch(seq) for seq in range(300)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", seeds([0, 2], quick=1))
 def test_a_power_cut_anywhere_leaves_the_log(tmp_path: Path, seed: int) -> None:
     """Whatever it leaves of names and sectors: all states are what they were, and a second go ends as one does."""
     (tmp_path / "run").mkdir()
@@ -297,7 +298,7 @@ def test_an_engine_s_log_is_compressed(tmp_path: Path) -> None:
         log=LogConfig(fsync="never", compress=True, segment_bytes=20_000),
     )
     manager = KVCacheManager(config, log=log)
-    for number in range(600):
+    for number in range(300):
         manager.add_sequence(number, [100 + number] * 50)
         manager.store_context_blocks(number, 50)
         manager.remove_sequence(number)

@@ -19,6 +19,7 @@ from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
 from sinks.router.replay_ring import ENTRY_BYTES, ReplayRing
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of
 from tests.support.engines.rig import Rig, keep
 
 
@@ -74,7 +75,7 @@ def siblings(count: int) -> Rig:
     rig = Rig(8 * count + 16, windows=(8,), size=4, checkpoint_spacing=1000)
     for number in range(count):
         rig.prefill(number, [1, 10 + number, 2, 3] + [4] * (16 if number % 2 else 1))
-    (window,) = rig.manager._blocks.windows
+    (window,) = blocks_of(rig.manager).windows
     window.free_up(window.primary.available, None)
     root = root_of(rig)
     assert [child.slots[0] < 0 for child in root.children.values()] == [False, True] * (count // 2)
@@ -159,13 +160,13 @@ def test_window_no_longer_than_a_block_is_not_walked_from_its_start(
     rig.prefill("a", [1] * 9)
     rig.go_on("a", 8)
     walks: list[int] = []
-    walk = SlidingGroup._walk
+    walk = SlidingGroup.walk
 
     def walked(self: Any, node: Any, content: bytes) -> Any:
         walks.append(len(content))
         return walk(self, node, content)
 
-    monkeypatch.setattr(SlidingGroup, "_walk", walked)
+    monkeypatch.setattr(SlidingGroup, "walk", walked)
     rig.go_on("a", 40)
     assert walks == []
     rig.end("a")

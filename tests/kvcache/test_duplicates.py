@@ -8,6 +8,7 @@ from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.results import Replacement
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -147,4 +148,4 @@ def test_what_is_stored_is_told_after_all_windows_have_stored() -> None:
         manager.add_tokens([0, 1, 2], tokens)
     result = manager.add_tokens([0, 1, 2], [0, 1, 1])
     assert [each.window for each in result[0].replaced] == [1]
-    assert result[0].stored_blocks == min(manager._blocks.sequence(0).stored) == 2
+    assert result[0].stored_blocks == min(sequence_of(manager, 0).stored) == 2

@@ -19,7 +19,9 @@ from kvcache.fold.prefix_tree import Run
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of
 from tests.support.engines.strategies import cached_blocks, name_of, split_names
+from tests.support.seeds import seeds
 
 PLAIN = (None, None, None)
 
@@ -208,14 +210,14 @@ def trees(rng: random.Random, prompts: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("secondary_blocks", [0, 20, 200])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(range(8), quick=1))
 def test_evicting_many_at_once_is_evicting_one_after_the_other(seed: int, secondary_blocks: int) -> None:
     """The same blocks go, in the same order, by fewer events; whatever is held, shared and of which priority."""
     pair = [
         cache(primary_blocks=60, secondary_blocks=secondary_blocks, max_sequence_length=120) for _ in range(2)
     ]
-    one_by_one = pair[1]._blocks.windows[0]._evictor
-    one_by_one._evict_together = lambda victims, handle: False  # type: ignore[method-assign]
+    one_by_one = blocks_of(pair[1]).windows[0].evictor
+    one_by_one.evict_together = lambda victims, handle: False  # type: ignore[method-assign]
     counts = [0, 0]
     for step in range(25):
         went = []
@@ -289,7 +291,7 @@ def test_an_order_that_was_not_told_is_found_out() -> None:
     manager = cache()
     run(manager, [1, 1, 1, 2])
     manager.check()
-    manager._blocks.windows[0].order.cleared()
+    blocks_of(manager).windows[0].order.cleared()
     with pytest.raises(InvariantViolated, match="unheard of"):
         manager.check()
 

@@ -20,7 +20,10 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import fold, replay
 from tests.support.engines.traffic import Traffic, config
-from tests.support.logs.full_disk import FullDisk
+from tests.support.logs.full_disk import FullDisk, full_disk
+from tests.support.seeds import seeds
+
+__all__ = ["full_disk"]
 
 
 class Collector:
@@ -225,7 +228,7 @@ class Flaky:
         return flaky
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(range(12), quick=3))
 def test_flaky_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever is refused whenever, the log is readable, each missing batch is in a gap, and its fold is the state."""
     chance = random.Random(seed)

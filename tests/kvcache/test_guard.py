@@ -25,6 +25,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.commands import COMMANDS, cache, call
+from tests.support.engines.inside import blocks_of, journal_of
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -91,7 +92,7 @@ def test_closing_in_the_middle_of_a_call_waits_for_its_end() -> None:
     """The call is done whole and recorded; the manager is closed when it has returned."""
     manager = cache()
     batches: list[EventBatch] = []
-    manager._journal.outputs.publish = batches.append  # type: ignore[method-assign,assignment]
+    journal_of(manager).outputs.publish = batches.append  # type: ignore[method-assign,assignment]
     manager.bus.subscribe(lambda event: manager.close())
     admission = manager.add_sequence("c", [1, 2])
     assert admission.num_tokens == 2
@@ -160,7 +161,7 @@ def test_a_handler_that_calls_at_any_line(act: str, tmp_path: Path) -> None:
     """Wherever a handler hits an admission it is told so or closes after it, and the log holds whole commands only."""
     line, left, outcomes = 0, 0, set()
     while not left:
-        line += 13
+        line += 41
         directory = tmp_path / str(line)
         manager = running(directory)
         at = At(line, partial(getattr(manager, act), *(("nested", [7]) if act == "add_sequence" else ())))
@@ -244,9 +245,30 @@ class TellsOnce:
         pass
 
 
+class CallsBack:
+    """A device that is its own ticket, and calls the manager that asks, once it knows which."""
+
+    def __init__(self, waits: bool) -> None:
+        self.manager: KVCacheManager | None = None
+        self.waits = waits
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        return self
+
+    def done(self) -> bool:
+        return self.manager is not None and bool(self.manager.poll())
+
+    def wait(self) -> None:
+        if self.waits and self.manager is not None:
+            self.manager.poll()
+
+    def wait_on(self, stream: object = None) -> None:
+        pass
+
+
 def two_copies(*tells: list[BaseException], **options: Any) -> KVCacheManager:
     """Two sequences, each of which copies the start of a block; the copies' tickets tell what is given."""
-    manager = KVCacheManager(strategies.config(), copier=Interrupted(*tells), **options)
+    manager = KVCacheManager(strategies.config(), **{"copier": Interrupted(*tells), **options})
     manager.add_sequence("old", PROMPT)
     manager.store_context_blocks("old", 5)
     manager.remove_sequence("old")
@@ -293,20 +315,9 @@ def test_a_ticket_that_calls_the_manager_has_not_failed() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_closing_with_a_ticket_that_calls_the_manager(waits: bool, tmp_path: Path) -> None:
     """Its copies stay open in the log, which has everything else and replays."""
-    manager = two_copies([], [], log=tmp_path / "log")
+    device = CallsBack(waits)
+    manager = device.manager = two_copies(log=tmp_path / "log", copier=device)
     fingerprint = manager.fingerprint()
-
-    class Calls(FinishedTicket):
-        def done(self) -> bool:
-            return bool(manager.poll())
-
-        def wait(self) -> None:
-            if waits:
-                manager.poll()
-
-    assert manager.transfers is not None
-    for batch in manager.transfers._in_flight:
-        batch._ticket = Calls()
     manager.close()
     with pytest.raises(ManagerClosed):
         manager.flush()
@@ -414,14 +425,14 @@ def with_images() -> KVCacheManager:
     for number in range(3):
         image = MultimodalItem(bytes([number]) * 32, 1, 2)
         serve(manager, f"image {number}", [1, 2, 3, 4], multimodal=[image])
-    manager._blocks.clear()
+    blocks_of(manager).clear()
     return manager
 
 
 def after_a_loss() -> KVCacheManager:
     """The log has lost batches, so the next one says so and holds the whole state."""
     manager = full()
-    outputs = manager._journal.outputs
+    outputs = journal_of(manager).outputs
     outputs.may_lose = True
     outputs.take_gap = lambda: Gap(1, 2, "overflow")  # type: ignore[method-assign]
     return manager
@@ -477,7 +488,7 @@ AT_THE_START = {CacheCreated, EpochStarted}
 
 
 def checkpoint_due(manager: KVCacheManager) -> KVCacheManager:
-    manager._blocks._checkpoint_due = 1
+    blocks_of(manager).checkpoint_due = 1
     return manager
 
 

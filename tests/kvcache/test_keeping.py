@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -23,13 +24,14 @@ from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.keep.process import Keeper
+from kvcache.record import outputs
 from kvcache.record.outputs import open_log
 from kvcache.replay import fold, replay
 from tests.support.commands import RunPython
 from tests.support.logs.logs import TIME, batch
 from tests.support.waiting import wait_until
 
-KEPT = 100_000
+KEPT = 50_000
 SEGMENT = KEPT // 8
 """How large segments are where that much is kept; snapshots are smaller."""
 
@@ -63,7 +65,7 @@ def test_an_engine_s_log_stays_within_its_limits(tmp_path: Path) -> None:
     """
     log = tmp_path / "log"
     manager = KVCacheManager(config(retain_bytes=KEPT), log=log)
-    for first in range(0, 800, 20):
+    for first in range(0, 400, 20):
         work(manager, first, 20)
         assert size_of(log) <= KEPT + 2 * SEGMENT
     manager.close()
@@ -76,18 +78,18 @@ def test_an_engine_s_log_stays_within_its_limits(tmp_path: Path) -> None:
 def test_a_log_waits_for_its_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that takes: no third segment begins before what the first has asked for is done."""
     log, goes_on, waits = tmp_path / "log", threading.Event(), threading.Event()
-    run, wait = Keeper._run, Keeper.wait
+    popen, wait = subprocess.Popen, Keeper.wait
 
-    def slowly(keeper: Keeper) -> None:
+    def slowly(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
         goes_on.wait()
-        run(keeper)
+        return popen(*args, **options)
 
     def waiting(keeper: Keeper) -> None:
         if len(segment_paths(log)) > 1:
             waits.set()
         wait(keeper)
 
-    monkeypatch.setattr(Keeper, "_run", slowly)
+    monkeypatch.setattr(subprocess, "Popen", slowly)
     monkeypatch.setattr(Keeper, "wait", waiting)
     manager = KVCacheManager(config(retain_bytes=40_000), log=log)
     work(manager, 0, 100)
@@ -155,9 +157,10 @@ def test_a_keeper_ends_with_its_log_though_a_forked_child_has_its_pipe(
 def test_a_program_that_forgets_to_close_says_nothing(tmp_path: Path, run_python: RunPython) -> None:
     """The process ends with it, at work or not, and what is left of the log replays."""
     run = run_python(
-        "from pathlib import Path; from tests.kvcache.test_keeping import config, work\n"
         "from kvcache import KVCacheManager\n"
-        "work(KVCacheManager(config(retain_bytes=40_000), log=Path('log')), 0, 80)\n"
+        "from tests.support.engines.traffic import Traffic, config\n"
+        "limited = config(max_sequence_length=16, log={'fsync': 'never', 'retain_bytes': 40_000})\n"
+        "Traffic(KVCacheManager(limited, log='log'), 0).record(600)\n"
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
     assert size_of(tmp_path / "log") <= 40_000 + 2 * SEGMENT
@@ -181,8 +184,8 @@ def test_a_clock_that_is_set_back_does_not_keep_what_is_old(tmp_path: Path) -> N
 def test_snapshots_alone(tmp_path: Path) -> None:
     """Without limits all is kept, and replays begin with snapshots."""
     log = tmp_path / "log"
-    manager = KVCacheManager(config(snapshots=True, segment_bytes=20_000), log=log)
-    work(manager, 0, 500)
+    manager = KVCacheManager(config(snapshots=True, segment_bytes=8_000), log=log)
+    work(manager, 0, 200)
     manager.close()
     wait_until(lambda: bool(snapshot_paths(log)), "no snapshot is made")
     assert first_seq(segment_paths(log)[0]) == 0
@@ -202,14 +205,15 @@ def test_nothing_is_started_unless_asked(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be it that it cannot be started, or that it ends in failure: a warning says why, and the engine goes on."""
-    keeper = Keeper(tmp_path / "missing", Limits(segments=1))
+    fails = Keeper(tmp_path / "missing", Limits(segments=1))
     with capture_logs() as told:
-        keeper.look()
-        keeper.wait()
+        fails.look()
+        fails.wait()
         monkeypatch.setattr(sys, "executable", "/missing")
-        keeper = Keeper(tmp_path, Limits(segments=1))
-        keeper.look()
-        keeper.wait()
+        is_missing = Keeper(tmp_path, Limits(segments=1))
+        is_missing.look()
+        is_missing.wait()
+    fails.close()
     assert [each["event"] for each in told] == ["log_not_kept"] * 2
     assert "is not a log directory" in told[0]["reason"]
     assert told[1]["reason"] == "FileNotFoundError"
@@ -217,13 +221,14 @@ def test_a_process_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_segments_are_an_eighth_of_what_is_kept(tmp_path: Path) -> None:
     """A log is cut between segments only, so they must not be too large for the limits."""
-    for log in (LogConfig(retain_bytes=80_000), LogConfig(retain_bytes=80)):
-        writer = open_log(tmp_path / str(log.retain_bytes), log)
-        writer.close()
-        assert writer._recorder.output._segment_bytes == max(log.retain_bytes // 8, 4096)  # type: ignore[operator]
-    kept = open_log(tmp_path / "seconds", LogConfig(retain_seconds=60))
-    kept.close()
-    assert kept._recorder.output._segment_ns == 7_500_000_000
+    with patch.object(outputs, "LogWriter") as opened:
+        for limits, name, size in (
+            (LogConfig(retain_bytes=80_000), "segment_bytes", 10_000),
+            (LogConfig(retain_bytes=80), "segment_bytes", 4096),
+            (LogConfig(retain_seconds=60), "segment_seconds", 7.5),
+        ):
+            open_log(tmp_path, limits)
+            assert opened.call_args.kwargs[name] == size
 
 
 def test_a_segment_ends_by_the_times_of_its_batches(tmp_path: Path) -> None:

@@ -43,11 +43,13 @@ def points_of(directory: Path) -> list[Point]:
 
 def test_killed_at_some_calls_of_the_start(tmp_path: Path) -> None:
     """A feed's numbers, a sidecar's position, a file of somebody else's sink: before there is a segment, too."""
-    points = random.Random(1).sample(points_of(tmp_path), 15)
-    assert {name for name, _ in points} == set(KEEPERS)
+    every, rng = points_of(tmp_path), random.Random(1)
+    points = [
+        point for name in KEEPERS for point in rng.sample([each for each in every if each[0] == name], 2)
+    ]
     found = lives(tmp_path, points)
     assert all(batches >= 3 for _, batches in found)
-    assert sum(calls is None for calls, _ in found) > 10
+    assert sum(calls is None for calls, _ in found) > 3
 
 
 @pytest.mark.long

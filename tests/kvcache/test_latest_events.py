@@ -15,7 +15,9 @@ from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
+from tests.support.engines.inside import journal_of
 from tests.support.engines.traffic import Traffic, config
+from tests.support.seeds import seeds
 
 Book = dict[int, tuple[int | None, int, tuple[int, ...], int]]
 """Name to parent, level, token ids and priority."""
@@ -80,7 +82,7 @@ def busy(manager: KVCacheManager) -> Traffic:
     return traffic
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(range(3), quick=1))
 def test_book_of_a_reader_is_what_is_cached(seed: int) -> None:
     """Step by step, the dicts lead to the blocks of the cache, with parents, levels, tokens and priorities."""
     manager, book = KVCacheManager(config(event_buffer_max_size=10_000)), Book()
@@ -123,7 +125,7 @@ def test_state_behind_a_gap_is_nothing_new(monkeypatch: pytest.MonkeyPatch) -> N
     manager, book = KVCacheManager(config(event_buffer_max_size=10_000)), Book()
     busy(manager)
     keep(book, manager.get_latest_events())
-    outputs = manager._journal.outputs
+    outputs = journal_of(manager).outputs
     monkeypatch.setattr(outputs, "may_lose", True)
     gaps = [Gap(1, 2, "lost")]
     monkeypatch.setattr(outputs, "take_gap", lambda: gaps.pop() if gaps else None)

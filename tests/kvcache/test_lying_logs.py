@@ -39,6 +39,7 @@ from kvcache.fold.state import CacheState
 from kvcache.manager import KVCacheManager
 from kvcache.replay import Replayed, TooLarge, Unreplayable, fold
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 NUMBERS = (
     "parent",
@@ -326,7 +327,7 @@ def test_what_happens_to_nothing_takes_nothing(
 ) -> None:
     """An event without a single block is refused, or leaves every block where it was."""
     if isinstance(event, BlocksStored):
-        tail = manager._blocks.sequence("running").path_ends[0]
+        tail = sequence_of(manager, "running").path_ends[0]
         event = replace(event, parent=tail.key_of_last(32)[:8])
     try:
         state = folded(created, exported, event).state

@@ -29,6 +29,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.commands import COMMANDS, cache, call
+from tests.support.engines.inside import sequence_of
 
 Call = Callable[[Any], Any]
 MISTAKES: list[tuple[str, type[KVCacheError], Call]] = [
@@ -175,7 +176,7 @@ def test_decoding_that_runs_out_leaves_no_trace() -> None:
     manager.remove_sequence("b", store=False)
     manager.add_tokens(["a"], [6])
     manager.check()
-    assert manager._blocks.sequence("a").tokens.tolist() == [1, 4, 6]
+    assert sequence_of(manager, "a").tokens.tolist() == [1, 4, 6]
 
 
 def test_refusals_are_noted_once_until_admitted() -> None:

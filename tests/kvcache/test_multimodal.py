@@ -35,6 +35,8 @@ from kvcache.inputs.multimodal import rich_tokens
 from kvcache.inputs.requests import namespace_of
 from kvcache.replay import replay
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
+from tests.support.logs.kept import states_of
 
 H1, H2 = b"\x11" * 32, b"\x22" * 32
 
@@ -274,7 +276,7 @@ def test_the_table_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> No
     manager = cache()
     events = heard(manager)
     manager.add_sequence("long", [9] * 9, multimodal=[MultimodalItem(H1, 0, 9)])
-    long_symbols = manager._blocks.sequence("long").tokens.tolist()
+    long_symbols = sequence_of(manager, "long").tokens.tolist()
     images(manager, range(100, 200))
     assert len(manager.state.symbols.pages) <= 16
     assert max(manager.state.symbols.pages) <= 16
@@ -378,9 +380,11 @@ def test_log_replays_at_every_batch(
         traffic = Traffic(manager)
         traffic.run(range(30))
         pages = dict(manager.state.symbols.pages)
-    for seq, expected in traffic.fingerprints.items():
+    states = states_of(tmp_path / "log")
+    assert {seq: states[seq] for seq in traffic.fingerprints} == traffic.fingerprints
+    for seq in list(traffic.fingerprints)[::8]:
         replayed = replay(tmp_path / "log", seq, verify=True)
-        assert replayed.fingerprint == expected
+        assert replayed.fingerprint == states[seq]
         check(replayed.state)
     assert replay(tmp_path / "log").state.symbols.pages == (pages if tokens else {})
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
@@ -587,7 +591,7 @@ def test_admission_records_symbols() -> None:
         "cat.png",
     )
     assert array("i", added.tokens).tolist() == [1, -1, -2, 2]
-    assert list(itertools.chain(manager._blocks.sequence("r").tokens)) == [1, -1, -2, 2]
+    assert list(itertools.chain(sequence_of(manager, "r").tokens)) == [1, -1, -2, 2]
 
 
 def test_v1_names_are_not_relied_on_where_they_are_ambiguous(tmp_path: Path) -> None:

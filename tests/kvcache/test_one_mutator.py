@@ -52,7 +52,7 @@ def attributes(value: Any) -> dict[str, Any]:
         }
     if isinstance(value, SequenceTokens):
         # Whoever asks for the tokens moves the sampled ones from a list to the array beside it: no change of content.
-        found["_tokens"] = value._tokens.tolist() + found.pop("sampled")
+        found["_tokens"] = found["_tokens"].tolist() + found.pop("sampled")
     if isinstance(value, RunningTokens):
         del found["_sampled"]  # the same lists
     return {name: item for name, item in found.items() if name not in NO_STATE and not callable(item)}
@@ -107,7 +107,7 @@ def watch(examples: int) -> None:
 
 def test_only_apply_changes_the_state() -> None:
     """After any commands the state is what the last event has left, all of it."""
-    watch(120)
+    watch(10)
 
 
 def take_a_slot(blocks: BlockManager, state: CacheState) -> None:

@@ -26,6 +26,7 @@ from tests.support.commands import RunPython, run_log
 from tests.support.engines import strategies
 from tests.support.engines.traffic import Traffic, config, lossy
 from tests.support.logs.random_logs import random_log
+from tests.support.seeds import seeds
 
 LEVELS = ("--primary-blocks", 120, "--secondary-blocks", 100, "--concurrency", 3)
 TWO = ("--set", "max_attention_window=64,1048576", "--set", "num_layers=2")
@@ -50,7 +51,17 @@ def cleared_now_and_then(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=[*RUNS, "cleared"])
+SELDOM = ("one level", "no tokens", "two windows")
+"""Those of which the others have it all."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param(name, marks=pytest.mark.long) if name in SELDOM else name for name in RUNS),
+        "cleared",
+    ],
+)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log."""
     directory = tmp_path_factory.mktemp("logs") / "log"
@@ -151,7 +162,7 @@ def whole_part(batches: Iterable[EventBatch]) -> Iterator[EventBatch]:
         yield batch
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(range(16), quick=3))
 def test_rows_of_random_logs(tmp_path: Path, seed: int) -> None:
     """Up to three windows, images, late and failing copies, caches that are cleared: lives and blank slots agree."""
     batches = list(whole_part(LogReader(random_log(seed, tmp_path / "log"))))
@@ -168,7 +179,7 @@ def test_rows_of_random_logs(tmp_path: Path, seed: int) -> None:
     assert sum(row.reused_tokens for row in admitted) == raw.totals["reused"]
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(range(16), quick=3))
 def test_what_lives_at_the_end_of_random_logs(tmp_path: Path, seed: int) -> None:
     """Behind lost batches and restarts, too, the lives that are not over are the full blocks of the replayed state."""
     log = random_log(seed, tmp_path / "log")
@@ -406,8 +417,9 @@ def test_what_cannot_be_read(path: Path, tmp_path: Path) -> None:
         list(tables_of([EventBatch(0, 1 << 63, ())], "steps"))
 
 
-def test_needs_no_heavy_library(path: Path, run_python: RunPython) -> None:
+def test_needs_no_heavy_library(tmp_path: Path, run_python: RunPython) -> None:
     """Reading rows loads neither torch nor pyarrow nor pandas, and importing the package hardly anything."""
+    path = cleared_now_and_then(tmp_path / "log")
     heavy = "('torch', 'pyarrow', 'pandas', 'duckdb', 'sinks.base')"
     done = run_python(
         "import sys\nimport kvcache.audit\nassert 'numpy' not in sys.modules\n"

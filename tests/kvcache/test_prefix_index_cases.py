@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from kvcache.prefixes.index import Overlap
 from kvcache.prefixes.publisher import RANKS_MAX, Publisher
 from kvcache.prefixes.tree import RUN_BLOCKS_MAX
 from tests.support.feeds.prefix_streams import Honest, Liar
+from tests.support.seeds import seeds
 from tests.support.work import lines_run
 
 HEADER = struct.Struct("<8sIQ32s")
@@ -256,7 +258,7 @@ class TestPublishersThatErr:
         index.check()
         assert overlap(index) == (0, 0, 0)
 
-    def test_nothing_is_kept_of_what_has_gone(self) -> None:
+    def test_nothing_is_kept_of_what_has_gone(self, tmp_path: Path) -> None:
         """After everything was removed there is nothing left, however it was told."""
         rng = random.Random(3)
         index, names = PrefixIndex(), set()
@@ -269,9 +271,12 @@ class TestPublishersThatErr:
             for medium in ("GPU", "CPU", "DISK"):
                 told(BlockRemoved(tuple(names), medium, group), index=index)
         assert index.resident("a") == (0, 0, 0)
-        source = index._sources["a", 0]
-        assert all(not (holder.names or holder.loose) for holder in source.holders.values())
-        assert index._tree.roots == {}
+        index.check()  # Names without blocks are against its laws.
+        index.save(tmp_path / "index")
+        sources, runs = msgspec.msgpack.decode((tmp_path / "index").read_bytes()[HEADER.size :])
+        [(*_, holders)] = sources
+        assert runs == []
+        assert [loose for _, loose, _ in holders] == [[]] * len(holders)
 
 
 class TestReports:
@@ -368,13 +373,16 @@ class TestSnapshots:
         with pytest.raises(NotASnapshot):
             PrefixIndex.load(path)
 
-    def test_a_file_that_lies_is_refused_or_keeps_the_laws(self, index: PrefixIndex, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("seed", seeds(range(6), quick=1))
+    def test_a_file_that_lies_is_refused_or_keeps_the_laws(
+        self, index: PrefixIndex, tmp_path: Path, seed: int
+    ) -> None:
         """Contents that were changed together with their checksum give an index whose laws hold, or a typed error."""
         path = tmp_path / "index"
         index.save(path)
         payload = path.read_bytes()[HEADER.size :]
-        rng, refused = random.Random(1), 0
-        for _ in range(3000):
+        rng, refused = random.Random(seed), 0
+        for _ in range(500):
             at = rng.randrange(len(payload))
             forged = payload[:at] + bytes([rng.randrange(256)]) + payload[at + 1 :]
             path.write_bytes(
@@ -384,4 +392,4 @@ class TestSnapshots:
                 PrefixIndex.load(path).check()
             except SnapshotDamaged:
                 refused += 1
-        assert refused > 500
+        assert refused > 60

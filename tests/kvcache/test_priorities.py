@@ -16,6 +16,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of
 from tests.support.engines.strategies import name_of, split_names
 
 PLAIN = (None, None, None)
@@ -191,7 +192,7 @@ def test_a_released_block_takes_its_new_place() -> None:
         state.apply(BlocksUpdated(GroupIndex(0), PRIMARY, part.tobytes(), b"", old, new))
         manager.check()
     assert len(state.groups[0].tree.runs) == 3
-    order = manager._blocks.windows[0].order
+    order = blocks_of(manager).windows[0].order
     assert isinstance(order, EvictionOrder)
     victim = order.next(PRIMARY)
     assert victim is not None

@@ -7,14 +7,16 @@ import os
 import random
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from events.errors import LogBeingKept, LogDamaged
-from events.log import LogReader, LogWriter, durable
-from events.log.durable import take_lock
+from events.log import LogReader, LogWriter, durable, leases
+from events.log.durable import Lock, take_lock
 from events.log.leases import Lease, leased
 from events.log.retention import Kept, Limits
 from events.log.segments import KEEPER_NAME, first_seq, segment_paths
@@ -26,11 +28,12 @@ from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import BeforeBeginning, fold, replay
 from tests.oracles.crash_model import Recording, put
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
+from tests.support.seeds import seeds
 
 NO_LIMITS = Limits()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(range(4), quick=1))
 @pytest.mark.parametrize(
     "limits", [Limits(segments=3), Limits(bytes=20_000), Limits(seconds=9e-9), Limits(segments=1)]
 )
@@ -69,7 +72,7 @@ def test_without_limits_there_are_snapshots_and_all_the_rest(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(range(2), quick=1))
 def test_a_power_cut_anywhere_leaves_a_log(tmp_path: Path, seed: int) -> None:
     """Whatever it leaves of names and sectors: all that was to be kept is there, and a second go ends as one does."""
     whole = random_log(seed, tmp_path / "whole")
@@ -101,7 +104,8 @@ def test_a_power_cut_anywhere_leaves_a_log(tmp_path: Path, seed: int) -> None:
     assert len(known) > 20
 
 
-def test_damaged_snapshots_are_passed_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", seeds(range(12), quick=1))
+def test_damaged_snapshots_are_passed_over(tmp_path: Path, first: int) -> None:
     """Wherever a snapshot is damaged, an older one or the log's beginning serves, and nothing is removed for it."""
     log = random_log(0, tmp_path)
     states, paths = states_of(log), segment_paths(log)
@@ -109,7 +113,7 @@ def test_damaged_snapshots_are_passed_over(tmp_path: Path) -> None:
         make_snapshot(log, first_seq(path))
     newest = snapshot_paths(log)[-1]
     content = newest.read_bytes()
-    for offset in [*range(0, 200, 3), *range(200, len(content), len(content) // 40)]:
+    for offset in [*range(first, 200, 12), *range(200 + first, len(content), len(content) // 8)]:
         newest.write_bytes(content[:offset] + bytes([content[offset] ^ 1]) + content[offset + 1 :])
         assert replay(log).snapshot_seq == first_seq(snapshot_paths(log)[0])
         newest.write_bytes(content[:offset])
@@ -202,15 +206,28 @@ def test_reading_from_a_batch_that_is_gone_begins_with_a_gap(tmp_path: Path, see
     assert next(iter(LogReader(log, start=first.seq + 1))).seq == first.seq + 1
 
 
+@contextmanager
+def locks_taken() -> Iterator[list[Lock]]:
+    """The locks that leases take meanwhile."""
+    taken = list[Lock]()
+
+    def take(path: Path) -> Lock:
+        taken.append(take_lock(path))
+        return taken[-1]
+
+    with patch.object(leases, "take_lock", take):
+        yield taken
+
+
 def test_leases_of_readers_that_are_gone_hold_nothing(tmp_path: Path) -> None:
     """A lease lasts as long as its reader; one that cannot be written is none."""
     Lease(tmp_path / "missing").hold(3)
-    lease = Lease(tmp_path)
-    lease.hold(12)
+    with locks_taken() as locks:
+        lease = Lease(tmp_path)
+        lease.hold(12)
     lease.hold(7)
     assert leased(tmp_path) == 7
-    assert lease._lock is not None
-    lease._lock.give_back()  # as the system does for a process that dies
+    locks[0].give_back()  # as the system does for a process that dies
     assert leased(tmp_path) is None
     assert not list((tmp_path / "leases").iterdir())
 
@@ -240,10 +257,10 @@ def test_nothing_is_kept_of_what_is_not_on_disk(tmp_path: Path) -> None:
 
 def test_a_lease_that_cannot_be_removed_holds_nothing(tmp_path: Path) -> None:
     """As one of another user whose reader is gone."""
-    lease = Lease(tmp_path)
-    lease.hold(7)
-    assert lease._lock is not None
-    lease._lock.give_back()
+    with locks_taken() as locks:
+        lease = Lease(tmp_path)
+        lease.hold(7)
+    locks[0].give_back()
     with patch.object(Path, "unlink", side_effect=PermissionError):
         assert leased(tmp_path) is None
 

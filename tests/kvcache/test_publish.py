@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,14 +18,17 @@ from events.log.epochs import beginnings
 from events.log.head import LogHead
 from kvcache.fold.residency import resident_names
 from kvcache.publish.errors import BeginningRemoved, LogReplaced, NoTokens, NotPublishable
+from kvcache.publish.follower import SinkFollower
 from kvcache.publish.publisher import Publisher
 from sinks import SinkError
 from sinks.base import SinkUnavailable, SinkURLError
 from sinks.file import FileOptions, FileSink
-from tests.support.feeds.publishing import Collector, Running, Told, once, write
+from tests.support.feeds.chaos import wait_until
+from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
 from tests.support.logs.planted import as_root, plant
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+
+__all__ = ["sinks"]
 
 
 def _runs(publisher: Publisher) -> bool:
@@ -153,7 +154,7 @@ class TestHoles:
         sinks["a"] = Collector()
         sinks["a"].gate.clear()
         with Running(log, "x:a"):
-            assert sinks["a"].reached.wait(20)
+            assert sinks["a"].reached.wait(60)
             write(log, 2)
             second = beginnings(log)[1].seq
             for path in sorted(log.glob("*.kvlog"))[:-1]:
@@ -275,17 +276,25 @@ class TestSinksThatFail:
         self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Closing waits a while, and for all of them together."""
-        monkeypatch.setattr("kvcache.publish.publisher._CLOSE_SECONDS", 0.3)
+        timeouts, join = list[float](), SinkFollower.join
+
+        def joining(follower: SinkFollower, timeout: float) -> bool:
+            timeouts.append(timeout)  # By so much the clock goes on.
+            return join(follower, 0)
+
+        monkeypatch.setattr(SinkFollower, "join", joining)
         log = tmp_path / "log"
         write(log)
-        sinks["a"] = Collector()
-        sinks["a"].gate.clear()
-        running = Running(log, "x:a", "x:b")
-        wait_until(lambda: "b" in sinks and len(sinks["b"].seqs) > 3, "b is held up")
-        begun = time.monotonic()
+        for name in ("a", "b"):
+            sinks[name] = Collector()
+            sinks[name].gate.clear()
+        running = Running(log, "x:a", "x:b", "x:c", clock=lambda: sum(timeouts))
+        wait_until(lambda: "c" in sinks and len(sinks["c"].seqs) > 3, "c is held up")
         running.stop()
-        assert time.monotonic() - begun < 2
-        sinks["a"].gate.set()
+        assert timeouts[0] > 0
+        assert timeouts[1:] == [0, 0]
+        for name in ("a", "b"):
+            sinks[name].gate.set()
 
     def test_a_failing_sink_is_tried_until_it_takes(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """It is closed, opened again, and offered the same batch: nothing is lost, and the errors are counted."""
@@ -333,7 +342,7 @@ class TestSinksThatFail:
             assert (lag.follower.state, lag.follower.seq) == ("failing", -1)
             assert lag.batches == len(list(LogReader(log)))
             told.send = send  # type: ignore[method-assign]
-            running.thread.join(30)
+            running.thread.join(60)
             assert not running.thread.is_alive()
             [lag] = running.publisher.stats().sinks
             assert (lag.batches, running.error) == (0, None)
@@ -460,8 +469,8 @@ class TestSinksThatFail:
     def test_memory_is_bounded_while_a_sink_hangs(
         self, tmp_path: Path, sinks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A sink that hangs holds one batch: the log is the queue."""
-        decoded = 0
+        """While a sink is at a batch, no later one is read: the log is the queue."""
+        decoded, ahead = 0, list[int]()
         read = LogReader.__iter__
 
         def counted(self: LogReader) -> Any:
@@ -474,14 +483,10 @@ class TestSinksThatFail:
         log = tmp_path / "log"
         write(log, 60)
         sinks["a"] = Collector()
-        sinks["a"].gate.clear()
-        with Running(log, "x:a"):
-            wait_until(
-                lambda: decoded == 2, "it does not begin"
-            )  # the first one twice: it tells what to begin with
-            threading.Event().wait(0.2)
-            assert decoded == 2
-            sinks["a"].gate.set()
+        sinks["a"].fail = lambda: ahead.append(decoded - len(sinks["a"].seqs))
+        once(log, "x:a")
+        # The first one is read twice: it tells what to begin with.
+        assert ahead == [2] * len(list(LogReader(log)))
 
 
 class TestFile:

@@ -14,6 +14,7 @@ import pytest
 from events.log import LogReader
 from events.log.epochs import beginnings
 from kvcache.manager import KVCacheManager
+from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publishing import Collector, Running, sinks, write
 from tests.support.feeds.scraping import (
     Samples,
@@ -30,7 +31,7 @@ from tests.support.feeds.scraping import (
 )
 from tests.support.logs.random_logs import LossyLog, Program
 from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.seeds import seeds
 
 __all__ = ["sinks"]
 pytest.importorskip("prometheus_client")
@@ -79,7 +80,7 @@ def _is_there(running: Running) -> bool:
     return metrics.follower.is_open and not metrics.batches
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 5, 7, 9, 17])
+@pytest.mark.parametrize("seed", seeds([1, 2, 3, 5, 7, 9, 17], quick=3))
 def test_they_are_those_of_the_engine(seed: int, tmp_path: Path) -> None:
     """Of random engines over restarts, with late and failing copies, windows, and logs without tokens: every value."""
     program = MeasuredProgram(seed, tmp_path / "log")

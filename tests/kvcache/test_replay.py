@@ -22,10 +22,12 @@ from kvcache.record.journal import cache_created
 from kvcache.record.outputs import open_log
 from kvcache.replay import BeyondEnd, NotThere, Unreplayable, fold, replay
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of, journal_of
 from tests.support.engines.traffic import Traffic, config, lossy, recorded
+from tests.support.seeds import seeds
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(range(4), quick=1))
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
 def test_log_replays_to_every_state(tmp_path: Path, seed: int, tokens: bool) -> None:
     """At each batch the folded log has the live state's fingerprint and keeps all laws, also without token ids."""
@@ -74,7 +76,7 @@ def test_replay_goes_on_deciding(tmp_path: Path) -> None:
     traffic = Traffic(manager, 5)
     traffic.record(60)
     manager.flush()
-    manager._journal.outputs.log.flush(10)  # type: ignore[union-attr]
+    journal_of(manager).outputs.log.flush(10)  # type: ignore[union-attr]
     events = [event for batch in LogReader(tmp_path / "log") for event in batch.events]
     twin = strategies.continue_from(config(), *events)
     other = Traffic(twin, 5)
@@ -193,7 +195,7 @@ def test_folding_goes_on_behind_a_gap() -> None:
         batch = manager.flush()
         if batch is not None:
             batches.append(batch)
-    manager._blocks.checkpoint()  # it has no log, so it records none by itself
+    blocks_of(manager).checkpoint()  # it has no log, so it records none by itself
     last = manager.flush()
     assert last is not None
     replayed = fold([*batches, last], verify=True)

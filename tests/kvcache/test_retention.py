@@ -14,6 +14,7 @@ from kvcache import KVCacheManager, Retention, RetentionRange
 from kvcache.errors import UsageError
 from kvcache.replay import replay
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of
 from tests.support.engines.rig import Rig, keep
 
 RANGE = RetentionRange
@@ -99,7 +100,7 @@ def expired(manager: KVCacheManager, ticks: strategies.Ticks) -> list[list[tuple
     manager.bus.subscribe(told.append)
     steps = []
     ticks.now += 100 * strategies.MS
-    while manager._blocks.upkeep_due:
+    while blocks_of(manager).upkeep_due:
         told.clear()
         manager.flush()
         manager.check()

@@ -12,6 +12,7 @@ from kvcache.errors import InvariantViolated
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.inside import blocks_of
 
 BLOCKS = 8192
 
@@ -40,7 +41,7 @@ def test_sliding_leaves_a_handful_of_runs(primary_blocks: int, together: int) ->
     """Though blocks were let go of one by one, and most of them evicted where there is no room for them."""
     manager = slide(primary_blocks, together)
     (group,) = manager.state.groups
-    (window,) = manager._blocks.windows
+    (window,) = blocks_of(manager).windows
     (sequence,) = manager.state.sequences.values()
     assert isinstance(group, SlidingGroup)
     assert isinstance(window, SlidingWindowManager)
@@ -57,7 +58,7 @@ def test_what_is_held_again_and_again_is_queued_a_bounded_number_of_times() -> N
             max_sequence_length=64, tokens_per_block=2, primary_blocks=64, max_attention_window=32
         )
     )
-    (window,) = manager._blocks.windows
+    (window,) = blocks_of(manager).windows
     assert isinstance(window, SlidingWindowManager)
     for number in range(1000):
         manager.add_sequence(number, [1] * 32)
@@ -78,9 +79,9 @@ def test_spared_blocks_are_passed_over() -> None:
         manager.add_sequence(name, tokens)
         manager.store_context_blocks(name, len(tokens))
         manager.remove_sequence(name)
-    (window,) = manager._blocks.windows
+    (window,) = blocks_of(manager).windows
     assert isinstance(window, SlidingWindowManager)
-    order, evict = window.sliding_order, window._sliding_evictor.remove
+    order, evict = window.sliding_order, window.sliding_evictor.remove
     by_key = sorted((*order.key(slot), slot) for slot in range(5))
     first, second, third, *later = [slot for *_, slot in by_key]
     for spares, wanted, expected in (

@@ -14,6 +14,7 @@ from kvcache.fold.state import CacheState
 from kvcache.keep.snapshot import make_snapshot
 from kvcache.replay import Replayed, fold, replay
 from tests.support.logs.kept import random_log
+from tests.support.seeds import seeds
 
 
 def boundaries(directory: Path) -> list[int]:
@@ -21,7 +22,7 @@ def boundaries(directory: Path) -> list[int]:
     return [*map(first_seq, segment_paths(directory)[1:]), 1 << 62]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(range(6), quick=1))
 def test_every_batch_is_as_without_snapshots(tmp_path: Path, seed: int) -> None:
     """From whichever snapshot a replay begins, it comes to the state that a fold of all batches has there."""
     log = random_log(seed, tmp_path)
@@ -39,7 +40,7 @@ def test_every_batch_is_as_without_snapshots(tmp_path: Path, seed: int) -> None:
     assert {first_seq(path) for path in snapshot_paths(log)} == begun - {None}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(range(3), quick=1))
 def test_snapshots_are_canonical(tmp_path: Path, seed: int) -> None:
     """A snapshot has the same bytes whether it was made from the one before or from the beginning of the log."""
     log = random_log(seed, tmp_path)

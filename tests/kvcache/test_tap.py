@@ -5,7 +5,6 @@ What a worker holds is compared with a dict that is fed from the wire.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvcache.replay import replay
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
 from tests.support.engines.traffic import config
+from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
 from tests.support.feeds.tapped import work_until
 from tests.support.logs.full_disk import FullDisk, full_disk
@@ -86,9 +86,7 @@ class Engine:
 
     def wait_heard(self) -> None:
         """Wait until somebody listens; who has gone may be told of before."""
-        deadline = time.monotonic() + WAIT
-        while not self.publisher.subscribed(100):
-            assert time.monotonic() < deadline, "nobody listens"
+        wait_until(lambda: self.publisher.subscribed(100), "nobody listens")
 
     def restart(self) -> None:
         """Begin anew, later."""
@@ -311,26 +309,35 @@ def test_what_is_not_heard_is_counted(tmp_path: Path) -> None:
         with zmq.Context() as context, context.socket(zmq.PUB) as socket:
             socket.linger = 0
             socket.connect(tap.endpoints[0])
-            deadline = time.monotonic() + WAIT
-            while not tap.ignored:
-                assert time.monotonic() < deadline
+
+            def too_many() -> bool:
                 for number in range(MAX_WORKERS + 1):
                     socket.send_multipart([b"%d" % number, encode_seq(0), batch(CLEARED)])
                 tap.work(0.05)
+                return tap.ignored > 0
+
+            wait_until(too_many, "nobody is ignored")
         assert tap.silent == {"tcp://127.0.0.1:1"}
         work_until(tap, lambda: len(tap.state.workers) == MAX_WORKERS)
 
 
-def test_a_disk_that_refuses(engine: Engine, tmp_path: Path, full_disk: FullDisk) -> None:
+def test_a_disk_that_refuses(
+    engine: Engine, tmp_path: Path, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What had no room is told as missing once the disk takes the log again, with all that is known behind it."""
-    log = tmp_path / "log"
+    log, writers = tmp_path / "log", list[LogWriter]()
+
+    def open_writer(*args: Any, **options: Any) -> LogWriter:
+        writers.append(LogWriter(*args, max_queued_batches=3, **options))
+        return writers[0]
+
+    monkeypatch.setattr("kvcache.tap.tap.LogWriter", open_writer)
     with tapping(log, engine.endpoint) as tap:
+        [writer] = writers
         engine.wait_heard()
         engine.say(stored(1))
         work_until(tap, lambda: names(tap) == [{1}])
-        writer = tap._log
         writer.flush()
-        writer._max_batches = writer._easy_batches = 3
         with full_disk():
             for name in range(2, 40):
                 engine.say(stored(name), removed(name - 1))

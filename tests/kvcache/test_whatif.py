@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from events import types as ev
@@ -175,7 +175,6 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
     return [each for each in then if each], [each for each in now if each], tally, again
 
 
-@settings(max_examples=150)
 @given(strategies.configs(), st.integers(0, 10**9), st.booleans())
 def test_random_logs_play_again_as_they_were(config: KVCacheConfig, seed: int, branches: bool) -> None:
     """Under a log's own settings each request reuses what it did, and the same blocks are evicted in the same order."""
@@ -499,7 +498,6 @@ def hits(blocks: list[int], capacity: int, policy: str) -> int:
     return found
 
 
-@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=60), st.integers(1, 6))
 def test_clairvoyants_do_what_they_promise(blocks: list[int], capacity: int) -> None:
     """One block after the other, each order finds what a simple cache of that order finds."""
@@ -608,13 +606,12 @@ def arc_hits(blocks: list[int], room: int, ghosts: int) -> int:
     return found
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 8))
 def test_arc_does_what_its_authors_say(seed: int, room: int) -> None:
     """One block after the other, some more often than others, it finds what the algorithm on plain lists finds."""
     rng = random.Random(seed)
     spread = rng.choice([2, 6, 20])
-    blocks = [min(int(rng.expovariate(1 / spread)), 40) for _ in range(120)]
+    blocks = [min(int(rng.expovariate(1 / spread)), 40) for _ in range(60)]
 
     def program(manager: KVCacheManager) -> None:
         for number, block in enumerate(blocks):
@@ -636,7 +633,6 @@ class OneByOne(AdaptiveReplacement):
         return 1
 
 
-@settings(max_examples=60)
 @given(strategies.configs(), st.integers(0, 10**9), st.integers(3, 14), st.integers(0, 8))
 def test_arc_evicts_several_as_one_by_one(
     config: KVCacheConfig, seed: int, primary: int, secondary: int
@@ -692,7 +688,6 @@ def test_arc_by_hand(tmp_path: Path, sizes: tuple[int, int], prompts: str, lru: 
     assert reused == [lru, arc]
 
 
-@settings(max_examples=80)
 @given(strategies.configs(), st.integers(0, 10**9), st.sampled_from(known_policies()), st.data())
 def test_any_cache_can_play_any_log(config: KVCacheConfig, seed: int, policy: str, data: Any) -> None:
     """Under other settings and orders no request is lost, and the cache keeps its laws in every batch."""

@@ -54,6 +54,7 @@ from tests.oracles import agreement
 from tests.oracles.cache_model import Model, Refused, reader_namespace
 from tests.oracles.window_model import Path, Retention, Running
 from tests.support.engines import strategies
+from tests.support.engines.inside import journal_of, sequence_of
 from tests.support.engines.strategies import Namespace, Symbol, name_of, request, split_names
 
 RequestId = str | int
@@ -211,7 +212,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     def check_stored(self, request_id: Hashable, result: StoreResult, swapped: list[list[int]]) -> None:
         # How many each window has is compared with the model in states_agree.
-        stored = self.manager._blocks.sequence(request_id).stored  # type: ignore[arg-type]
+        stored = sequence_of(self.manager, request_id).stored  # type: ignore[arg-type]
         assert result.stored_blocks == min(stored[: len(self.windows)])
         tables = {window: self.manager.block_table(request_id, window) for window in self.windows}  # type: ignore[arg-type]
         agreement.swaps_agree(result.replaced, dict(zip(self.windows, swapped, strict=True)), tables)
@@ -444,7 +445,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
             return  # a cleared cache is an easy one
         self.model.clear()
         self.both("clear")
-        self.fingerprints[self.manager._journal._next_seq - 1] = self.manager.fingerprint()
+        self.fingerprints[journal_of(self.manager).next_seq - 1] = self.manager.fingerprint()
 
     @precondition(lambda self: self.twin is None)
     @rule(folded=st.booleans())
@@ -492,7 +493,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         assert self.manager.num_sequences == len(self.model.running)
         symbols: set[tuple[int, Symbol]] = set()
         for request_id, expected in self.model.running.items():
-            sequence = self.manager._blocks.sequence(request_id)  # type: ignore[arg-type]
+            sequence = sequence_of(self.manager, request_id)  # type: ignore[arg-type]
             symbols |= set(zip(sequence.tokens.tolist(), expected.tokens, strict=True))
             assert sequence.computed == expected.computed
             for window, tokens, stored in zip(
@@ -547,7 +548,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
     def log_replays(self) -> None:
         self.manager.close()
         directory = strategies.log_directory(self.directory)
-        last = self.manager._journal._next_seq - 1
+        last = journal_of(self.manager).next_seq - 1
         self.fingerprints[last] = fingerprint(self.manager.state)
         replayed = Replayed(CacheState())
         for batch in LogReader(directory):
@@ -564,10 +565,10 @@ class ManagerBesideModel(RuleBasedStateMachine):
 def explore(
     examples: int, steps: int, machine: type[ManagerBesideModel] = ManagerBesideModel, **options: Any
 ) -> None:
+    """Compare the manager with the model in this many random programs of at most this many steps."""
     chosen = settings(
         max_examples=examples,
         stateful_step_count=steps,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         **options,
     )

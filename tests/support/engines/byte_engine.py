@@ -14,6 +14,7 @@ from kvcache.errors import CapacityError, ComputationLost, UsageError
 from kvcache.inputs.requests import Request
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import FakeEngine
+from tests.support.engines.inside import sequence_of
 
 Wrap = Callable[[Copier], Copier]
 
@@ -149,7 +150,7 @@ class Driver:
                 self.preempted.pop(0)
             elif action == "forward" and engine.running:
                 request_id = r.choice(engine.running)
-                sequence = engine.manager._blocks.sequence(request_id)
+                sequence = sequence_of(engine.manager, request_id)
                 if self.of_inputs.random() < 0.7:
                     engine.encode(request_id)
                 engine.forward(request_id, r.randrange(sequence.computed, sequence.num_tokens + 1))
@@ -163,7 +164,7 @@ class Driver:
                 engine.fork(parent, self.next_id - 1)
             elif action == "rewind" and engine.running:
                 chosen = r.choice(engine.running)
-                length = engine.manager._blocks.sequence(chosen).num_tokens
+                length = sequence_of(engine.manager, chosen).num_tokens
                 with suppress(UsageError):  # some window has let go of what would be needed
                     engine.rewind(chosen, r.randint(max(1, length - 5), length))
             elif action in ("guess", "draft") and engine.running:
@@ -190,7 +191,7 @@ class Driver:
 
     def preempt(self, request_id: int | str) -> None:
         """It makes room, and will come back with all that it has."""
-        tokens = self.engine.manager._blocks.sequence(request_id).tokens.tolist()
+        tokens = sequence_of(self.engine.manager, request_id).tokens.tolist()
         salt = self.salts[request_id]
         read = self.engine.inputs[request_id][1] if self.has_encoder else None
         self.preempted.append(
@@ -201,7 +202,7 @@ class Driver:
     def speculate(self, how: str, request_id: int | str) -> None:
         """Some tokens ahead, of which some are right."""
         r, engine = self.random, self.engine
-        engine.have_slots(request_id, engine.manager._blocks.sequence(request_id).num_tokens)
+        engine.have_slots(request_id, sequence_of(engine.manager, request_id).num_tokens)
         guesses = [r.randrange(2) for _ in range(r.randint(1, 5))]
         ahead = engine.guess_ahead if how == "guess" else engine.draft
         ahead(request_id, guesses, r.randint(0, len(guesses)), r.randrange(2))

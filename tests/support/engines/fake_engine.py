@@ -33,6 +33,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import KVCacheBlockPool, Pools
 from kvcache.results import Admission, PollResult
 from tests.support.engines import strategies
+from tests.support.engines.inside import is_certain, sequence_of, slots_of
 
 WRONG = -1.0
 DETACHED = -2
@@ -166,7 +167,7 @@ class FakeEngine:
 
     def _note_meaning(self, request: Request) -> None:
         """That one namespace stands for one meaning is what keeps sequences of different inputs apart."""
-        sequence = self.manager._blocks.sequence(request.request_id)
+        sequence = sequence_of(self.manager, request.request_id)
         who = (request.lora_id, request.lora_name, request.cache_salt, request.extra_ids is not None)
         read = None if request.encoder_tokens is None else tuple(request.encoder_tokens)
         meaning: Any = sequence.namespace if read is None else (*who, read)
@@ -178,7 +179,7 @@ class FakeEngine:
 
     def encode(self, request_id: RequestId, *, report: bool = True) -> None:
         """Run the encoder unless all that it would compute is there; `report` that to the manager."""
-        encoder = self.manager._blocks.sequence(request_id).encoder
+        encoder = sequence_of(self.manager, request_id).encoder
         if encoder is None:
             return
         self.start_transfers()
@@ -206,7 +207,7 @@ class FakeEngine:
 
     def forward(self, request_id: RequestId, stop: int | None = None) -> None:
         """Compute K/V up to a token of the prompt and report it."""
-        sequence = self.manager._blocks.sequence(request_id)
+        sequence = sequence_of(self.manager, request_id)
         stop = sequence.num_tokens if stop is None else stop
         self.have_slots(request_id, stop)
         self.write(request_id, stop)
@@ -216,7 +217,7 @@ class FakeEngine:
     def write(self, request_id: RequestId, stop: int) -> None:
         """The first token reads what was computed before, and those behind it that and what is written now."""
         self.start_transfers()
-        sequence = self.manager._blocks.sequence(request_id)
+        sequence = sequence_of(self.manager, request_id)
         positions = np.arange(sequence.computed, stop)
         if not len(positions):
             return
@@ -235,7 +236,7 @@ class FakeEngine:
 
     def finds(self, request_id: RequestId, token: int) -> bool:
         """Whether all that a token sees of the tokens before it is right, in every window."""
-        sequence = self.manager._blocks.sequence(request_id)
+        sequence = sequence_of(self.manager, request_id)
         right = expected(sequence.tokens, self.meanings[sequence.namespace])
         begins = [max(0, token - window + 1) for window in self.windows]
         return all(
@@ -256,22 +257,22 @@ class FakeEngine:
     def decode(self, request_ids: Sequence[RequestId], tokens: Sequence[int]) -> None:
         """One step: write what was sampled last (and whatever of the prompt was left), then append."""
         for request_id in request_ids:
-            self.have_slots(request_id, self.manager._blocks.sequence(request_id).num_tokens)
-            self.write(request_id, self.manager._blocks.sequence(request_id).num_tokens)
+            self.have_slots(request_id, sequence_of(self.manager, request_id).num_tokens)
+            self.write(request_id, sequence_of(self.manager, request_id).num_tokens)
         self.manager.add_tokens(list(request_ids), list(tokens))
         self.overwrite_blank()
 
     def have_slots(self, request_id: RequestId, stop: int) -> None:
         """Have slots for the tokens of a prompt up to one, if it was admitted without."""
-        sequence = self.manager._blocks.sequence(request_id)
-        if self.manager._blocks.slots_of(sequence) < stop:
+        sequence = sequence_of(self.manager, request_id)
+        if slots_of(self.manager, request_id) < stop:
             self.manager.reserve([request_id], [stop - sequence.computed])
             self.overwrite_blank()
 
     def guess_ahead(self, request_id: RequestId, guesses: Sequence[int], right: int, sampled: int) -> None:
         """Compute guessed tokens in reserved slots; of those the first `right` were right, and one more was sampled."""
         self.start_transfers()
-        sequence = self.manager._blocks.sequence(request_id)
+        sequence = sequence_of(self.manager, request_id)
         known = sequence.num_tokens
         self.manager.reserve([request_id], [len(guesses)])
         self.overwrite_blank()
@@ -291,7 +292,7 @@ class FakeEngine:
         was sampled.
         """
         self.decode([request_id], [sampled])
-        known = self.manager._blocks.sequence(request_id).num_tokens
+        known = sequence_of(self.manager, request_id).num_tokens
         self.manager.add_tokens([request_id], list(drafts), [len(drafts)], draft=True)
         self.overwrite_blank()
         self.write(request_id, known + len(drafts))
@@ -302,7 +303,7 @@ class FakeEngine:
 
     def fork(self, parent: RequestId, child: RequestId) -> None:
         """Branch a sequence; copies are waited for only where something is read."""
-        if not self.manager._readiness.certain:
+        if not is_certain(self.manager):
             self.start_transfers()
         self.manager.fork(parent, child)
         self.running.append(child)
@@ -311,7 +312,7 @@ class FakeEngine:
         self.overwrite_blank()
 
     def rewind(self, request_id: RequestId, num_tokens: int) -> None:
-        if not self.manager._readiness.certain:
+        if not is_certain(self.manager):
             self.start_transfers()
         self.manager.rewind(request_id, num_tokens)
         self.overwrite_blank()
@@ -420,8 +421,8 @@ class FakeEngine:
         """Every running sequence finds the K/V of all that it still sees; only true once failures are known."""
         self.start_transfers()
         for request_id in self.running:
-            computed = self.manager._blocks.sequence(request_id).computed
+            computed = sequence_of(self.manager, request_id).computed
             assert self.finds(request_id, computed), "a sequence reads the K/V of something else"
-            encoder = self.manager._blocks.sequence(request_id).encoder
+            encoder = sequence_of(self.manager, request_id).encoder
             if encoder is not None and encoder.computed == encoder.num_tokens:
                 assert self.finds_input(request_id), "a sequence reads what an encoder made of something else"

@@ -20,6 +20,7 @@ from kvcache.errors import CapacityError, ComputationLost, TransfersPending, Unk
 from kvcache.inputs.requests import Request
 from kvcache.results import PollResult
 from tests.support.engines.fake_engine import FakeEngine, RequestId, expected
+from tests.support.engines.inside import sequence_of, slots_of
 
 LONGEST = 16
 """Tokens of the longest sequence."""
@@ -115,7 +116,7 @@ class FreeEngine(FakeEngine):
         self.poll()
         self.verify()
         for name, line in self.lines.items():
-            sequence = self.manager._blocks.sequence(name)
+            sequence = sequence_of(self.manager, name)
             assert sequence.tokens.tolist() == line.tokens
             assert sequence.computed == line.told
             self.compare_line(name, line)
@@ -135,7 +136,7 @@ class FreeEngine(FakeEngine):
             assert agree, "a sequence reads K/V of other tokens, or that nobody wrote"
 
     def values(self, name: RequestId, line: Line) -> list[float]:
-        sequence = self.manager._blocks.sequence(name)
+        sequence = sequence_of(self.manager, name)
         return expected(line.tokens + line.guesses, self.meanings[sequence.namespace])
 
     def start_transfers(self) -> None:
@@ -267,7 +268,7 @@ class FreeEngine(FakeEngine):
         if name is None:
             return
         line, count = self.lines[name], r.randint(0, 4)
-        had_slots = self.manager._blocks.slots_of(self.manager._blocks.sequence(name)) >= len(line.tokens)
+        had_slots = slots_of(self.manager, name) >= len(line.tokens)
         self.manager.reserve([name], [count])
         if had_slots:
             line.reserved = count

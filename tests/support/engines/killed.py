@@ -89,7 +89,7 @@ def life(directory: Path, seed: int, seconds: float, said: Path | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while said is not None and not said.exists() and time.monotonic() < deadline:
         time.sleep(0.002)
     time.sleep(seconds)

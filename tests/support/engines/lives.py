@@ -20,6 +20,7 @@ from kvcache.inputs.retention import Retention, RetentionRange
 from kvcache.manager import KVCacheManager
 from tests.support.columns import pack_i32
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 
 class Step(NamedTuple):
@@ -209,7 +210,7 @@ class Program:
 
     def rewind(self) -> None:
         for request_id in self.some()[:1]:
-            length = self.manager._blocks.sequence(request_id).num_tokens
+            length = sequence_of(self.manager, request_id).num_tokens
             with suppress(UsageError):  # a window has let go of what would be needed
                 self.manager.rewind(request_id, self.rng.randint(max(1, length - 5), length))
 
@@ -228,7 +229,7 @@ class Program:
 
     def compute(self) -> None:
         for request_id in self.some():
-            sequence = self.manager._blocks.sequence(request_id)
+            sequence = sequence_of(self.manager, request_id)
             computed = self.rng.randint(sequence.computed, sequence.num_tokens)
             self.manager.store_context_blocks(request_id, computed)
 

@@ -14,6 +14,7 @@ from kvcache.fold.fingerprint import fingerprint
 from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from tests.support.engines import strategies
+from tests.support.engines.inside import journal_of, sequence_of
 
 
 class Traffic:
@@ -41,7 +42,7 @@ class Traffic:
                 self.next_id += 1
             elif action == 2 and self.running:
                 request_id = r.choice(self.running)
-                manager.store_context_blocks(request_id, manager._blocks.sequence(request_id).num_tokens)
+                manager.store_context_blocks(request_id, sequence_of(manager, request_id).num_tokens)
             elif action == 3 and self.running:
                 manager.add_tokens(self.running, self.tokens(len(self.running)))
             elif self.running:
@@ -72,12 +73,12 @@ def recorded(directory: Path, seed: int = 0, steps: int = 80, **settings: Any) -
     first = {0: manager.fingerprint()}
     found = Traffic(manager, seed).record(steps)
     manager.close()
-    return first | found | {manager._journal._next_seq - 1: fingerprint(manager.state)}
+    return first | found | {journal_of(manager).next_seq - 1: fingerprint(manager.state)}
 
 
 def lossy(manager: KVCacheManager, first: int, last: int) -> Sequence[Any]:
     """Make the manager believe that its log has lost batches, and flush."""
-    outputs = manager._journal.outputs
+    outputs = journal_of(manager).outputs
     outputs.may_lose = True
     outputs.take_gap = lambda: Gap(first, last, "the disk was too slow")  # type: ignore[method-assign]
     batch = manager.flush()

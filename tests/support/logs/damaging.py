@@ -9,7 +9,10 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest.mock import patch
+
+import pytest
 
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
@@ -42,6 +45,26 @@ def without_beginning(whole: Path, log: Path, *, segments: int) -> Path:
     shutil.copytree(whole, log)
     prune(log, Limits(segments=segments))
     return log
+
+
+class Pair(NamedTuple):
+    """A whole log, and the same without its beginning. Not to be changed."""
+
+    whole: Path
+    kept: Path
+
+
+@pytest.fixture(
+    scope="session", params=[pytest.param("seed 1", marks=pytest.mark.long), "seed 3", "seed 3, compressed"]
+)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Logs of many segments and some snapshots, plain and compressed."""
+    directory = tmp_path_factory.mktemp("pair")
+    seed, _, form = request.param.removeprefix("seed ").partition(", ")
+    whole = log_with_snapshots(int(seed), directory / "plain")
+    if form:
+        whole = compressed_copy(whole, directory / form)
+    return Pair(whole, without_beginning(whole, directory / "kept", segments=5))
 
 
 @contextmanager

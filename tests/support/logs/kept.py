@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from pathlib import Path
-from unittest.mock import patch
 
 from events.log import LogReader
 from events.log.segments import segment_paths
@@ -49,7 +47,4 @@ SEGMENT_BYTES = 2048
 
 def random_log(seed: int, directory: Path) -> Path:
     """A random log of many segments."""
-    with patch.object(
-        random_logs, "LossyLog", functools.partial(random_logs.LossyLog, segment_bytes=SEGMENT_BYTES)
-    ):
-        return random_logs.random_log(seed, directory, branches=True)
+    return random_logs.random_log(seed, directory, branches=True, segment_bytes=SEGMENT_BYTES)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +31,27 @@ ITEMS = (b"\x11" * 32, b"\x22" * 32, b"\x33" * 32)
 ROOM = (CapacityError, TransfersPending, ComputationLost)
 
 
-def random_log(seed: int, directory: Path, *, branches: bool = False) -> Path:
+def random_log(
+    seed: int, directory: Path, *, branches: bool = False, segment_bytes: int | None = None
+) -> Path:
+    """Put the log of a random program into a directory, and return it; each is written once in a process."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in _files_of(seed, branches, segment_bytes).items():
+        (directory / name).touch(mode=0o600)
+        (directory / name).write_bytes(content)
+    return directory
+
+
+@functools.cache
+def _files_of(seed: int, branches: bool, segment_bytes: int | None) -> dict[str, bytes]:
+    with TemporaryDirectory() as parent:
+        log = write_random_log(seed, Path(parent) / "log", branches=branches, segment_bytes=segment_bytes)
+        return {path.name: path.read_bytes() for path in log.iterdir()}
+
+
+def write_random_log(
+    seed: int, directory: Path, *, branches: bool = False, segment_bytes: int | None = None
+) -> Path:
     """Write the log of a random program into a new directory, and return it. The same seed gives the same bytes.
 
     One to three windows, blocks of 1, 2 or 4 tokens, with or without secondary, partial reuse and tokens, seldom
@@ -38,8 +60,7 @@ def random_log(seed: int, directory: Path, *, branches: bool = False) -> Path:
     batches; processes that end and begin anew, empty or with the state that the log tells.
     """
     with patch.object(symbols, "FORGET_ABOVE", 1):
-        program = Program(seed, directory, branches=branches)
-        program.run(STEPS)
+        Program(seed, directory, branches=branches, segment_bytes=segment_bytes).run(STEPS)
     return directory
 
 
@@ -66,7 +87,9 @@ class LossyLog(LogWriter):
 class Program:
     """Random commands, and managers that follow each other on one log."""
 
-    def __init__(self, seed: int, directory: Path, *, branches: bool = False) -> None:
+    def __init__(
+        self, seed: int, directory: Path, *, branches: bool = False, segment_bytes: int | None = None
+    ) -> None:
         self.seed, self.rng = seed, random.Random(seed)
         rng = self.rng
         self.directory = directory
@@ -83,9 +106,15 @@ class Program:
         self.with_tokens = seed % 10 != 7
         self.branches = branches
         """Whether sequences branch and go back, and requests state how their blocks are to be kept."""
-        self.log = LossyLog(directory, record_tokens=self.with_tokens, fsync="never", log_id=bytes(16))
+        self.log_options: dict[str, Any] = {} if segment_bytes is None else {"segment_bytes": segment_bytes}
+        self.log = self.open_log(log_id=bytes(16))
         self.clock = itertools.count()
         self.begin(None)
+
+    def open_log(self, **options: Any) -> LossyLog:
+        return LossyLog(
+            self.directory, record_tokens=self.with_tokens, fsync="never", **self.log_options, **options
+        )
 
     def begin(self, state: Any) -> None:
         if state is not None:
@@ -231,7 +260,7 @@ class Program:
         state = replay(self.directory).state if self.with_tokens and self.rng.random() < 0.5 else None
         if self.seed % 10 == 7:
             self.with_tokens = self.rng.random() < 0.5
-        self.log = LossyLog(self.directory, record_tokens=self.with_tokens, resume=True, fsync="never")
+        self.log = self.open_log(resume=True)
         self.begin(state)
 
 

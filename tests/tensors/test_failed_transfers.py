@@ -24,6 +24,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import DETACHED, FakeEngine
+from tests.support.engines.inside import blocks_of, sequence_of
 
 PROMPT = [0, 1, 0, 1, 1]
 
@@ -155,7 +156,7 @@ def test_all_running_sequences_begin_again() -> None:
     assert dict(polled.cut) == {"other": 0, "a": 0, "b": 0}
     engine.verify_running()
     for request_id in ("a", "b", "other"):
-        assert engine.manager._blocks.sequence(request_id).computed == 0
+        assert sequence_of(engine.manager, request_id).computed == 0
         engine.forward(request_id)
     engine.settle()
     engine.verify()
@@ -176,9 +177,9 @@ def test_what_was_computed_from_a_failed_block_goes_with_it() -> None:
     switch.on = True
     engine.admit(Request("a", [*PROMPT[:4], 0, 0, 0]))
     engine.forward("a")
-    assert engine.manager._blocks.sequence("a").stored == (3,)
+    assert sequence_of(engine.manager, "a").stored == (3,)
     assert dict(engine.poll().cut) == {"a": 0}
-    assert engine.manager._blocks.sequence("a").stored == (0,)
+    assert sequence_of(engine.manager, "a").stored == (0,)
     engine.forward("a")
     engine.verify_running()
     engine.verify()
@@ -242,8 +243,8 @@ def test_decoding_goes_on_after_a_cut() -> None:
     assert ("a", 0) in engine.poll().cut
     engine.decode(["a", "b"], [1, 1])
     engine.decode(["a", "b"], [0, 0])
-    assert engine.manager._blocks.sequence("a").tokens.tolist() == [*PROMPT, 0, 1, 0]
-    assert engine.manager._blocks.sequence("b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
+    assert sequence_of(engine.manager, "a").tokens.tolist() == [*PROMPT, 0, 1, 0]
+    assert sequence_of(engine.manager, "b").tokens.tolist() == [1, 0, 0, 0, 1, 0]
     engine.settle()
     engine.verify()
     engine.verify_running()
@@ -419,7 +420,7 @@ def test_failed_copy_after_clear_cuts_all_who_hold_the_block() -> None:
     engine.admit(Request("b", [0, 0, 1, 1, 1]))  # reuses what "a" has made of it
     engine.start_transfers()
     assert engine.manager.block_table("b")[0] == engine.manager.block_table("a")[0]
-    engine.manager._blocks.clear()
+    blocks_of(engine.manager).clear()
     engine.end("a")
     assert dict(engine.poll().cut) == {"b": 0}
     engine.verify_running()
@@ -482,7 +483,7 @@ def test_what_is_unnamed_still_waits_for_copies_that_were_not_started() -> None:
     in_secondary(engine)
     engine.admit(Request("a", [0, 1, 0, 1, 0]))
     engine.admit(Request("b", [0, 1, 0, 1, 1]))
-    engine.manager._blocks.clear()
+    blocks_of(engine.manager).clear()
     with pytest.raises(TransfersPending):
         engine.manager.store_context_blocks("b", 5)
     with pytest.raises(TransfersPending):

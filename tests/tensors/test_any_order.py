@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines.free_engine import FreeEngine
+from tests.support.seeds import seeds
 
 
-def run_programs(seeds: range, commands: int) -> None:
-    """A random program for each seed."""
-    for seed in seeds:
-        try:
-            FreeEngine(seed).run(commands)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-def test_all_that_may_be_read_was_written() -> None:
+@pytest.mark.parametrize("seed", seeds(range(60), quick=30))
+def test_all_that_may_be_read_was_written(seed: int) -> None:
     """Forks, rewinds, reservations and drafts in every order that the documentation allows, with tensors."""
-    run_programs(range(60), 40)
+    FreeEngine(seed).run(40)
 
 
 @pytest.mark.long
@@ -27,4 +19,9 @@ def test_all_that_may_be_read_was_written() -> None:
 @pytest.mark.parametrize("first", range(1000, 51_000, 1000))
 def test_all_that_may_be_read_was_written_for_long(first: int) -> None:
     """The same for 50,000 programs."""
-    run_programs(range(first, first + 1000), 40)
+    for seed in range(first, first + 1000):
+        try:
+            FreeEngine(seed).run(40)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
