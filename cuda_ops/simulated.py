@@ -100,16 +100,16 @@ class FailingCopier:
     """Fails chosen batches, after having moved the first half of their copies."""
 
     def __init__(self, inner: Copier, which: Container[int]) -> None:
-        """`which`: the batches that fail, counted from 0 in the order of submission."""
+        """`which`: the batches that fail, counted from 0 in the order of submission; may be replaced meanwhile."""
         self._inner = inner
-        self._which = which
+        self.which = which
         self._submitted = 0
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Pass a batch on, or half of it."""
         number = self._submitted
         self._submitted += 1
-        if number not in self._which:
+        if number not in self.which:
             return self._inner.submit(copies)
         half = self._inner.submit(copies[: len(copies) // 2])
         return _FailingTicket(half, f"batch {number} was chosen to fail")

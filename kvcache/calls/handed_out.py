@@ -32,6 +32,10 @@ class HandedOut:
         """By handles."""
         self._notes: dict[int, tuple[ref[Any], _Note]] = {}
 
+    def __len__(self) -> int:
+        """Return how many tables are remembered."""
+        return len(self._notes)
+
     def note(self, tables: Items[Any], sequences: Items[Sequence], group: int, *, of_step: bool) -> None:
         """These objects were made now, of these sequences; `of_step`: they also say which tokens a step computes."""
         made_from = [_source(each, group, of_step=of_step) for each in sequences]

@@ -63,17 +63,6 @@ def no_logging_left() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For small tensors: their sums are not worth dividing, and other tests run at the same time."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def patient_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give sinks the time that they need to open and to take what is queued, however busy the machine is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import shutil
@@ -113,6 +114,8 @@ def test_scale_and_types() -> None:
     torch.testing.assert_close(found[0], expected)
 
 
+COVERING = {("NHD", None, HEADS), ("HND", 3, 3 * HEADS), ("HND", 1, HEADS), ("NHD", 6, 3 * HEADS)}
+"""Each layout, each window and each number of heads."""
 flex_only = pytest.mark.skipif(not has_flex_attention(), reason="this torch has no flex_attention")
 
 
@@ -142,9 +145,13 @@ def scattered(
 
 @flex_only
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("query_heads", [HEADS, 3 * HEADS])
+@pytest.mark.parametrize(
+    ("layout", "window", "query_heads"),
+    [
+        pytest.param(*each, marks=[] if each in COVERING else [pytest.mark.long])
+        for each in itertools.product(["NHD", "HND"], [None, 1, 3, 6], [HEADS, 3 * HEADS])
+    ],
+)
 def test_flex_attention_reads_the_same_in_place(
     layout: Literal["NHD", "HND"], window: int | None, query_heads: int
 ) -> None:

@@ -16,6 +16,7 @@ from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools
 from tests.support.engines import strategies
 from tests.support.engines.fake_engine import FakeEngine, expected
+from tests.support.engines.inside import sequence_of
 
 
 def primary_of(engine: FakeEngine) -> torch.Tensor:
@@ -46,7 +47,7 @@ def test_draft_tokens_that_were_never_computed_are_found_as_nan(fill: bool) -> N
     engine.manager.add_tokens(["a"], [3, 4, 5, 6], [4])  # drafts
     reused, values = found_by(engine, "b", [0, 1, 2, 3, 4, 5, 7])
     assert reused == 6
-    assert values[:3] == expected([0, 1, 2], engine.manager._blocks.sequence("b").namespace)
+    assert values[:3] == expected([0, 1, 2], sequence_of(engine.manager, "b").namespace)
     assert np.isnan(values[3:]).all() == fill
     assert np.isnan(values[3:]).any() == fill
 
@@ -88,7 +89,7 @@ def test_block_that_becomes_its_own_copy_keeps_its_bytes() -> None:
     engine.forward("a")
     engine.end("a")
     reused, values = found_by(engine, "b", [0, 1, 3])
-    assert (reused, values) == (2, expected([0, 1], engine.manager._blocks.sequence("b").namespace))
+    assert (reused, values) == (2, expected([0, 1], sequence_of(engine.manager, "b").namespace))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])

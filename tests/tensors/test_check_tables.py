@@ -14,6 +14,7 @@ import torch
 from cuda_ops.copier import CopyFailed
 from cuda_ops.simulated import FailingCopier, LateCopier
 from kvcache import CROSS_WINDOW, KVCacheManager, Layout
+from kvcache.calls.handed_out import HandedOut
 from kvcache.errors import (
     ComputationLost,
     StaleTables,
@@ -151,20 +152,18 @@ def test_what_was_not_given_out_is_refused(table: Any) -> None:
 
 def test_nothing_is_kept_of_tables_that_are_gone() -> None:
     """Tables are remembered as long as they live."""
-    manager = cache()
-    handed_out = manager._query._handed_out
-    assert handed_out is not None
-    tables = [manager.padded_tables(["a"]) for _ in range(5)]
-    assert len(handed_out._notes) == 5
+    handed_out = HandedOut({})
+    tables = [np.zeros(2, np.int32) for _ in range(5)]
+    handed_out.note(tables, [], 0, of_step=False)
+    assert len(handed_out) == 5
     del tables
     gc.collect()
-    assert not handed_out._notes
+    assert len(handed_out) == 0
 
 
 def test_off_by_default() -> None:
-    """Then nothing is noted and nothing looked at."""
+    """Then nothing is looked at."""
     manager = cache(debug_check_tables=False)
-    assert manager._query._handed_out is None
     tables = manager.block_table("a")
     manager.remove_sequence("a")
     manager.check_tables(tables, object())  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_ops.copier import Copy, CopyFailed
@@ -156,7 +156,6 @@ def test_pools_without_blocks_are_fine() -> None:
     np.testing.assert_array_equal(content(pool.levels[0])[1], content(pool.levels[0])[0])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 30).flatmap(lambda n: st.tuples(*[st.permutations(range(30))] * 2, st.just(n))))
 def test_runs_are_the_same_pairs(drawn: tuple[list[int], list[int], int]) -> None:
     """Spelled out again, runs are the pairs they were made of."""

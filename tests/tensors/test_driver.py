@@ -480,10 +480,12 @@ class TestBytes:
         assert result.output_tokens == sum(each.output_length for each in CHATS)
         assert result.recomputed_tokens > 0
 
-    def test_who_cannot_be_computed_again_is_added_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_who_cannot_be_computed_again_is_added_again(self) -> None:
         """A request that has let go of blocks goes back to the line with its outputs, and loses none of them."""
-        monkeypatch.setattr(Engine, "_has_let_go", lambda *_: True)
-        stage = Stage(TIERED, copier=lambda inner: FailingCopier(inner, Every(3)))
+        stage = Stage(
+            {**WINDOWS, "max_attention_window": (40, 4096)},
+            copier=lambda inner: FailingCopier(inner, Every(3)),
+        )
         result = stage.play(CHATS, TWO_AT_ONCE)
         assert result.requests == len(CHATS)
         assert result.output_tokens == sum(each.output_length for each in CHATS)

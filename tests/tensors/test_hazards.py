@@ -7,7 +7,7 @@ import random
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_ops.copier import Copy
@@ -68,7 +68,6 @@ def shuffled(memory: Memory, batch: list[Copy], dice: random.Random) -> None:
         memory[copy.group, copy.target_level, target] = memory[copy.group, copy.source_level, source]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(copies(), max_size=12), st.integers(0, 2**32))
 def test_batches_give_the_bytes_of_one_copy_after_another(all_copies: list[Copy], seed: int) -> None:
     """Sources read early or pairs copied in any order inside a batch leave the same bytes as plain order."""
@@ -83,7 +82,6 @@ def test_batches_give_the_bytes_of_one_copy_after_another(all_copies: list[Copy]
     np.testing.assert_array_equal(mixed, expected)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(copies(), max_size=12))
 def test_each_copy_is_in_one_batch(all_copies: list[Copy]) -> None:
     """Nothing is lost or doubled, and no batch is empty."""

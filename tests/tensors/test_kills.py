@@ -39,8 +39,8 @@ def judge(told: list[dict[str, Any]]) -> None:
 
 
 def test_a_killed_cache_is_warm_again(tmp_path: Path) -> None:
-    """20 kills at random moments: each restart finds just what had landed, and every reused byte is right."""
-    judge(lives(tmp_path / "lives", 1, 20))
+    """Kills at random moments: each restart finds just what had landed, and every reused byte is right."""
+    judge(lives(tmp_path / "lives", 1, 10))
 
 
 @pytest.mark.long

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -136,17 +139,44 @@ def test_what_no_log_can_hold_is_refused(settings: dict[str, Any], line: str) ->
     assert caught.value.problems == (line,)
 
 
-@pytest.mark.timeout(20)
-def test_many_groups_take_no_longer_than_many_layers() -> None:
-    """A window and a number of heads per layer is as much work as there are layers, not its square."""
-    each = tuple(range(1, 65_537))
-    groups = layout(
-        num_layers=65_536,
+def with_a_group_per_layer(num_layers: int) -> Layout:
+    each = tuple(range(1, num_layers + 1))
+    return layout(
+        num_layers=num_layers,
         num_kv_heads=each,
         max_attention_window=each,
-        max_sequence_length=65_536,
-        primary_blocks=16_384,
-    ).groups
+        max_sequence_length=num_layers,
+        primary_blocks=-(-num_layers // 4),
+    )
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """Count the lines that a call executes."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_many_groups_are_as_much_work_as_many_layers() -> None:
+    """A window and a number of heads per layer: work grows with the layers, not with their square."""
+    few, many = (lines_run(partial(with_a_group_per_layer, number)) for number in (250, 500))
+    assert few < many < 2.5 * few
+
+
+@pytest.mark.long
+def test_65536_groups() -> None:
+    """As many layers as there may be: with their square, this would run into the timeout."""
+    groups = with_a_group_per_layer(65_536).groups
     assert [(group.layers, group.pools[0].layers) for group in groups[-1:]] == [((65_535,), (65_535,))]
 
 

@@ -13,8 +13,6 @@ from kvcache.pools import Pools
 from tests.support.engines.llm_workload import Dense, WidePools
 from tests.support.examples import load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LLM = load("tiny_llm")
 LENGTH = 150
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.025}

@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.commands import RunPython
 from tests.support.examples import load
-from tests.support.places import ROOT
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 KERNELS = load("paged_kernels")
 CLOSE = 1e-5
@@ -131,13 +127,11 @@ def test_a_window_that_is_one_off_shows() -> None:
         assert KERNELS.difference(KERNELS.by_flashinfer(wrapper), 16, "cpu", "float32") > 100 * CLOSE
 
 
-def test_without_gpu_or_package_it_says_so(run_python: RunPython) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_gpu_or_package_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is run, and the reason is told."""
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    done = run_python((ROOT / "examples" / "paged_kernels.py").read_text(encoding="utf-8"))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [
+    KERNELS.main()
+    assert capsys.readouterr().err.splitlines() == [
         f"{name}: not run: PyTorch finds no GPU" for name in ("flashinfer", "flash_attn")
     ]
 

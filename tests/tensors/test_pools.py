@@ -21,6 +21,7 @@ from kvcache.layout import Layout
 from kvcache.manager import KVCacheManager
 from kvcache.pools import Pools, PoolSizes
 from sinks import SinkURLError
+from tests.support.engines.inside import blocks_of
 
 
 def layout(**changes: object) -> Layout:
@@ -247,7 +248,7 @@ class TestOneManagerAtATime:
         manager.add_sequence("b", [2] * 32)
         manager.start_transfers()
         assert copier.waiting
-        monkeypatch.setattr(manager._blocks, "clear", lambda: 1 / 0)
+        monkeypatch.setattr(blocks_of(manager), "clear", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             manager.clear()
         with pytest.raises(UsageError, match="not closed"):

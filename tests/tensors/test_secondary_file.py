@@ -8,7 +8,6 @@ import gc
 import os
 import pickle
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from kvcache.device.secondary_errors import (
 from kvcache.errors import ConfigError, NotEnoughMemory, UsageError
 from kvcache.layout import Layout
 from kvcache.pools import Pools
+from tests.support.commands import RunPython
 from tests.support.engines import strategies
 
 TWO_POOLS = {"num_layers": 2, "num_kv_heads": (1, 2)}
@@ -171,19 +171,18 @@ def test_primary_blocks_do_not_matter(tmp_path: Path) -> None:
     pools(tmp_path / "s", primary_blocks=12)
 
 
-def test_a_file_in_use_is_refused_until_it_is_given_back(tmp_path: Path) -> None:
+def test_a_file_in_use_is_refused_until_it_is_given_back(tmp_path: Path, run_python: RunPython) -> None:
     """One cache at a time, in one process or in two; closing and forgetting the pools give it back."""
     first = pools(tmp_path / "s")
     with pytest.raises(SecondaryFileLocked, match=f"process {os.getpid()}|{os.getpid()}"):
         pools(tmp_path / "s")
-    code = (
-        "import sys; from pathlib import Path; from tests.tensors.test_secondary_file import pools\n"
+    done = run_python(
+        "import pathlib, pickle\n"
         "from kvcache.device.secondary_errors import SecondaryFileLocked\n"
-        "try: pools(Path(sys.argv[1]))\n"
+        "from kvcache.device.secondary_file import SecondaryFile\n"
+        f"layout = pickle.loads({pickle.dumps(Layout.of(config()))!r})\n"
+        f"try: SecondaryFile(pathlib.Path({str(tmp_path / 's')!r}), layout, pin=False)\n"
         "except SecondaryFileLocked: print('locked')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "s"], capture_output=True, text=True, check=True
     )
     assert done.stdout == "locked\n"
     first.close()

@@ -13,6 +13,7 @@ from kvcache import CROSS_WINDOW, KVCacheManager, Layout
 from kvcache.errors import UsageError
 from kvcache.pools import Pools
 from tests.support.engines import strategies
+from tests.support.engines.inside import sequence_of
 
 SIZE = 4
 
@@ -199,7 +200,7 @@ def test_what_is_written_by_slots_is_found_by_tables(kv_layout: str, kv_factor: 
         padded = torch.as_tensor(manager.padded_tables(names))
         paged = manager.paged_tables(names)
         for number, name in enumerate(names):
-            begin = manager._blocks.sequence(name).computed
+            begin = sequence_of(manager, name).computed
             blocks = paged.indices[paged.indptr[number] : paged.indptr[number + 1]]
             assert padded[number, : len(blocks)].tolist() == blocks.tolist()
             for layer in range(2):

@@ -19,8 +19,6 @@ from kvcache import KVCacheManager, Layout
 from kvcache.pools import Pools
 from tests.support.examples import load
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LLM = load("tiny_llm")
 LONG = 150
 """Tokens of a prompt: more than two windows, and not whole blocks."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 
 from cuda_ops import attention
 from cuda_ops.simulated import FailingCopier, LateCopier
@@ -24,10 +25,6 @@ from kvcache.errors import (
     Unsupported,
     UsageError,
 )
-from kvcache.integrations import transformers as integration
-from kvcache.integrations.transformers import PagedCache, step
-from kvcache.integrations.transformers.batch import Batch
-from kvcache.integrations.transformers.shape import ModelShape
 from kvcache.pools import Pools
 from kvcache.replay import replay
 from tests.support.engines.transformers_models import (
@@ -36,28 +33,45 @@ from tests.support.engines.transformers_models import (
     answered,
     cache_for,
     converse,
+    for_model,
     model,
     padded,
     prompt,
+    shape_of,
+    with_manager,
 )
 from tests.support.examples import load
+from tests.support.places import ROOT
+from tests.support.releases import TESTED
 
-CONVERSATIONS, MANY = 13, 50
-RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+if TYPE_CHECKING:
+    from kvcache.integrations.transformers import PagedCache
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models are not worth more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+FEW, MANY = 5, 50
+MUTANT_SEEDS = 13
+"""How many conversations a mistake may survive."""
+RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
 
 
 def test_release() -> None:
     """These tests are of the release that they are meant to be of, if somebody says which."""
+    import transformers
+
     assert transformers.__version__ == os.environ.get("EXPECTED_TRANSFORMERS", transformers.__version__)
+
+
+def test_stated_releases_are_those_that_are_tested() -> None:
+    """The documentation names them, and no older one is accepted or installed."""
+    from kvcache.integrations.transformers import OLDEST
+
+    releases = list(TESTED)
+    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
+    assert f"Transformers {', '.join(releases[:-1])} and {releases[-1]}" in text
+    assert releases[0].startswith(".".join(map(str, OLDEST)))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert f"transformers>={'.'.join(map(str, OLDEST))}" in extras["transformers"]
 
 
 def nothing_held(kept: PagedCache) -> bool:
@@ -70,9 +84,9 @@ def nothing_held(kept: PagedCache) -> bool:
 def test_conversations(name: str) -> None:
     """Several turns, batches of unequal prompts, greedy or sampled: the same tokens as without the cache."""
     with cache_for(name, primary_blocks=40) as kept:
-        found = [converse(name, kept, seed) for seed in range(CONVERSATIONS)]
+        found = [converse(name, kept, seed) for seed in range(FEW)]
         assert nothing_held(kept)
-    assert sum(turns[-1] > 0 for turns in found) >= CONVERSATIONS - 1
+    assert sum(turns[-1] > 0 for turns in found) >= FEW - 1
 
 
 @pytest.mark.long
@@ -104,20 +118,20 @@ def last_unwritten(kv: Any, slots: torch.Tensor, key: torch.Tensor, value: torch
 
 
 @pytest.mark.parametrize(
-    ("where", "what", "wrong"),
+    ("what", "wrong"),
     [
-        (step, "write", last_unwritten),
-        (KVCacheManager, "block_tables", shifted),
-        (step, "gather", lambda kv, slots: GATHER(kv, slots)[::-1]),
+        ("kvcache.integrations.transformers.step.write", last_unwritten),
+        ("kvcache.KVCacheManager.block_tables", shifted),
+        ("kvcache.integrations.transformers.step.gather", lambda kv, slots: GATHER(kv, slots)[::-1]),
     ],
     ids=["skip a write", "shift a table", "swap K and V"],
 )
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_what_is_wrong_shows(name: str, where: Any, what: str, wrong: Any, monkeypatch: Any) -> None:
+def test_what_is_wrong_shows(name: str, what: str, wrong: Any, monkeypatch: Any) -> None:
     """Each of these changes an answer: the conversations notice."""
-    monkeypatch.setattr(where, what, wrong)
+    monkeypatch.setattr(what, wrong)
     with cache_for(name) as kept:
-        assert any(differ(name, kept, seed) for seed in range(CONVERSATIONS))
+        assert any(differ(name, kept, seed) for seed in range(MUTANT_SEEDS))
 
 
 def differ(name: str, kept: PagedCache, seed: int) -> bool:
@@ -132,13 +146,15 @@ def differ(name: str, kept: PagedCache, seed: int) -> bool:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_one_block_too_many_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that takes a block for reused that is not changes the answer."""
+    from kvcache.integrations.transformers.batch import Batch
+
     ids, mask = padded([prompt(1, 60)[0].tolist()])
     admit = Batch.admit
 
     def too_much(batch: Any, *of: Any) -> None:
         admit(batch, *of)
         batch.past += 8
-        batch._computed = [each + 8 for each in batch._computed]
+        batch.computed = [each + 8 for each in batch.computed]
 
     with cache_for(name) as kept:
         answered(name, ids[:, :40], mask[:, :40], kept.request(ids[:, :40]))
@@ -219,10 +235,10 @@ def test_offloaded_and_back() -> None:
 def small_cache(name: str, wrap: Callable[[Any], Any]) -> PagedCache:
     """A cache with room for one prompt of 100 tokens on the device, and another copier."""
     given = {"tokens_per_block": 8, "primary_blocks": 16, "secondary_blocks": 64, "max_sequence_length": 128}
-    config = ModelShape.of(model(name)).settings(given)
+    config = shape_of(model(name)).settings(given)
     pools = Pools(Layout.of(config), "cpu")
     manager = KVCacheManager(config, pools=pools, copier=wrap(pools.copier()))
-    return PagedCache(model(name), manager, pools)
+    return with_manager(model(name), manager, pools)
 
 
 def test_a_failed_copy_fails_the_call() -> None:
@@ -239,10 +255,10 @@ def test_a_failed_copy_fails_the_call() -> None:
     with small_cache("llama", failing) as kept:
         first = answered("llama", ids, mask, kept.request(ids, mask))
         answered("llama", other, its_mask, kept.request(other, its_mask))
-        copier._which = range(1000)
+        copier.which = range(1000)
         with pytest.raises(ComputationLost):
             answered("llama", ids, mask, kept.request(ids, mask))
-        copier._which = set()
+        copier.which = set()
         gc.collect()
         request = kept.request(ids, mask)
         assert request.get_seq_length() == 0
@@ -308,6 +324,8 @@ def test_a_failed_pass_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunked_prefill() -> None:
     """`generate` may compute a prompt in chunks, here of 7 tokens. Transformers 4 does so behind the model's back."""
+    from transformers import DynamicCache
+
     ids, mask = padded([prompt(1, 50)[0].tolist(), prompt(2, 21)[0].tolist()])
     for name in MODELS:
         with cache_for(name, debug_fill_blank=True) as kept:
@@ -315,7 +333,7 @@ def test_chunked_prefill() -> None:
                 with pytest.raises(UsageError, match="did not hear of"):
                     answered(name, ids, mask, kept.request(ids, mask), prefill_chunk_size=7)
                 continue
-            own = transformers.DynamicCache(config=model(name).config)
+            own = DynamicCache(config=model(name).config)
             # Beside the same with a cache of its own: Mistral's answers change by chunks in 5.0.0.
             alone = answered(name, ids, mask, own, prefill_chunk_size=7)
             assert torch.equal(
@@ -343,7 +361,7 @@ def test_bfloat16() -> None:
     any_model: Any = model("llama", torch.bfloat16)
     ids = prompt(1, 60)
     with (
-        PagedCache.for_model(any_model, tokens_per_block=8, primary_blocks=64) as kept,
+        for_model(any_model, tokens_per_block=8, primary_blocks=64) as kept,
         torch.inference_mode(),
     ):
         own = any_model(ids[:, :40], use_cache=True).past_key_values
@@ -517,6 +535,8 @@ class TestWhatIsRefused:
 
     def test_a_prompt_cut_and_arguments_without_names(self) -> None:
         """A part of the prompt is another prompt; `generate` may get it by its place, or by either name."""
+        import transformers
+
         ids, mask = padded([prompt(1, 30)[0].tolist(), prompt(2, 21)[0].tolist()])
         any_model: Any = model("qwen2")
         with cache_for("qwen2") as kept, kept.request(ids, mask) as request, kept.request(ids, mask):
@@ -605,7 +625,7 @@ class TestWhatIsRefused:
         with pytest.raises(ConfigError, match="layers that attend"):
             cache_for("mistral", primary_blocks=2, secondary_blocks=0)
         with pytest.raises(ConfigError, match="primary_bytes"):
-            PagedCache.for_model(model("llama"))
+            for_model(model("llama"))
 
     def test_models(self) -> None:
         """Those that keep something else than K and V of tokens, or in a type that blocks have not."""
@@ -620,16 +640,18 @@ class TestWhatIsRefused:
             "vocab_size": 9,
         }
         with pytest.raises(Unsupported, match="an encoder"):
-            PagedCache.for_model(T5ForConditionalGeneration(T5Config(**tiny)), primary_blocks=8)
+            for_model(T5ForConditionalGeneration(T5Config(**tiny)), primary_blocks=8)
         with pytest.raises(Unsupported, match="float64"):
-            PagedCache.for_model(model("llama", torch.float64), primary_blocks=8)
+            for_model(model("llama", torch.float64), primary_blocks=8)
         wrong: Any = "llama"
         with pytest.raises(UsageError, match="not str"):
-            PagedCache.for_model(wrong, primary_blocks=8)
+            for_model(wrong, primary_blocks=8)
 
     @pytest.mark.parametrize("version", ["4.55.4", "3.0", "4.9.1"])
     def test_old_releases(self, version: str) -> None:
         """They are named, with what to do."""
+        from kvcache.integrations import transformers as integration
+
         with pytest.raises(Unsupported, match=r"transformers>=4\.56"):
             integration.refuse_old(version)
 

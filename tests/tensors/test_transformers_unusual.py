@@ -8,27 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    DynamicCache,
-    FalconConfig,
-    FalconForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    XLNetConfig,
-    XLNetLMHeadModel,
-)
 
 from kvcache import KVCacheConfig, KVCacheManager, Layout
 from kvcache.errors import ConfigError, Unsupported, UsageError
-from kvcache.integrations.transformers import PagedCache
-from kvcache.integrations.transformers.shape import ModelShape
 from kvcache.pools import Pools
-from tests.support.engines.transformers_models import SHAPE, answered, cache_for, model, padded, prompt
+from tests.support.engines.transformers_models import (
+    SHAPE,
+    answered,
+    cache_for,
+    for_model,
+    model,
+    padded,
+    prompt,
+    shape_of,
+    with_manager,
+)
 
 SIZES: dict[str, Any] = {"tokens_per_block": 16, "primary_blocks": 64}
 
@@ -47,11 +41,13 @@ def test_windows_smaller_than_a_block(window: int) -> None:
 
     With blocks that are overwritten with NaN this shows, as it would where a request before had infinite values.
     """
+    from transformers import MistralConfig, MistralForCausalLM
+
     torch.manual_seed(7)
     sliding: Any = MistralForCausalLM(MistralConfig(**SHAPE, num_hidden_layers=2, sliding_window=window))
     sliding.eval()
     first, second = prompt(1, 25)[0].tolist(), prompt(2, 52)[0].tolist()
-    with PagedCache.for_model(sliding, **SIZES, debug_fill_blank=True) as kept:
+    with for_model(sliding, **SIZES, debug_fill_blank=True) as kept:
         for known in (first, second[:33]):
             generated(sliding, *padded([known]), kept.request(*padded([known])))
         ids, mask = padded([first, second])
@@ -62,6 +58,8 @@ def test_windows_smaller_than_a_block(window: int) -> None:
 
 def length_dependent(kind: str, at: int) -> Any:
     """A Llama whose rotary embedding changes behind so many tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     long = {"short_factor": [1.0] * 4, "long_factor": [9.0] * 4, "original_max_position_embeddings": at}
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0, **(long if kind == "longrope" else {})}
     positions = at if kind == "dynamic" else 256
@@ -77,8 +75,8 @@ def test_rotary_embeddings_that_depend_on_length(kind: str) -> None:
     """Up to where they change all is as usual; longer sequences would find K that is turned otherwise."""
     roped = length_dependent(kind, 60)
     with pytest.raises(ConfigError, match="max_sequence_length: given 61; accepted: at most 60"):
-        PagedCache.for_model(roped, **SIZES, max_sequence_length=61)
-    with PagedCache.for_model(roped, **SIZES) as kept:
+        for_model(roped, **SIZES, max_sequence_length=61)
+    with for_model(roped, **SIZES) as kept:
         assert kept.manager.max_tokens == 60
         for length in (30, 54):
             ids, mask = padded([prompt(1, 54)[0, :length].tolist()])
@@ -89,25 +87,28 @@ def test_rotary_embeddings_that_depend_on_length(kind: str) -> None:
 
 def test_models_without_such_keys_and_values() -> None:
     """State spaces, and memories of layers."""
+    from transformers import MambaConfig, MambaForCausalLM, XLNetConfig, XLNetLMHeadModel
+
     mamba = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2)
     xlnet = XLNetConfig(vocab_size=9, d_model=8, n_layer=1, n_head=2, d_inner=8)
     for each in (MambaForCausalLM(mamba), XLNetLMHeadModel(xlnet)):
         with pytest.raises(Unsupported):
-            PagedCache.for_model(each, **SIZES)
+            for_model(each, **SIZES)
 
 
 def test_layers_of_unequal_heads() -> None:
     """Gemma 4 has larger heads in some layers; a config may also have a list."""
-    pytest.importorskip("transformers", minversion="5.23.0")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    gemma: Any = pytest.importorskip("transformers", minversion="5.23.0")
     few = {**SHAPE, "num_hidden_layers": 6, "head_dim": 16, "vocab_size_per_layer_input": 89}
-    gemma: Any = transformers
     config = gemma.Gemma4TextConfig(**few)
     with pytest.raises(Unsupported, match="a model whose layers differ in head_dim"):
-        PagedCache.for_model(gemma.Gemma4ForCausalLM(config), **SIZES)
+        for_model(gemma.Gemma4ForCausalLM(config), **SIZES)
     listed = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=1))
     vars(listed.config)["num_key_value_heads"] = [2]
     with pytest.raises(Unsupported, match="a model whose layers differ in num_key_value_heads"):
-        PagedCache.for_model(listed, **SIZES)
+        for_model(listed, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +121,15 @@ def test_layers_of_unequal_heads() -> None:
 )
 def test_heads_of_falcon(how: dict[str, Any], heads: int) -> None:
     """One for all queries, of which the config has no number; or, with few of its own, those of the queries."""
+    from transformers import FalconConfig, FalconForCausalLM
+
     sizes = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id")}
     torch.manual_seed(7)
     falcon: Any = FalconForCausalLM(FalconConfig(**sizes, bos_token_id=2, num_hidden_layers=1, **how))
     falcon.eval()
-    assert ModelShape.of(falcon).num_kv_heads == heads
+    assert shape_of(falcon).num_kv_heads == heads
     ids, mask = padded([prompt(1, 30)[0].tolist()])
-    with PagedCache.for_model(falcon, **SIZES) as kept:
+    with for_model(falcon, **SIZES) as kept:
         for _ in range(2):
             cached = generated(falcon, ids, mask, kept.request(ids, mask))
             assert torch.equal(cached, generated(falcon, ids, mask))
@@ -136,6 +139,9 @@ def test_heads_of_falcon(how: dict[str, Any], heads: int) -> None:
 @pytest.mark.parametrize("how", ["forward", "a layer", "in place", "wrapped"])
 def test_compiled_models(how: str) -> None:
     """`torch.compile` leaves what the cache does to Python, and compiles the rest: the answers stay the same."""
+    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     if how in ("forward", "in place") and transformers.__version__ < "5":
         pytest.skip("there its masks cannot be compiled apart from the pass")
     torch.compiler.reset()
@@ -151,7 +157,7 @@ def test_compiled_models(how: str) -> None:
     else:
         part = compiled if how == "forward" else compiled.model.layers[0]
         part.forward = torch.compile(part.forward, backend="eager")
-    with PagedCache.for_model(compiled, **SIZES) as kept:
+    with for_model(compiled, **SIZES) as kept:
         for reused in (0, 29):
             request = kept.request(ids, mask)
             assert request.get_seq_length() == reused
@@ -165,10 +171,12 @@ def test_compiled_models(how: str) -> None:
 
 def test_a_window_of_no_token() -> None:
     """Transformers 5 has such layers; releases before take it for none at all."""
+    from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+
     config = MistralConfig(**SHAPE, num_hidden_layers=1, sliding_window=0)
     if getattr(DynamicCache(config=config).layers[0], "sliding_window", None) is not None:
         with pytest.raises(Unsupported, match="a sliding window of no token"):
-            PagedCache.for_model(MistralForCausalLM(config), **SIZES)
+            for_model(MistralForCausalLM(config), **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -191,25 +199,25 @@ def test_a_manager_of_ones_own(other: dict[str, Any]) -> None:
     pools = Pools(Layout.of(config), "cpu")
     with KVCacheManager(config, pools=pools) as manager:
         if not other or isinstance(other.get("num_kv_heads"), tuple):
-            kept = PagedCache(model("llama"), manager, pools)
+            kept = with_manager(model("llama"), manager, pools)
             ids, mask = padded([prompt(1, 30)[0].tolist()])
             assert torch.equal(
                 answered("llama", ids, mask, kept.request(ids, mask)), answered("llama", ids, mask)
             )
             return
         with pytest.raises(ConfigError, match=r"the model needs|layers that attend to all"):
-            PagedCache(model("llama"), manager, pools)
+            with_manager(model("llama"), manager, pools)
 
 
 def test_pools_of_another_manager() -> None:
     """Nothing would be where the tables say."""
-    configs = [ModelShape.of(model("llama")).settings({**SIZES, "primary_blocks": count}) for count in (8, 9)]
+    configs = [shape_of(model("llama")).settings({**SIZES, "primary_blocks": count}) for count in (8, 9)]
     pools = [Pools(Layout.of(config), "cpu") for config in configs]
     with (
         KVCacheManager(configs[0], pools=pools[0]) as manager,
         pytest.raises(UsageError, match="those that the manager was made with"),
     ):
-        PagedCache(model("llama"), manager, pools[1])
+        with_manager(model("llama"), manager, pools[1])
 
 
 def test_arguments_without_names() -> None:
@@ -225,11 +233,13 @@ def test_arguments_without_names() -> None:
 
 def test_training_mode() -> None:
     """K and V with dropout would be found by others."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(7)
     config: Any = LlamaConfig(**SHAPE, num_hidden_layers=1, attention_dropout=0.5)
     training: Any = LlamaForCausalLM(config)
     ids, mask = padded([prompt(1, 30)[0].tolist()])
-    with PagedCache.for_model(training.train(), **SIZES) as kept:
+    with for_model(training.train(), **SIZES) as kept:
         with pytest.raises(UsageError, match=r"call model\.eval"):
             generated(training, ids, mask, kept.request(ids, mask))
         training.eval()

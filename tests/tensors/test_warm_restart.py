@@ -27,6 +27,8 @@ from tests.oracles.survivors import flip, held_by, survivors
 from tests.support.engines import strategies
 from tests.support.engines.byte_engine import Driver, Wrap, at_once, failing, late, late_and_failing
 from tests.support.engines.fake_engine import FakeEngine
+from tests.support.engines.inside import journal_of
+from tests.support.seeds import seeds
 
 
 def place(directory: Path) -> dict[str, Any]:
@@ -50,7 +52,7 @@ class Life:
 
     def image(self) -> Path:
         """The log as it is on the disk now."""
-        log = self.engine.manager._journal.outputs.log
+        log = journal_of(self.engine.manager).outputs.log
         assert log is not None
         log.flush()
         return Path(shutil.copytree(self.home / "log", self.directory / f"log of {self.lives}"))
@@ -111,13 +113,13 @@ def live(directory: Path, seed: int) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("first", range(0, 60, 30))
+@pytest.mark.parametrize("first", seeds(range(0, 60, 20), quick=1))
 def test_whatever_is_found_again_is_right_and_all_that_can_be_is_found(tmp_path: Path, first: int) -> None:
     """After any commands, with copies late and failing and a log that may be older than the file: the next life begins
     with just the blocks that a count by hand finds, all have the K/V of their prefix, and the log replays.
     """
     counts: Counter[str] = Counter()
-    for seed in range(first, first + 30):
+    for seed in range(first, first + 20):
         (tmp_path / str(seed)).mkdir()
         try:
             counts += live(tmp_path / str(seed), seed)
@@ -156,7 +158,7 @@ def dead(directory: Path, **settings: Any) -> Path:
     """Where such a cache has died: what its process had not given up is gone with it."""
     engine = filled(directory / "before", **settings)
     engine.manager.flush()
-    log = engine.manager._journal.outputs.log
+    log = journal_of(engine.manager).outputs.log
     assert log is not None
     log.flush()
     shutil.copytree(directory / "before" / "log", directory / "log")
@@ -205,7 +207,7 @@ def with_system_prompt(directory: Path, retention: Retention | None = None) -> F
     before.admit(Request("other", [7] * 6))
     before.settle()
     before.manager.flush()
-    log = before.manager._journal.outputs.log
+    log = journal_of(before.manager).outputs.log
     assert log is not None
     log.flush()
     shutil.copytree(directory / "before" / "log", directory / "log")
@@ -261,7 +263,7 @@ def test_a_slot_whose_next_block_had_not_arrived_serves_neither(tmp_path: Path) 
             before.settle()
     assert before.manager.state.transfers
     before.manager.flush()
-    log = before.manager._journal.outputs.log
+    log = journal_of(before.manager).outputs.log
     assert log is not None
     log.flush()
     held = [run for run in before.manager.state.groups[0].tree.runs.values() if run.level == 1]

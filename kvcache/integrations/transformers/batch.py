@@ -44,7 +44,7 @@ class Batch:
         }
         self.past = 0
         """Columns that are there."""
-        self._computed: list[int] = []
+        self.computed: list[int] = []
         """Tokens of each row whose K and V are there."""
         self._promised = 0
         """Tokens to come that have slots."""
@@ -65,9 +65,9 @@ class Batch:
         except CapacityError:
             self.close()
             raise
-        self._computed = [each.reused_tokens for each in admitted]
+        self.computed = [each.reused_tokens for each in admitted]
         # A row that reuses more than others computes some tokens once more, and what it computes is not written.
-        self.past = min(pad + reused for pad, reused in zip(self.rows.pads, self._computed, strict=True))
+        self.past = min(pad + reused for pad, reused in zip(self.rows.pads, self.computed, strict=True))
 
     def _reserve(self) -> None:
         if self._promised > 0:
@@ -130,9 +130,9 @@ class Batch:
         self._append([row[max(self.rows.width - self.past, 0) :] for row in columns])
         self._copies.start()
         self._copies.refuse_lost(self.names)
-        ends = [max(stop - pad, done) for pad, done in zip(self.rows.pads, self._computed, strict=True)]
+        ends = [max(stop - pad, done) for pad, done in zip(self.rows.pads, self.computed, strict=True)]
         self.step = Step(
-            self.manager, self.names, self.rows, Span(self.past, stop, list(self._computed), ends)
+            self.manager, self.names, self.rows, Span(self.past, stop, list(self.computed), ends)
         )
 
     def _append(self, columns: list[list[int]]) -> None:
@@ -172,10 +172,10 @@ class Batch:
         assert step is not None
         step.refuse_incomplete(len(self._kv))
         self._copies.refuse_lost(self.names)  # before any of it is taken as computed
-        for name, before, end in zip(self.names, self._computed, step.span.ends, strict=True):
+        for name, before, end in zip(self.names, self.computed, step.span.ends, strict=True):
             if end > before:
                 self.manager.store_context_blocks(name, end)
-        self._computed, self.past, self.step = list(step.span.ends), step.span.stop, None
+        self.computed, self.past, self.step = list(step.span.ends), step.span.stop, None
         self.manager.flush()
 
     def select(self, chosen: list[int]) -> None:
@@ -199,7 +199,7 @@ class Batch:
             self.names += [name for name in dict.fromkeys(parents) if name not in self.names]
             self.close()
             raise
-        self._computed = [self._computed[row] for row in chosen]
+        self.computed = [self.computed[row] for row in chosen]
         self.rows.select(chosen)
 
     def _branch(self, parent: str) -> str:

@@ -28,6 +28,7 @@ from kvcache.pools import Pools
 from kvcache.workload.pattern import PoolPattern, Span, prefix_digests
 from kvcache.workload.tokens import Int32s
 from tests.oracles.survivors import survivors
+from tests.support.waiting import wait_until
 
 CHATS = 40
 LONGEST = 160
@@ -59,6 +60,7 @@ def serve(directory: Path, seed: int) -> None:
         "found": survey.found if survey else 0,
         "verified": survey.verified if survey else 0,
         "checked": 0,
+        "served": 0,
     }
     for number in itertools.count():
         tokens = chat(r.randrange(CHATS))[: r.randrange(20, LONGEST)]
@@ -74,13 +76,17 @@ def serve(directory: Path, seed: int) -> None:
         manager.store_context_blocks(request, len(tokens))
         manager.remove_sequence(request)
         manager.flush()
+        report["served"] += 1
         said = directory / "said.new"
         said.write_text(json.dumps(report))
         said.rename(directory / "said")
 
 
-def life(directory: Path, seed: int, seconds: float, said: Path | None) -> int:
-    """Let one begin, and kill it so long after it has `said` that it serves, or has begun; returns how it ended."""
+def life(directory: Path, seed: int, requests: int, seconds: float) -> int:
+    """Let one begin, and kill it when it has served so many `requests`, or, for none of them, some `seconds` later.
+
+    Returns how it ended.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -89,18 +95,36 @@ def life(directory: Path, seed: int, seconds: float, said: Path | None) -> int:
             traceback.print_exc()
         finally:
             os._exit(1)
-    deadline = time.monotonic() + 60
-    while said is not None and not said.exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1]
+    ended = 0, 0
+
+    def is_over() -> bool:
+        nonlocal ended
+        ended = os.waitpid(child, os.WNOHANG)
+        return ended[0] == child or report_of(directory).get("served", 0) >= requests
+
+    try:
+        if requests:
+            wait_until(is_over, "it serves nobody")
+        else:
+            time.sleep(seconds)
+    finally:
+        if ended[0] != child:
+            os.kill(child, signal.SIGKILL)
+            ended = os.waitpid(child, 0)
+    return ended[1]
+
+
+def report_of(directory: Path) -> dict[str, int]:
+    """Return what a life has said last, if anything."""
+    said = directory / "said"
+    report: dict[str, int] = json.loads(said.read_text()) if said.exists() else {}
+    return report
 
 
 def main() -> None:
     directory, seed, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    r, said = random.Random(seed), directory / "said"
+    r = random.Random(seed)
     for number in range(kills):
         expected, last_seq = 0, -1
         if any((directory / "log").glob("*.kvlog")) and (directory / "secondary").exists():
@@ -108,12 +132,12 @@ def main() -> None:
             expected = len(survivors(directory / "log", directory / "secondary", layout))
             for batch in LogReader(directory / "log"):
                 last_seq = batch.seq
-        said.unlink(missing_ok=True)
+        (directory / "said").unlink(missing_ok=True)
         # Some die while they begin, most while they serve.
-        serves = r.random() < 0.8
-        status = life(directory, seed * 1000 + number, 0.15 * r.random(), said if serves else None)
-        report = json.loads(said.read_text()) if said.exists() else {}
-        line = {"signal": os.WTERMSIG(status), "expected": expected, "last_seq": last_seq, **report}
+        requests = r.randrange(1, 30) if r.random() < 0.8 else 0
+        status = life(directory, seed * 1000 + number, requests, 0.1 * r.random())
+        line = {"signal": os.WTERMSIG(status), "expected": expected, "last_seq": last_seq}
+        line |= report_of(directory)
         print(json.dumps(line), flush=True)
 
 

@@ -1,26 +1,25 @@
-"""Small models of Transformers with random weights, and conversations with them."""
+"""Small models of Transformers with random weights, and conversations with them.
+
+Transformers takes seconds to import: that is left to the tests that use it, so that collecting them takes none.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
-from kvcache.integrations.transformers import PagedCache
+from kvcache import KVCacheManager
+from kvcache.pools import Pools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcache.integrations.transformers import PagedCache
+    from kvcache.integrations.transformers.shape import ModelShape
 
 # That some settings of generation are not the defaults is said in each call.
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -46,12 +45,14 @@ MODELS = ("llama", "mistral", "gemma3", "qwen2")
 @cache
 def model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Llama with grouped heads; Mistral, which slides; Gemma 3, whose layers differ; Qwen 2, which has biases."""
+    import transformers as of
+
     torch.manual_seed(7)
     made: Any
     if name == "llama":
-        made = LlamaForCausalLM(LlamaConfig(**SHAPE, num_hidden_layers=2))
+        made = of.LlamaForCausalLM(of.LlamaConfig(**SHAPE, num_hidden_layers=2))
     elif name == "mistral":
-        made = MistralForCausalLM(MistralConfig(**SHAPE, num_hidden_layers=2, sliding_window=WINDOW))
+        made = of.MistralForCausalLM(of.MistralConfig(**SHAPE, num_hidden_layers=2, sliding_window=WINDOW))
     elif name == "gemma3":
         layers = ["sliding_attention", "full_attention", "sliding_attention"]
         own: dict[str, Any] = {
@@ -60,18 +61,39 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
             "layer_types": layers,
             "num_hidden_layers": 3,
         }
-        made = Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, **own))
+        made = of.Gemma3ForCausalLM(of.Gemma3TextConfig(**SHAPE, **own))
     else:
-        made = Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_hidden_layers=2))
+        made = of.Qwen2ForCausalLM(of.Qwen2Config(**SHAPE, num_hidden_layers=2))
     ready = made.eval().to(dtype)
-    assert isinstance(ready, PreTrainedModel)
+    assert isinstance(ready, of.PreTrainedModel)
     return ready
+
+
+def for_model(any_model: Any, **settings: Any) -> PagedCache:
+    """Return a cache with pools of its own."""
+    from kvcache.integrations.transformers import PagedCache
+
+    return PagedCache.for_model(any_model, **settings)
+
+
+def with_manager(any_model: Any, manager: KVCacheManager, pools: Pools) -> PagedCache:
+    """Return a cache over a manager that was made before."""
+    from kvcache.integrations.transformers import PagedCache
+
+    return PagedCache(any_model, manager, pools)
+
+
+def shape_of(any_model: Any) -> ModelShape:
+    """Return what a model needs of its cache."""
+    from kvcache.integrations.transformers.shape import ModelShape
+
+    return ModelShape.of(any_model)
 
 
 def cache_for(name: str, **settings: Any) -> PagedCache:
     """A cache with room for a few prompts."""
     usual = {"tokens_per_block": 8, "primary_blocks": 96, "secondary_blocks": 64, "max_sequence_length": 256}
-    return PagedCache.for_model(model(name), **{**usual, **settings})
+    return for_model(model(name), **{**usual, **settings})
 
 
 def prompt(seed: int, length: int, rows: int = 1) -> torch.Tensor:
