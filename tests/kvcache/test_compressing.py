@@ -34,11 +34,11 @@ from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
 from tests.oracles.crash_model import Recording, put
-from tests.support.feeds.chaos import wait_until
 from tests.support.logs.damaging import compressed_copy, log_with_snapshots
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
 from tests.support.logs.logs import batch, segments
 from tests.support.seeds import seeds
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

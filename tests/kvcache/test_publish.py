@@ -23,10 +23,10 @@ from kvcache.publish.publisher import Publisher
 from sinks import SinkError
 from sinks.base import SinkUnavailable, SinkURLError
 from sinks.file import FileOptions, FileSink
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
 from tests.support.logs.planted import as_root, plant
 from tests.support.ports import free_port
+from tests.support.waiting import wait_until
 
 __all__ = ["sinks"]
 

@@ -18,8 +18,8 @@ from kvcache.fold.residency import resident_names
 from kvcache.keep.prune import prune
 from kvcache.keep.snapshot import make_snapshot
 from sinks.router.feed import FeedBatch
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
+from tests.support.waiting import wait_until
 
 __all__ = ["sinks"]
 

@@ -14,7 +14,6 @@ import pytest
 from events.log import LogReader
 from events.log.epochs import beginnings
 from kvcache.manager import KVCacheManager
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publishing import Collector, Running, sinks, write
 from tests.support.feeds.scraping import (
     Samples,
@@ -32,6 +31,7 @@ from tests.support.feeds.scraping import (
 from tests.support.logs.random_logs import LossyLog, Program
 from tests.support.ports import free_port
 from tests.support.seeds import seeds
+from tests.support.waiting import wait_until
 
 __all__ = ["sinks"]
 pytest.importorskip("prometheus_client")

@@ -24,11 +24,10 @@ from kvcache.replay import replay
 from kvcache.tap.sources import Endpoint
 from kvcache.tap.tap import Tap, state_of
 from tests.support.engines.traffic import config
-from tests.support.feeds.chaos import wait_until
 from tests.support.feeds.publisher import CLEARED, Publisher, ReplayServer, batch, removed, replaying, stored
 from tests.support.feeds.tapped import work_until
 from tests.support.logs.full_disk import FullDisk, full_disk
-from tests.support.waiting import WAIT
+from tests.support.waiting import wait_until
 
 __all__ = ["full_disk"]
 
