@@ -6,4 +6,4 @@ import pytest
 
 # What differs is said as in tests themselves.
 pytest.register_assert_rewrite("tests.support", "tests.oracles")
-pytest_plugins = ["tests.support.plugin", "tests.support.commands"]
+pytest_plugins = ["tests.support.plugin", "tests.support.commands", "tests.support.logs.held_disk"]

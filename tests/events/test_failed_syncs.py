@@ -22,7 +22,7 @@ from events.log.head import LogHead
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
 from kvcache.keep.scan import Damage, Found, Scan
-from tests.events.conftest import HoldDisk
+from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import LOG_ID, batch, frame_offsets, read_log, segments, settle, write_log
 from tests.support.seeds import seeds
 from tests.support.waiting import WAIT, wait_until

@@ -30,8 +30,8 @@ from events import (
     NotALog,
 )
 from events.log import LogReader, LogWriter, making, output, recorder
-from tests.events.conftest import HoldDisk
 from tests.support.commands import RunPython
+from tests.support.logs.held_disk import HoldDisk
 from tests.support.logs.logs import (
     LOG_ID,
     batch,

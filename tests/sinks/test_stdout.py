@@ -51,9 +51,12 @@ def test_prints_json_with_tokens(capfd: pytest.CaptureFixture[str]) -> None:
 def test_keeps_its_place_among_prints() -> None:
     """What was printed before the sink opened comes first, also where Python buffers it."""
     script = (
-        "from tests.sinks.test_stdout import BATCH, CONTEXT, open_sink\n"
+        "from events.types import EventBatch\n"
+        "from sinks import SinkContext, open_sink\n"
+        "from tests.support.feeds.sinks import KEY_BYTES, SAMPLES\n"
         "print('before')\n"
-        "sink = open_sink('stdout:', CONTEXT); sink.open(); sink.write(BATCH); sink.close()\n"
+        "sink = open_sink('stdout:', SinkContext(KEY_BYTES, 4))\n"
+        "sink.open(); sink.write(EventBatch(3, 4, SAMPLES)); sink.close()\n"
         "print('after')\n"
     )
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}

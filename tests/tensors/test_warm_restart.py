@@ -75,6 +75,7 @@ class Life:
         held = held_by(state, again)
         assert held == expected if not again else held >= expected
         self.engine.verify()
+        journal_of(old.manager).outputs.close()
 
     def end(self) -> None:
         self.engine.settle()

@@ -8,7 +8,7 @@ them to meddle with what is counted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -115,3 +115,8 @@ def accounted() -> Iterator[None]:
         patch.object(LogWriter, "close", checking_close),
     ):
         yield
+    # Caches that died in a test leave logs open whose threads would run as long as the process does.
+    for left in accounts.values():
+        if not left.closed:
+            with suppress(LogWriteFailed):
+                close(left.log)

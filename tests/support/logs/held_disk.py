@@ -1,4 +1,4 @@
-"""What the tests of events share."""
+"""A disk that hangs for a while, under each log that is written."""
 
 from __future__ import annotations
 
