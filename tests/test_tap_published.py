@@ -235,7 +235,7 @@ def kafka(directory: Path) -> Iterator[str]:
     from tests.support.servers.kafka_cluster import MockCluster
 
     with MockCluster(directory) as cluster:
-        yield cluster.url
+        yield f"kafka://127.0.0.1:{cluster.port}"
 
 
 BROKERS = [

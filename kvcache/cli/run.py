@@ -10,6 +10,7 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Generator
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -334,6 +335,10 @@ class _Run:
             with suppress(KVCacheError, EventsError, OSError):
                 manager.close()
             raise
+        finally:
+            # A run that ends early has not read its trace to the end.
+            if isinstance(source.requests, Generator):
+                source.requests.close()
 
     def _finish(
         self, manager: KVCacheManager, log: LogWriter, result: RunResult, router: own_feed.OwnFeed | None

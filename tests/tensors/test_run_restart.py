@@ -30,7 +30,7 @@ def summary(kvcache: Kvcache, directory: Path) -> dict[str, Any]:
 def killed(start: Start, directory: Path, more_bytes: int) -> None:
     """Begin a run and kill it when its log has grown so far, or a little later."""
     goal = size(directory) + more_bytes
-    running = start(*arguments(directory, "--speed", "1", "--limit", "150"))
+    running = start(*arguments(directory, "--speed", "1", "--limit", "100"))
     wait_until(lambda: size(directory) > goal or running.poll() is not None)
     running.kill()
     _, errors = running.communicate()
