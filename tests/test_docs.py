@@ -258,6 +258,25 @@ def test_the_changelog_tells_of_what_users_meet() -> None:
     assert [each for each in [*COMMANDS, *schemes, *features, *options] if each not in CHANGELOG] == []
 
 
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("[bet]*/**/README.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files(page: Path) -> None:
+    """Each relative link of a page leads to a file or directory of the project."""
+    links = re.findall(r"\]\(((?!\w+:|#)[^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_every_oracle_is_on_its_page() -> None:
+    """The first table of the page has exactly the modules of the directory."""
+    page = (ROOT / "tests" / "oracles" / "README.md").read_text(encoding="utf-8")
+    named = {
+        name for row in table(page, "## In this directory") for name in re.findall(r"\((\w+\.py)\)", row)
+    }
+    assert named == {path.name for path in (ROOT / "tests" / "oracles").glob("*.py")}
+
+
 def test_how_long_the_tests_take_is_said_once() -> None:
     """`make help` promises what the README promises."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
