@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--map",
         type=Path,
-        help="a directory that keeps which tests run which lines; used again if it is there",
+        help="a directory to keep what the run of all tests has said; if it is there, that run and its tree are used",
     )
     parser.add_argument("--list", action="store_true", help="say which changes there would be, and try none")
     parser.add_argument(
@@ -62,9 +63,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     asked = options(arguments)
-    mutations = chosen(asked.tree, asked.mutants, asked.seed)
     if asked.list:
-        for mutation in mutations:
+        for mutation in chosen(asked.tree, asked.mutants, asked.seed):
             print(spelled(mutation))
         return 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
@@ -73,25 +73,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say("running the quick tests once, to know which of them run which lines")
             measure(asked.tree, place, asked.workers, asked.tests)
         known = Map(place)
-        failed = sum(not test.passed for test in known.tests.values())
+        failed = [nodeid for nodeid, test in known.tests.items() if not test.passed]
         say(
-            f"{len(known.tests):,} tests, of which {failed:,} failed while lines were counted and are left out"
+            f"{len(known.tests):,} tests ran; left out are {len(failed):,} that failed while lines were counted"
         )
+        for nodeid in failed:
+            say(f"  {nodeid}")
         if asked.coverage:
             print(covered(known.lines()))
             return 0
-        outcomes = tried(mutations, asked.tree, Path(directory), known, asked)
+        mutations = chosen(known.tree, asked.mutants, asked.seed)
+        outcomes = tried(mutations, Path(directory), known, asked)
     print(table(mutations, outcomes))
     return 0
 
 
 def tried(
-    mutations: Sequence[Mutation], tree: Path, directory: Path, known: Map, asked: argparse.Namespace
+    mutations: Sequence[Mutation], directory: Path, known: Map, asked: argparse.Namespace
 ) -> list[Outcome]:
     """Try each one, several at a time, each in a tree of its own."""
     places: queue.SimpleQueue[Place] = queue.SimpleQueue()
     for number in range(asked.workers):
-        places.put(Place(tree, directory / str(number)))
+        places.put(Place(known.tree, directory / str(number)))
     done = 0
 
     def one(mutation: Mutation) -> Outcome:
@@ -114,9 +117,8 @@ def table(mutations: Sequence[Mutation], outcomes: Sequence[Outcome]) -> str:
     rows = sorted(zip(mutations, outcomes, strict=True), key=lambda row: -VERDICTS.index(row[1].verdict))
     lines = []
     for mutation, outcome in rows:
-        said = outcome.by or (
-            f"{outcome.ran:,} of {outcome.tests:,} tests that run it" if outcome.ran else ""
-        )
+        numbers = f"{outcome.tests:,} tests run it, {outcome.ran:,} were tried" if outcome.ran else ""
+        said = outcome.by or numbers
         lines += [f"{outcome.verdict}: {spelled(mutation)}", f"    {said}" if said else ""]
     lines.append(f"\n{'':16}" + "".join(f"{verdict:>14}" for verdict in VERDICTS))
     for area in (*AREAS, ""):
@@ -127,7 +129,9 @@ def table(mutations: Sequence[Mutation], outcomes: Sequence[Outcome]) -> str:
 
 def spelled(mutation: Mutation) -> str:
     """A mutation for people, on one line."""
-    before, after = (" ".join(text.split()) for text in (mutation.before, mutation.after))
+    before, after = (
+        textwrap.shorten(text, 70, placeholder=" …") for text in (mutation.before, mutation.after)
+    )
     return f"{mutation.file}:{mutation.lines[-1]} {mutation.function}, {mutation.kind}: {before} → {after}"
 
 

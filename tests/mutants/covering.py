@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -83,7 +85,18 @@ def measure(tree: Path, directory: Path, workers: int, tests: Sequence[str] = ()
 
 
 def combine(directory: Path) -> None:
-    """Make one file of those that the processes have written."""
+    """Make one file of those that the processes have written; a process that was killed may have left a broken one."""
+    for path in directory.glob(".coverage.*"):
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as file:
+                whole = file.execute("PRAGMA quick_check").fetchall() == [("ok",)]
+                whole &= bool(
+                    file.execute("SELECT name FROM sqlite_master WHERE name = 'line_bits'").fetchall()
+                )
+        except sqlite3.DatabaseError:
+            whole = False
+        if not whole:
+            path.unlink()
     coverage = Coverage(str(directory / ".coverage"), config_file=False, messages=False)
     coverage.combine([str(directory)])
     coverage.save()
@@ -93,7 +106,7 @@ class Map:
     """What `measure` has left in a directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._tree = directory / "tree"
+        self.tree = directory / "tree"
         self._data = CoverageData(str(directory / ".coverage"))
         self._data.read()
         self.tests: dict[str, Test] = {}
@@ -101,9 +114,9 @@ class Map:
             for line in path.read_text(encoding="utf-8").splitlines():
                 nodeid, passed, seconds, fixtures = json.loads(line)
                 self.tests[nodeid] = Test(passed, seconds, frozenset(fixtures))
-        killed = {_test_of(path.read_text()) for path in directory.glob("child.*")}
+        killed = {_test_of(path.read_text()) for path in directory.glob("unseen.*")}
         self.unseen = sorted(nodeid for nodeid in killed & self.tests.keys() if self.tests[nodeid].passed)
-        """Tests that have killed a process of theirs, so that what it ran is not known."""
+        """Tests that have killed or forked a process, so that what it ran is not known."""
 
     def lines(self) -> dict[str, Lines]:
         """Return how many lines of each file of the product there are, and how many were run."""
@@ -111,9 +124,9 @@ class Map:
         coverage.load()
         found = {}
         for package in PACKAGES:
-            for path in sorted((self._tree / package).rglob("*.py")):
+            for path in sorted((self.tree / package).rglob("*.py")):
                 _, there, _, missing, _ = coverage.analysis2(str(path))
-                found[path.relative_to(self._tree).as_posix()] = Lines(len(there), len(there) - len(missing))
+                found[path.relative_to(self.tree).as_posix()] = Lines(len(there), len(there) - len(missing))
         return found
 
     def covering(self, mutation: Mutation) -> set[str]:
@@ -128,7 +141,7 @@ class Map:
 
     @cache  # noqa: B019 - there is one map
     def _contexts(self, file: str) -> dict[int, list[str]]:
-        return self._data.contexts_by_lineno(str(self._tree / file))
+        return self._data.contexts_by_lineno(str(self.tree / file))
 
     @cache  # noqa: B019
     def _tests_of(self, context: str) -> Iterable[str]:

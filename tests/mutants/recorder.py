@@ -20,17 +20,29 @@ from coverage import Coverage
 DIRECTORY = "RECORDER_DIRECTORY"
 """The variable that names the directory to write to."""
 EVERYWHERE = """\
-import atexit, contextlib, os, pathlib, uuid
+import atexit, contextlib, os, pathlib, uuid, zlib
+
+def note(name):
+    with contextlib.suppress(OSError):
+        path = pathlib.Path(os.environ["RECORDER_DIRECTORY"], f"unseen.{name}")
+        path.write_text(os.environ["PYTEST_CURRENT_TEST"])
+        return path
+
+def forked():
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        note(zlib.crc32(os.environ["PYTEST_CURRENT_TEST"].encode()))
+
 if "RECORDER_DIRECTORY" in os.environ:
     import coverage
     coverage.process_startup()
+    os.register_at_fork(after_in_child=forked)
     if "PYTEST_CURRENT_TEST" in os.environ:
-        with contextlib.suppress(OSError):
-            began = pathlib.Path(os.environ["RECORDER_DIRECTORY"]) / f"child.{uuid.uuid4()}"
-            began.write_text(os.environ["PYTEST_CURRENT_TEST"])
+        began = note(uuid.uuid4())
+        if began is not None:
             atexit.register(began.unlink, missing_ok=True)
 """
-"""`sitecustomize.py` of the tree. A process that is killed leaves a file, as nothing of what it ran is recorded."""
+"""`sitecustomize.py` of the tree. A process that is killed leaves a file, as does one that was forked: nothing of what
+they ran is recorded."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

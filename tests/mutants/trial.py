@@ -21,6 +21,8 @@ from tests.mutants.mutations import Mutation
 
 STEPS = ((6, 10.0), (25, 60.0), (10**9, float("inf")))
 """The quickest tests of so many modules, for so many seconds, come first."""
+UNSEEN = 60.0
+"""Seconds of tests with processes of which nothing is recorded, for a line that no test is known to run."""
 NONE_COLLECTED = 5
 TIMEOUT = 60
 """Seconds after which a test that does not end has failed."""
@@ -58,9 +60,10 @@ class Place:
         """Run the tests that may notice a mutation until one does, for as long as `limit` says they take."""
         began = time.monotonic()
         covering = known.covering(mutation)
-        if not covering:
-            return Outcome("not covered", "", 0, 0, 0)
-        verdict, by, ran = self._judged(mutation, known, covering, limit)
+        # Where no test is known to run it, a process may have done so of which nothing is recorded.
+        verdict, by, ran = self._judged(mutation, known, covering, limit if covering else min(limit, UNSEEN))
+        if not covering and verdict == "survived":
+            verdict = "not covered"
         return Outcome(verdict, by, ran, len(covering), time.monotonic() - began)
 
     def _judged(
@@ -144,8 +147,8 @@ class Place:
 def chunks(known: Map, covering: set[str], limit: float) -> Iterator[list[str]]:
     """Yield the tests to run after each other, the quickest first: those that run the line, then those that may.
 
-    These are the tests that have killed a process, and the other tests of the modules in which one runs the line: what
-    a test keeps for others is counted as run by the first one only.
+    These are the tests that have killed or forked a process, and the other tests of the modules in which one runs the
+    line: what a test keeps for others is counted as run by the first one only.
     """
     modules = {test.partition("::")[0] for test in covering}
     beside = {
