@@ -25,7 +25,7 @@ First the quick tests are run once under coverage.py (pip install coverage), to 
 change is then tried with those that run its line only, the quickest first. The same seed chooses the same changes in
 other versions of the code as far as they have them. Nothing is changed in the tree itself.
 """
-VERDICTS = ("killed", "survived", "not covered", "not imported")
+VERDICTS = ("survived", "not covered", "not imported", "killed")
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -114,17 +114,16 @@ def tried(
 
 def table(mutations: Sequence[Mutation], outcomes: Sequence[Outcome]) -> str:
     """What has become of each one, those that nobody noticed first, and how many there are in each area."""
-    rows = sorted(zip(mutations, outcomes, strict=True), key=lambda row: -VERDICTS.index(row[1].verdict))
+    rows = sorted(zip(mutations, outcomes, strict=True), key=lambda row: VERDICTS.index(row[1].verdict))
     lines = []
     for mutation, outcome in rows:
-        numbers = f"{outcome.tests:,} tests run it, {outcome.ran:,} were tried" if outcome.ran else ""
-        said = outcome.by or numbers
-        lines += [f"{outcome.verdict}: {spelled(mutation)}", f"    {said}" if said else ""]
+        said = outcome.by or f"{outcome.tests:,} tests run it, {outcome.ran:,} were tried"
+        lines += [f"{outcome.verdict}: {spelled(mutation)}", f"    {said}"]
     lines.append(f"\n{'':16}" + "".join(f"{verdict:>14}" for verdict in VERDICTS))
     for area in (*AREAS, ""):
         counts = Counter(outcome.verdict for mutation, outcome in rows if mutation.file.startswith(area))
         lines.append(f"{area or 'all':16}" + "".join(f"{counts[verdict]:14}" for verdict in VERDICTS))
-    return "\n".join(line for line in lines if line)
+    return "\n".join(lines)
 
 
 def spelled(mutation: Mutation) -> str:

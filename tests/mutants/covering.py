@@ -80,7 +80,7 @@ def measure(tree: Path, directory: Path, workers: int, tests: Sequence[str] = ()
     }
     options = ["-q", "-p", "coverage_recorder", "-n", str(workers), "--dist", "loadscope", "-m", QUICK]
     command = [sys.executable, "-m", "pytest", *options, "--timeout=600", "--tb=no", "-r", "N", *tests]
-    subprocess.run(command, cwd=copied, env=environment, check=False)
+    subprocess.run(command, cwd=copied, env=environment, stdout=sys.stderr, check=False)
     combine(directory)
 
 
