@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Generator, Iterator
 
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what modules have made out of garbage collections, which many tests ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_long(config: pytest.Config) -> bool:

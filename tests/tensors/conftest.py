@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from typing import Any
 
@@ -27,9 +26,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             return "transformers" if module.endswith(WITH_TRANSFORMERS) else module
 
     return ByModule(config, log)
-
-
-def pytest_collection_finish() -> None:
-    """Leave what modules have made out of garbage collections, which many tests ask for."""
-    gc.collect()
-    gc.freeze()
