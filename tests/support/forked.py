@@ -44,9 +44,15 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 def _start_server() -> None:
     """Start the server, which imports what it is given when it begins, from this project."""
     CONTEXT.set_forkserver_preload(IMPORTED)
-    # Forking with threads of a library for linear algebra is not safe.
-    surroundings = {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    with mock.patch.dict(os.environ, surroundings):
+    # Forking with threads of a library for linear algebra is not safe, and a socket's path is short: it does not fit
+    # in a directory of a test.
+    surroundings = {
+        "PYTHONPATH": str(ROOT),
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": "",
+    }
+    with mock.patch.dict(os.environ, surroundings), mock.patch.object(tempfile, "tempdir", None):
         forkserver.ensure_running()
 
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from tests.support.commands import Play
 from tests.support.examples import snippet, snippets, source
 from tests.support.places import ROOT
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
