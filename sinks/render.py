@@ -143,7 +143,8 @@ def _cache_created(e: ev.CacheCreated, known: Known) -> str:
         f"group{i}({_kind(g)} layers={len(g.layers)} blocks={g.num_blocks[0]}+{g.num_blocks[1]})"
         for i, g in enumerate(e.groups)
     )
-    return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}"
+    engine = f" engine={text(e.engine)}" if e.engine else ""
+    return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}{engine}"
 
 
 def _kind(group: ev.GroupCreated) -> str:

@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 
 class CacheCreated(Event, frozen=True):
-    """A manager started with an empty cache."""
+    """A manager, or an engine with one of its own, started with an empty cache."""
 
     config: JsonText
     """The effective configuration as JSON."""
@@ -33,6 +33,8 @@ class CacheCreated(Event, frozen=True):
     format_version: int = FORMAT_VERSION
     attention_dp_rank: int | None = None
     """Of the engine, where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
+    engine: str = ""
+    """Whose decisions a recorder wrote down, as in "vllm 0.33.0"; empty: this library's manager decided."""
 
 
 class EpochStarted(Event, frozen=True):

@@ -84,6 +84,8 @@ class HashAlgorithm:
     """(namespace, parent key, plain tokens, bytes per block) to the keys of all blocks; the last may be short."""
     chain_rich: Callable[[Namespace, bytes, RichTokens, int], bytes]
     """The same for tokens with extra ids or items."""
+    given: bool = False
+    """Whether keys are an engine's own, which nobody else can make: to ask for one raises a ValueError."""
 
 
 def _sha256_root(namespace: Namespace) -> bytes:
@@ -228,6 +230,17 @@ def _chain(digest: Callable[[bytes], bytes], parent: bytes, tokens: RichTokens, 
     return b"".join(keys)
 
 
+def _given(*_: object) -> bytes:
+    raise ValueError("keys are the engine's own")
+
+
+def _named_by_engine(name: str, size: int) -> HashAlgorithm:
+    # Engines give no key of a namespace. This one tells namespaces apart, as in a fingerprint.
+    return HashAlgorithm(name, size, lambda space: _sha256_root(space)[:size], _given, _given, given=True)
+
+
+NAMED_BY_ENGINE = {8: "engine_64", 16: "engine_128", 32: "engine_256"}
+"""By the size of a key, the algorithm of logs whose engine has given the keys."""
 ALGORITHMS: dict[str, HashAlgorithm] = {
     algorithm.name: algorithm
     for algorithm in (
@@ -235,6 +248,7 @@ ALGORITHMS: dict[str, HashAlgorithm] = {
         HashAlgorithm("v1_block_key", 8, lambda namespace: bytes(8), _v1_chain, _v1_chain_rich),
         HashAlgorithm("xxh3_64", 8, _xxh3_root, _xxh3_chain, _xxh3_chain_rich),
         HashAlgorithm("none", 0, lambda namespace: b"", lambda *_: b"", lambda *_: b""),
+        *(_named_by_engine(name, size) for size, name in NAMED_BY_ENGINE.items()),
     )
 }
 """By name. Ids of ``v2_sha256_64`` and ``v1_block_key`` agree with TensorRT-LLM's for equal tokens, LoRA id, salt;

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.log import LogEnd, LogReader
+from events.tokens.names import NAMED_BY_ENGINE
 from events.types import EventBatch
 from kvcache.audit.admission import Admission
 from kvcache.audit.collecting import Several
@@ -113,7 +114,8 @@ def audit_worker(path: Path, top: int = 10) -> WorkerAudit:
         _fold(history, batch, path)
         for event in batch.events:
             if isinstance(event, ev.CacheCreated):
-                algorithm = f"{event.hash_algorithm}, blocks of {event.tokens_per_block} tokens"
+                of = f" of {event.engine}" if event.hash_algorithm in NAMED_BY_ENGINE.values() else ""
+                algorithm = f"{event.hash_algorithm}{of}, blocks of {event.tokens_per_block} tokens"
     if algorithm and (not history.key_bytes or not history.tokens_recorded):
         raise Unsupported(
             f"comparing {path} with other logs", "record tokens and names of blocks (block_hash)"

@@ -162,15 +162,19 @@ class Evictor:
 
     def _names_of_tail(self, run: Run, count: int) -> bytes:
         """Names of the last `count` blocks, deepest first."""
-        size, keys = self._key_bytes, run.keys
-        if not size:
-            return b""
-        if count == 1:
-            at = len(keys) - size
-            return bytes(keys[at : at + NAME_BYTES])
-        if count <= _FEW:
-            ends = range(len(keys), len(keys) - count * size, -size)
-            return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
-        blocks = len(keys) // size
-        names = names_between(keys, size, blocks - count, blocks)
-        return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()
+        return last_names(run.keys, self._key_bytes, count)
+
+
+def last_names(keys: bytes | bytearray, size: int, count: int) -> bytes:
+    """The names of the last `count` blocks of a column of keys of this size, last first."""
+    if not size:
+        return b""
+    if count == 1:
+        at = len(keys) - size
+        return bytes(keys[at : at + NAME_BYTES])
+    if count <= _FEW:
+        ends = range(len(keys), len(keys) - count * size, -size)
+        return b"".join([keys[end - size : end - size + NAME_BYTES] for end in ends])
+    blocks = len(keys) // size
+    names = names_between(keys, size, blocks - count, blocks)
+    return np.frombuffer(names, f"V{NAME_BYTES}")[::-1].tobytes()

@@ -8,6 +8,7 @@ from typing import Any
 from events.packed import NAME_BYTES, TOKEN_BYTES
 from events.tokens.rich import RichTokens
 from events.types import CROSS, SECONDARY, Namespace
+from kvcache.errors import Unsupported
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import GroupMatch, Piece, in_all, match
 from kvcache.fold.sliding_group import SlidingGroup
@@ -77,6 +78,11 @@ def _input_of(state: CacheState, encoder: EncoderInput) -> dict[str, Any]:
 
 
 def _keys(state: CacheState, namespace: Namespace, prompt: RichTokens, stop: int) -> bytes:
+    if state.hashing.given:
+        instead = "let the log record tokens (log.record_tokens)"
+        raise Unsupported(
+            "looking up a prompt where an engine has made the names, and no tokens are known", instead
+        )
     block_bytes = state.tokens_per_block * TOKEN_BYTES
     chain, full = state.hashing.chain_rich, stop // block_bytes
     keys = chain(namespace, state.root_key(namespace), prompt, block_bytes)

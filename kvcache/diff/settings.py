@@ -40,6 +40,8 @@ def settings_of(created: CacheCreated) -> Iterator[tuple[str, Any]]:
     yield "windows", [[group.window, *group.num_blocks] for group in created.groups]
     yield "key_bytes", created.key_bytes
     yield "hash_algorithm", created.hash_algorithm
+    if created.engine:
+        yield "engine", created.engine
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

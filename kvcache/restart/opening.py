@@ -52,6 +52,11 @@ def config_of(state: object) -> KVCacheConfig:
     if state.created is None or not state.tokens_recorded:
         instead = "replay a log that records tokens, up to its first batch or beyond"
         raise Unsupported("going on from this state", instead)
+    if state.created.engine:
+        what = f"going on with a cache in which {state.created.engine} decided"
+        raise Unsupported(
+            what, "begin with an empty one; `kvcache whatif` shows what this manager would have done"
+        )
     config = KVCacheConfig.model_validate_json(state.created.config)
     # "auto" was decided then.
     return config.model_copy(update={"block_hash": state.hashing.name})

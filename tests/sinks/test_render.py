@@ -37,7 +37,7 @@ from tests.support.feeds.sinks import KEY_BYTES, KEYS, NAMES, PLANTED, SAMPLES, 
 LINES = [
     (
         "CacheCreated      tokens_per_block=4 hash=v2_sha256_64 group0(window=64 layers=2 blocks=8+16)"
-        " group1(window=1024 layers=1 blocks=32+0)"
+        " group1(window=1024 layers=1 blocks=32+0) engine='toy 1'"
     ),
     "EpochStarted      epoch=2 after=1 clean=no tokens_recorded=yes by kvcache 1",
     "StateExported     blocks=2 sequences=1 transfers=1",

@@ -90,6 +90,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
         "v2_sha256_64",
         32,
         "c",
+        engine="toy 1",
     ),
     EpochStarted(2, b"\x01" * 16, 1, 99, False, True, "kvcache 1"),
     StateExported(
