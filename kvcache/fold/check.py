@@ -46,7 +46,7 @@ def check_slots(state: Contents) -> None:
     for index, group in enumerate(state.groups):
         for sequence in state.sequences.values():
             if (group.kind == CROSS) == (sequence.holders > 0):
-                _check_table(group, sequence)
+                _check_table(group, sequence, grows_at_will=bool(state.created and state.created.engine))
             else:
                 none = not sequence.tables[index] and not sequence.path_ends[index].end
                 invariant(none, "a sequence has blocks of a group that is not its own")
@@ -147,12 +147,15 @@ def _check_states(group: GroupState, run: Run) -> None:
         invariant(parent.refs >= run.refs, "a block is held but its parent is not")
 
 
-def _check_table(group: AnyGroup, sequence: Sequence) -> None:
+def _check_table(group: AnyGroup, sequence: Sequence, *, grows_at_will: bool) -> None:
+    """`grows_at_will`: an engine gives slots when it likes to, and to the token sampled last perhaps later."""
     table, first = sequence.tables[group.index], sequence.detached[group.index]
     size = group.tokens_per_block
-    needed = -(-(sequence.num_tokens if sequence.is_decoding else max(sequence.computed, 1)) // size)
+    exact = sequence.is_decoding and not grows_at_will
+    tokens = sequence.num_tokens if exact else sequence.computed
+    needed = -(-tokens // size) or not grows_at_will
     invariant(len(table) >= needed, "a block table is too short for what is computed")
-    invariant(not sequence.is_decoding or len(table) == needed, "a sequence that decodes has reserved slots")
+    invariant(not exact or len(table) == needed, "a sequence that decodes has reserved slots")
     full = -(-sequence.num_tokens // size)
     agrees = len(table) == (full if sequence.holders else len(sequence.tables[0]))
     invariant(agrees, "a sequence has more blocks in one window than in another, or an input less than all")

@@ -12,6 +12,8 @@ from kvcache.errors import InvariantViolated, invariant
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""
+_NEAR = 4096
+"""Of so many blank slots that are next, one that was chosen is mostly found among these."""
 DEFAULT_PRIORITY = 35
 PRIORITY_MAX = 100
 """Priorities go from 0, evicted first, to this."""
@@ -57,14 +59,45 @@ class Level:
         return last_reversed(self.blank, count)
 
     def take_slots(self, slots: array[int]) -> None:
-        """Take slots off the blank ones: the next ones or, rarely, chosen ones."""
+        """Take slots off the blank ones: the next ones or, where others have chosen, any."""
         count, free = len(slots), self.blank
         if last_reversed(free, count) == slots:
             del free[len(free) - count :]
             return
-        for slot in slots:
-            invariant(slot in self.blank, "a slot that is not blank cannot be taken")
-            self.blank.remove(slot)
+        done = 0
+        while done < count:
+            end, taken = self._row_of(slots, done)
+            invariant(taken > 0, "a slot that is not blank cannot be taken")
+            del free[end - taken : end]
+            done += taken
+
+    def are_blank(self, slots: array[int]) -> bool:
+        """Whether all of these are blank, and none of them is named twice."""
+        count = len(slots)
+        if last_reversed(self.blank, count) == slots:
+            return True
+        if count == 1:
+            return bool(self._row_of(slots, 0)[1])
+        distinct = len(set(slots)) == count
+        return distinct and bool(np.isin(np.frombuffer(slots, np.int32), np.array(self.blank)).all())
+
+    def _row_of(self, slots: array[int], first: int) -> tuple[int, int]:
+        """Where the slot ``slots[first]`` stands among the blank ones, and how many of those behind it stand in a row
+        with it, so that they are taken one after the other: the end of the row and its length, 0 if it is not blank.
+        """
+        if not self.blank:
+            return 0, 0
+        blank, wanted = np.frombuffer(self.blank, np.int32), np.frombuffer(slots, np.int32)[first:]
+        begin = max(0, len(blank) - _NEAR)
+        found = np.flatnonzero(blank[begin:] == wanted[0])
+        if not len(found):
+            begin, found = 0, np.flatnonzero(blank == wanted[0])
+        if not len(found):
+            return 0, 0
+        end = begin + int(found[-1]) + 1
+        most = min(end, len(wanted))
+        differs = blank[end - most : end][::-1] != wanted[:most]
+        return end, int(differs.argmax()) if differs.any() else most
 
     def return_slots(self, slots: array[int]) -> None:
         """Add slots to the blank ones; the last one will be taken first."""

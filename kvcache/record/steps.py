@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from events.diagnostics import get_logger
 from events.types import SECONDARY, EventBatch, TokensAppended
-from kvcache.decide.block_manager import BlockManager
+from kvcache.decide.whole_cache import WholeCache
 from kvcache.device.checking import CheckingCopier
 from kvcache.device.readiness import Readiness
 from kvcache.device.transfers import TransferEngine
@@ -40,7 +40,7 @@ class Steps:
         self,
         guard: Guard,
         journal: Journal,
-        blocks: BlockManager,
+        blocks: WholeCache,
         transfers: TransferEngine | None,
         readiness: Readiness,
         wall_ns: Callable[[], int],
