@@ -15,6 +15,7 @@
     │   ├── StaleTables
     │   ├── ComputationLost
     │   ├── ManagerClosed
+    │   ├── Contradiction     what an engine tells a `Recorder` cannot be true
     │   ├── SnapshotError     a file is no saved prefix index that can be read; `path` says which
     │   │   ├── NotASnapshot
     │   │   ├── SnapshotTooNew
@@ -204,6 +205,20 @@ class ManagerClosed(UsageError):
     """The manager was called after close()."""
 
     text = "the manager is closed: create a new one"
+
+
+@dataclass(eq=False, repr=False)
+class Contradiction(UsageError):
+    """What an engine tells a `Recorder` cannot be true after what it told before. Nothing of the call was recorded.
+
+    `reason` names the contradiction; `request_id` and `block`, an id of the engine's, say of which request and block,
+    where it is about one.
+    """
+
+    reason: str
+    request_id: RequestId | None = None
+    block: int | None = None
+    text = "{reason}"
 
 
 @dataclass(eq=False, repr=False)

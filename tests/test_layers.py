@@ -32,6 +32,7 @@ ALLOWED_BESIDES = {
     "kvcache/pools.py": {"cuda_ops"},
     "kvcache/integrations": {"cuda_ops"},
     "kvcache/manager.py": {"sinks"},
+    "kvcache/recorder.py": {"sinks"},
     "kvcache/record/monitor.py": {"sinks"},
     "kvcache/record/outputs.py": {"sinks"},
     "kvcache/publish": {"sinks"},

@@ -1,0 +1,245 @@
+"""What an engine's cache holds as far as it has told, asked in the engine's words: the answer may be `Contradiction`.
+
+Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from events.packed import names_of_keys
+from events.types import PRIMARY, SECONDARY, RequestId
+from kvcache.decide.eviction import last_names
+from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.matching import Piece, match
+from kvcache.fold.prefix_tree import Node, Root, Run
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.state import CacheState
+from kvcache.inputs.arguments import checked_request_id
+from kvcache.inputs.requests import CheckedRequest
+from kvcache.record.block_ids import BlockIds, Blocks
+
+
+class Mirror:
+    """Looks things up for a `Recorder`, in a state with one group of full attention."""
+
+    def __init__(self, state: CacheState, group: GroupState, ids: BlockIds) -> None:
+        self._state, self.group, self.ids = state, group, ids
+        self._size, self._key_bytes = group.tokens_per_block, group.tree.key_bytes
+
+    def sequence(self, request_id: RequestId) -> Sequence:
+        """The sequence of a running request; raises `UnknownRequest`, or `UsageError` for what is no id."""
+        handle = self._state.handles.get(checked_request_id(request_id))
+        if handle is None:
+            raise UnknownRequest(checked_request_id(request_id))
+        return self._state.sequences[handle]
+
+    def running(self, request_ids: list[RequestId]) -> list[Sequence]:
+        """The sequences of these requests; raises as `sequence`, and `UsageError` for one that is named twice."""
+        sequences = [self.sequence(request_id) for request_id in request_ids]
+        if len(set(sequences)) != len(sequences):
+            raise UsageError("a call names a request twice")
+        return sequences
+
+    def refuse_uncomputable(self, sequence: Sequence, num_tokens: int) -> None:
+        """Raise `Contradiction` if a request has no slots for so many tokens, which count as computed."""
+        slots = len(sequence.tables[0]) * self._size
+        if slots < num_tokens:
+            raise Contradiction(
+                f"request {shown(sequence.request_id)} has slots for {slots} tokens, {num_tokens} count as computed",
+                sequence.request_id,
+            )
+
+    def refuse_taken(self, blocks: Blocks, slots: array[int], request_id: RequestId) -> None:
+        """Raise `Contradiction` unless these blocks are free."""
+        level = self.group.levels[PRIMARY]
+        if not slots or level.are_blank(slots):
+            return
+        name, seen = shown(request_id), set[int]()
+        for block, slot in zip(blocks, slots, strict=True):
+            if slot in seen:
+                raise Contradiction(f"block {block} is given to request {name} twice", request_id, int(block))
+            seen.add(slot)
+            if not level.are_blank(array("i", [slot])):
+                told = f"block {block} is given to request {name}, and {self._use_of(slot)}"
+                raise Contradiction(told, request_id, int(block))
+
+    def _use_of(self, slot: int) -> str:
+        """What a slot is used for, for a message."""
+        for sequence in self._state.sequences.values():
+            if slot in sequence.tables[0]:
+                return f"request {shown(sequence.request_id)} holds it"
+        return "is cached: it must be evicted before"
+
+    def names_at(self, level: int, slots: array[int]) -> bytes:
+        """The names of cached blocks that continue each other."""
+        size, names, done = self._key_bytes, b"", 0
+        while size and done < len(slots):
+            run = self.group.run_at(level, slots[done])
+            at = run.slots.index(slots[done])
+            take = min(len(run.slots) - at, len(slots) - done)
+            names += names_of_keys(bytes(run.keys[at * size : (at + take) * size]), size)
+            done += take
+        return names
+
+    def refuse_unstorable(self, sequence: Sequence, first: int, last: int) -> None:
+        """Raise `Contradiction` unless a request has these blocks, full of its tokens, and nobody else holds them."""
+        name, table = shown(sequence.request_id), sequence.tables[0]
+        if last > len(table) or last * self._size > sequence.num_tokens:
+            full = min(len(table), sequence.num_tokens // self._size)
+            raise Contradiction(
+                f"request {name} has {len(table)} blocks and {sequence.num_tokens} tokens, which fill {full} blocks: "
+                f"its first {last} cannot be cached",
+                sequence.request_id,
+            )
+        for slot in table[first:last] if self.group.shared else ():
+            if slot in self.group.shared:
+                raise Contradiction(
+                    f"block {self.ids.id_of(slot)} lost its name when the cache was cleared, and others hold it "
+                    f"still: request {name} cannot name it",
+                    sequence.request_id,
+                    self.ids.id_of(slot),
+                )
+
+    def cached_already(self, sequence: Sequence, first: int, last: int) -> list[Piece]:
+        """What of these blocks of a sequence, from the first one on, is cached already."""
+        tail = sequence.path_ends[0]
+        if (
+            not tail.children
+            or sequence.packed(first * self._size, (first + 1) * self._size) not in tail.children
+        ):
+            return []
+        symbols = sequence.packed(first * self._size, last * self._size)
+        found = match(self.group.tree, tail, symbols, len(symbols), partial=False)
+        return found.pieces(0, self._key_bytes)
+
+    def other_name(self, sequence: Sequence, block: int, slot: int) -> Contradiction:
+        """The error for a block of a sequence that is named otherwise than the one in a slot, which holds the same."""
+        return Contradiction(
+            f"block {block} of request {shown(sequence.request_id)} has the tokens of block {self.ids.id_of(slot)}, "
+            "and another name: what tells them apart must be in the request, as LoRA adapter, salt, items or extra ids",
+            sequence.request_id,
+            self.ids.id_of(slot),
+        )
+
+    def refuse_other_path(self, request: CheckedRequest, slots: array[int], below: array[int]) -> None:
+        """Raise `Contradiction` unless these blocks are the beginning of the prompt, and not all of it."""
+        name, count = shown(request.request_id), len(slots) + len(below)
+        if count * self._size >= request.num_tokens:
+            raise Contradiction(
+                f"request {name} reuses {count} blocks of {self._size} tokens, and its prompt has "
+                f"{request.num_tokens}: at least the last token is computed",
+                request.request_id,
+            )
+        if not count:
+            return
+        node: Node | None = self.group.tree.roots.get(request.namespace)
+        node, done = self._follow(request, node, PRIMARY, slots, 0)
+        self._follow(request, node, SECONDARY, below, done)
+
+    def _follow(
+        self, request: CheckedRequest, node: Node | None, level: int, slots: array[int], first: int
+    ) -> tuple[Node | None, int]:
+        """Follow the path of these blocks, of which the first is a prompt's block `first`; returns where it ends."""
+        tree, done, size = self.group.tree, 0, self.group.tree.block_bytes
+        while done < len(slots):
+            run = tree.runs.get(self.group.levels[level].run_ids[slots[done]])
+            if run is None or run.level != level or slots[done] not in run.slots:
+                raise self._no_hit(request, level, slots[done], first + done, "is not cached")
+            take = min(len(run.slots), len(slots) - done)
+            if run.parent is not node or run.slots[:take] != slots[done : done + take]:
+                raise self._no_path(request, level, run, slots, done, first)
+            begin = (first + done) * size
+            if (
+                memoryview(run.symbols)[: take * size]
+                != memoryview(request.symbols)[begin : begin + take * size]
+            ):
+                wrong = next(
+                    at
+                    for at in range(take)
+                    if run.symbols[at * size : (at + 1) * size]
+                    != request.symbols[begin + at * size : begin + (at + 1) * size]
+                )
+                told = "holds other tokens than its prompt has there"
+                raise self._no_hit(request, level, slots[done + wrong], first + done + wrong, told)
+            node, done = run, done + take
+        return node, first + done
+
+    def _no_path(
+        self, request: CheckedRequest, level: int, run: Run, slots: array[int], done: int, first: int
+    ) -> Contradiction:
+        begins = isinstance(run.parent, Root) and run.slots[0] == slots[done] and not first + done
+        if begins:
+            told = "is cached for another LoRA adapter or salt"
+        else:
+            same = 0
+            while (
+                done + same < len(slots)
+                and run.slots[same : same + 1] == slots[done + same : done + same + 1]
+            ):
+                same += 1
+            done = min(done + same, len(slots) - 1)
+            told = "does not continue the block before it" if first + done else "does not begin a prompt"
+        return self._no_hit(request, level, slots[done], first + done, told)
+
+    def _no_hit(self, request: CheckedRequest, level: int, slot: int, at: int, told: str) -> Contradiction:
+        block = self.ids.id_of(slot) if level == PRIMARY else slot
+        where = "" if level == PRIMARY else "secondary "
+        return Contradiction(
+            f"{where}block {block}, which request {shown(request.request_id)} reuses as its block {at}, {told}",
+            request.request_id,
+            block,
+        )
+
+    def ends(
+        self, level: int, slots: array[int], *, keep_order: bool = False, moving: bool = False
+    ) -> list[tuple[array[int], bytes]]:
+        """These cached blocks as ends of runs, with their names, in an order in which they can go."""
+        try:
+            return list(self._in_order(level, slots, moving=moving))
+        except Contradiction:
+            if keep_order or len(slots) < 2 or not self._all_cached(level, slots):
+                raise
+        depths = {slot: self._depth(level, slot) for slot in slots}
+        if len(depths) < len(slots):
+            twice = next(slot for slot in slots if list(slots).count(slot) > 1)
+            raise Contradiction(f"block {self.ids.id_of(twice)} is evicted twice in one call", block=twice)
+        ordered = array("i", sorted(slots, key=lambda slot: depths[slot]))
+        return list(self._in_order(level, ordered, moving=moving))
+
+    def _all_cached(self, level: int, slots: array[int]) -> bool:
+        return all(self.group.is_cached(level, slot) for slot in slots)
+
+    def _depth(self, level: int, slot: int) -> tuple[int, int, int]:
+        """Where a cached block comes in an order with the deepest first, and runs in one piece."""
+        run = self.group.run_at(level, slot)
+        return -run.end, run.id, -run.slots.index(slot)
+
+    def _in_order(self, level: int, slots: array[int], *, moving: bool) -> Iterator[tuple[array[int], bytes]]:
+        """As `_ends`, if they can go in this order."""
+        runs, owner, left = self.group.tree.runs, self.group.levels[level].run_ids, dict[int, int]()
+        size, done = self._key_bytes, 0
+        while done < len(slots):
+            run = runs.get(owner[slots[done]])
+            if run is None or run.level != level or slots[done] not in run.slots:
+                raise self._stays(level, slots[done], "is not cached")
+            rest = left.get(run.id, len(run.slots))
+            if run.refs:
+                raise self._stays(level, slots[done], "is held by a running request")
+            below = [each for each in run.children.values() if not moving or each.level == level]
+            if any(left.get(each.id, 1) for each in below) or run.slots[rest - 1] != slots[done]:
+                raise self._stays(level, slots[done], "is continued by blocks that are still cached")
+            take = 1
+            while take < min(rest, len(slots) - done) and run.slots[rest - 1 - take] == slots[done + take]:
+                take += 1
+            keys = run.keys[(rest - take) * size : rest * size]
+            yield slots[done : done + take], last_names(keys, size, take)
+            left[run.id] = rest - take
+            done += take
+
+    def _stays(self, level: int, slot: int, told: str) -> Contradiction:
+        block = self.ids.id_of(slot) if level == PRIMARY else slot
+        where = "block" if level == PRIMARY else "secondary block"
+        return Contradiction(f"{where} {block} cannot go: it {told}", block=block)

@@ -1,0 +1,805 @@
+"""A log for an engine with a cache manager of its own: it says what it decided, and gets all that logs are good for.
+
+Each call is one decision, in the engine's own block ids, and becomes events as a `KVCacheManager` emits them. They go
+to the same log and sinks, and change a mirror of the cache by the same `CacheState.apply`. A call that cannot be true
+after those before raises `Contradiction` and leaves no trace: everything is checked before the first event.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Literal, NamedTuple, Self
+
+import msgspec
+
+from events import types as ev
+from events.ids import BlockIndex, Handle, LevelIndex
+from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
+from events.tokens.names import NAMED_BY_ENGINE, chain_symbols
+from events.tokens.sequences import lengths
+from events.types import FULL, PRIMARY, SECONDARY, EventBatch, RequestId
+from kvcache.config import KVCacheConfig
+from kvcache.decide.decoding import packed_handles
+from kvcache.decide.expiry import Expiry
+from kvcache.decide.interning import intern, missing_pages
+from kvcache.decide.whole_cache import WholeCache
+from kvcache.device.readiness import Readiness
+from kvcache.errors import (
+    Contradiction,
+    InvalidTokens,
+    OutOfBlocks,
+    Unsupported,
+    UsageError,
+    shown,
+)
+from kvcache.fold.check import check
+from kvcache.fold.group_state import GroupState
+from kvcache.fold.matching import Piece
+from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import DEFAULT_PRIORITY
+from kvcache.guard import Guard, closing, exclusive, forwarded_to
+from kvcache.inputs.arguments import (
+    checked_choice,
+    checked_integer,
+    checked_natural,
+    checked_request_id,
+    checked_text,
+    listed,
+    time_from,
+)
+from kvcache.inputs.multimodal import MultimodalItem
+from kvcache.inputs.requests import CheckedRequest, RequestChecker
+from kvcache.inputs.tokens import Tokens, pack_counts, pack_tokens
+from kvcache.layout import Layout
+from kvcache.record.block_ids import BlockIds, Blocks, listed_blocks
+from kvcache.record.journal import Journal, cache_created
+from kvcache.record.mirror import Mirror
+from kvcache.record.monitor import Monitor
+from kvcache.record.outputs import LogTarget, Outputs
+from kvcache.record.steps import Steps
+from kvcache.record.told_state import ToldState
+from sinks import Sink, SinkContext, SinkRunner
+
+Names = bytes | Items[bytes]
+"""Names of blocks that an engine has made, behind each other or one by one; each has `name_bytes`."""
+
+_PRIMARY, _SECONDARY = "primary", "secondary"
+_of_monitor = forwarded_to("_monitor")
+
+
+class _Row:
+    """Sequences that get one token each, step after step."""
+
+    __slots__ = ("_due", "_size", "_steps", "_steps_left", "handles", "ids", "sequences")
+
+    def __init__(self, ids: list[RequestId], sequences: list[Sequence], size: int, limit: int) -> None:
+        self.ids, self.sequences, self._size = ids.copy(), sequences, size
+        self.handles = packed_handles(sequences)
+        self._steps = 0
+        ends = lengths(sequences)
+        self._steps_left = limit - max(ends, default=0)
+        self._due: dict[int, list[Sequence]] = {}
+        for end, sequence in zip(ends, sequences, strict=True):
+            self._due.setdefault((1 - end) % size, []).append(sequence)
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether some sequence cannot get another token."""
+        return self._steps >= self._steps_left
+
+    def due(self) -> list[Sequence]:
+        """Those whose last token so far must have got the first slot of a block by now; at first, all of them."""
+        return self._due.get(self._steps % self._size, []) if self._steps else self.sequences
+
+    def advance(self) -> None:
+        """Each has got its token."""
+        self._steps += 1
+
+
+class _Storing(NamedTuple):
+    """Blocks of a sequence that can be found from now on."""
+
+    sequence: Sequence
+    first: int
+    last: int
+    keys: bytes
+    """Of these blocks, as the engine has given them; empty: they are made here."""
+    cached: list[Piece]
+    """Those at the beginning that are cached already."""
+
+
+class Recorder:
+    """Records what an engine with a cache manager of its own decides, and mirrors its cache.
+
+    `config` says what its cache is: `tokens_per_block` (a power of two), `primary_blocks`, `max_sequence_length`, and
+    if it keeps blocks in host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is who decides, as in
+    "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
+    `name_bytes`: it names blocks itself, by so many bytes each (8, 16 or 32); None: names are made here, as
+    `config.block_hash` says. One thread makes all calls.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        engine: str,
+        log: LogTarget = None,
+        sinks: Items[str | Sink | SinkRunner] = (),
+        first_block_id: int = 0,
+        name_bytes: int | None = None,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise UsageError(f"config must be a KVCacheConfig, not {type(config).__name__}")
+        # Of a cached block an engine tells no copy of the start, so none is made when its requests are played again.
+        self.config = config = config.model_copy(update={"enable_partial_reuse": False})
+        self.engine, sinks, started = _checked_engine(engine), listed(sinks, "sinks"), time_from(wall_ns)
+        created = self._created(Layout.of(config), name_bytes, heard=log is not None or bool(sinks))
+        first = checked_natural(first_block_id, "first_block_id")
+        primary, secondary = created.groups[0].num_blocks
+        self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
+        self._guard = Guard()
+        context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
+        self._salts = context.salts
+        outputs = Outputs.open(log, sinks, context, config.log)
+        try:
+            self._journal = Journal(created, outputs)
+            self._assemble(outputs, created, wall_ns)
+            self._journal.make_good()
+            self._journal.flush(started)
+        except BaseException:
+            outputs.close()
+            raise
+
+    def _created(self, layout: Layout, name_bytes: int | None, *, heard: bool) -> ev.CacheCreated:
+        if len(layout.groups) != 1 or layout.groups[0].kind != FULL:
+            raise Unsupported(
+                "recording a cache with sliding windows or cross attention",
+                "record the layers with full attention, and leave max_attention_window out",
+            )
+        created = msgspec.structs.replace(cache_created(self.config, layout, heard=heard), engine=self.engine)
+        if name_bytes is None:
+            return created
+        algorithm = NAMED_BY_ENGINE.get(checked_integer(name_bytes, "name_bytes"))
+        if algorithm is None:
+            raise UsageError(f"name_bytes must be one of {', '.join(map(str, NAMED_BY_ENGINE))}, or None")
+        return msgspec.structs.replace(created, hash_algorithm=algorithm, key_bytes=name_bytes)
+
+    def _assemble(self, outputs: Outputs, created: ev.CacheCreated, wall_ns: Callable[[], int]) -> None:
+        """Make the parts that work on the journal's state."""
+        journal, config, layout = self._journal, self.config, Layout.of(self.config)
+        self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
+        group = self.state.groups[0]
+        assert isinstance(group, GroupState)
+        self._group, self._size, self._key_bytes = group, config.tokens_per_block, created.key_bytes
+        self._names_given = self.state.hashing.given
+        self._whole = WholeCache(
+            self.state,
+            journal.emit,
+            Expiry(self.state, journal.emit, lambda: 0),
+            config.checkpoint_spacing if outputs.log is not None else float("inf"),
+        )
+        self._checker = RequestChecker(
+            self.state.handles,
+            self.state.symbols,
+            layout.longest_sequence(config),
+            layout.longest_prompt(config),
+            block_hash=created.hash_algorithm,
+            log_has_tokens=outputs.records_tokens,
+            tokens_per_block=self._size,
+        )
+        self._monitor = Monitor(journal)
+        self._steps = Steps(self._guard, journal, self._whole, None, Readiness(None), wall_ns)
+        if outputs.offer(self._monitor):
+            self._steps.measure(time.perf_counter_ns, self._monitor.measure_steps())
+        self._mirror = Mirror(self.state, group, self._ids)
+        self._row: _Row | None = None
+        self._fresh: set[int] = set()
+        """Sequences that have not got a block of their own yet."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what any thread may call
+
+    stats = _of_monitor(Monitor.stats)
+    sink_stats = _of_monitor(Monitor.sink_stats)
+    log_stats = _of_monitor(Monitor.log_stats)
+    wait_durable = _of_monitor(Monitor.wait_durable)
+    wait_subscribers = _of_monitor(Monitor.wait_subscribers)
+    reopen_sinks = _of_monitor(Monitor.reopen_sinks)
+
+    # -- requests come
+
+    @exclusive
+    def admitted(
+        self,
+        request_id: RequestId,
+        tokens: Tokens,
+        reused: Blocks = (),
+        *,
+        onboarded: Blocks = (),
+        onto: Blocks = (),
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        multimodal: Items[MultimodalItem] = (),
+        extra_ids: Tokens | None = None,
+        resumed: bool = False,
+    ) -> None:
+        """A request was admitted with all its tokens so far, and reuses these cached blocks, from its first one on.
+
+        Behind those of primary may come `onboarded` ones, ids of secondary blocks that are copied to the free primary
+        blocks `onto`. At least one token is left to be computed. `resumed`: it ran before, and was preempted. The
+        arguments behind are those of a `Request`. What else it takes, `allocated` says.
+        """
+        given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
+        request = self._checker.check_one(*given, None, None, None)
+        blocks, targets = listed_blocks(reused), listed_blocks(onto)
+        slots, below = self._ids.slots(blocks), self._lower_ids.slots(listed_blocks(onboarded))
+        free = self._ids.slots(targets)
+        self._mirror.refuse_other_path(request, slots, below)
+        self._mirror.refuse_taken(targets, free, request.request_id)
+        if len(free) != len(below):
+            raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
+        pages = missing_pages(self.state, [request.rich] if request.rich is not None else [])
+        self._steps.warn_of_no_flush()
+        handle = Handle(self.state.next_handle)
+        with self._guard:
+            intern(self._emit, pages)
+            self._ids.hold(handle, blocks, slots)
+            self._fresh.add(handle)
+            self._admit(handle, request.with_symbols(self.state.symbols), slots, below, free)
+        if self._salts.wanted:
+            self._salts.remember([cache_salt])
+
+    def _admit(
+        self, handle: Handle, request: CheckedRequest, slots: array[int], below: array[int], free: array[int]
+    ) -> None:
+        size, sequences = self._size, self.state.sequences
+        self._emit(
+            ev.SequenceAdded(
+                handle=handle,
+                request_id=request.request_id,
+                namespace=request.namespace,
+                num_tokens=request.num_tokens,
+                tokens=request.symbols,
+                reused=(len(slots) + len(below)) * size,
+                reused_primary=(len(slots) * size,),
+                reused_secondary=(len(below) * size,),
+                reused_partial=0,
+                resumed=request.resumed,
+            )
+        )
+        if slots:
+            self._take(sequences[handle], PRIMARY, 0, slots, self._mirror.names_at(PRIMARY, slots))
+        if below:
+            names, first = self._mirror.names_at(SECONDARY, below), BlockIndex(len(slots))
+            self._take(sequences[handle], SECONDARY, first, below, names)
+            self._emit(
+                ev.BlocksMoved(
+                    group=self._group.index,
+                    names=names,
+                    from_level=SECONDARY,
+                    from_slots=below.tobytes(),
+                    to_level=PRIMARY,
+                    to_slots=free.tobytes(),
+                    why=ev.MoveReason.ONBOARD,
+                    transfer=self.state.next_transfer,
+                    handle=handle,
+                    first_block=first,
+                )
+            )
+
+    def _take(
+        self,
+        sequence: Sequence,
+        level: LevelIndex,
+        first: int,
+        slots: array[int],
+        names: bytes,
+        own: bytes = b"",
+    ) -> None:
+        self._emit(
+            ev.BlocksReused(
+                handle=sequence.handle,
+                group=self._group.index,
+                level=level,
+                first_block=BlockIndex(first),
+                slots=slots.tobytes(),
+                names=names,
+                replaced=own,
+            )
+        )
+
+    @exclusive
+    def refused(self, request_id: RequestId, needed: int, available: int | None = None) -> None:
+        """A request was not admitted for want of room: it needed so many blocks.
+
+        `available` is how many could be had; None: as many as the mirror says, where each content counts once. The
+        events have the first refusal of a request until it is admitted.
+        """
+        request_id, blocks = checked_request_id(request_id), checked_natural(needed, "needed")
+        self._checker.refuse_running(request_id)
+        level, window = self._group.levels[PRIMARY], self._group.window
+        left = level.available if available is None else checked_natural(available, "available")
+        with self._guard:
+            self._whole.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
+
+    # -- requests run
+
+    @exclusive
+    def allocated(self, request_id: RequestId, blocks: Blocks, *, group: int = 0) -> None:
+        """Free blocks were appended to a request's block table. What had been cached there is evicted before."""
+        self._refuse_group(group)
+        sequence = self._mirror.sequence(request_id)
+        ids = listed_blocks(blocks)
+        slots = self._ids.slots(ids)
+        if not slots:
+            return
+        self._mirror.refuse_taken(ids, slots, sequence.request_id)
+        if sequence.handle in self._fresh:
+            why = ev.AllocateReason.PROMPT
+        elif len(sequence.tables[0]) * self._size < sequence.num_prompt_tokens:
+            why = ev.AllocateReason.RESERVE
+        else:
+            why = ev.AllocateReason.DECODE
+        with self._guard:
+            self._fresh.discard(sequence.handle)
+            self._emit(
+                ev.BlocksAllocated(
+                    handles=array("q", [sequence.handle]).tobytes(),
+                    counts=array("I", [len(slots)]).tobytes(),
+                    group=self._group.index,
+                    slots=slots.tobytes(),
+                    why=why,
+                )
+            )
+
+    @exclusive
+    def computed(self, request_id: RequestId, num_tokens: int) -> None:
+        """The K/V of the first `num_tokens` tokens is written, or will be by the step that is about to run.
+
+        Needed for prompts: `stored` says it of the blocks that it names, `appended` of all tokens but the new ones.
+        """
+        number, sequence = checked_natural(num_tokens, "num_tokens"), self._mirror.sequence(request_id)
+        name, slots = shown(sequence.request_id), len(sequence.tables[0]) * self._size
+        if number > min(sequence.num_tokens, slots):
+            raise Contradiction(
+                f"request {name} has {sequence.num_tokens} tokens and slots for {slots}: {number} cannot be computed",
+                sequence.request_id,
+            )
+        if number < sequence.path_ends[0].end * self._size:
+            raise Contradiction(
+                f"request {name} has {sequence.path_ends[0].end} blocks cached: more than {number} tokens are computed",
+                sequence.request_id,
+            )
+        if number != sequence.computed:
+            with self._guard:
+                self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=number))
+
+    @exclusive
+    def stored(
+        self, request_id: RequestId, num_blocks: int, names: Names | None = None, *, group: int = 0
+    ) -> None:
+        """The first `num_blocks` blocks of a request can be found by others from now on; those before need no mention.
+
+        Their K/V is written, or will be by the step that is about to run. `names` are those of the blocks that were not
+        stored before, if the engine makes them. What is cached already in another block is a copy from now on.
+        """
+        self._refuse_group(group)
+        sequence, last = self._mirror.sequence(request_id), checked_natural(num_blocks, "num_blocks")
+        if last <= sequence.path_ends[0].end:
+            return
+        storing = self._storing(sequence, last, self._given(names, last - sequence.path_ends[0].end))
+        with self._guard:
+            self._store(storing)
+
+    @exclusive
+    def filled(self, request_ids: Items[RequestId], names: Names | None = None, *, group: int = 0) -> None:
+        """As `stored`, of one more block of each of these requests: one call, and mostly one event, for a step."""
+        self._refuse_group(group)
+        sequences = self._mirror.running(listed(request_ids, "request_ids"))
+        keys, size = self._given(names, len(sequences)), self._key_bytes if self._names_given else 0
+        others: list[_Storing] = []
+        row: list[tuple[Sequence, int, bytes]] = []
+        named: dict[tuple[int, bytes], bytes] = {}
+        for at, sequence in enumerate(sequences):
+            key, block = keys[at * size : (at + 1) * size], sequence.path_ends[0].end
+            if self._goes_on_alone(sequence, block):
+                row.append((sequence, block, key))
+                continue
+            storing = self._storing(sequence, block + 1, key)
+            content = sequence.packed(block * self._size, (block + 1) * self._size)
+            if key != named.setdefault((id(sequence.path_ends[0]), content), key):
+                raise self._mirror.other_name(sequence, block, sequence.tables[0][block])
+            others.append(storing)
+        with self._guard:
+            if row:
+                self._fill(row)
+            for storing in others:
+                # Of equal ones in this call, the second is a copy of the first.
+                self._store(
+                    storing._replace(
+                        cached=self._mirror.cached_already(storing.sequence, storing.first, storing.last)
+                    )
+                )
+
+    @exclusive
+    def replaced(self, request_id: RequestId, first_block: int, blocks: Blocks, *, group: int = 0) -> None:
+        """A request has computed what these cached blocks hold, and has them now instead of its own, which are free.
+
+        For engines that keep no copies. It begins with the first block that the request has not got cached.
+        """
+        self._refuse_group(group)
+        sequence, first = self._mirror.sequence(request_id), checked_natural(first_block, "first_block")
+        ids = listed_blocks(blocks)
+        slots = self._ids.slots(ids)
+        if not slots:
+            return
+        name, last = shown(sequence.request_id), first + len(slots)
+        if first != sequence.path_ends[0].end:
+            raise Contradiction(
+                f"request {name} has its first {sequence.path_ends[0].end} blocks cached: what is replaced next begins "
+                f"there, not with block {first}",
+                sequence.request_id,
+            )
+        self._mirror.refuse_unstorable(sequence, first, last)
+        found = self._mirror.cached_already(sequence, first, last)
+        there = array("i", b"".join([piece.slots for piece in found if piece.level == PRIMARY]))
+        if there != slots:
+            wrong = next(at for at in range(len(slots)) if there[at : at + 1] != slots[at : at + 1])
+            raise Contradiction(
+                f"block {ids[wrong]} does not hold what block {first + wrong} of request {name} does, or is not cached",
+                sequence.request_id,
+                int(ids[wrong]),
+            )
+        own = sequence.tables[0][first:last]
+        with self._guard:
+            self._ids.hold(sequence.handle, ids, slots)
+            self._note_computed(sequence, last)
+            self._take(
+                sequence, PRIMARY, first, slots, self._mirror.names_at(PRIMARY, slots), own[::-1].tobytes()
+            )
+
+    @exclusive
+    def appended(
+        self, request_ids: Items[RequestId], tokens: Tokens, counts: Items[int] | None = None
+    ) -> None:
+        """These requests got new tokens: one each, or `counts`. All but the last of each count as computed, which needs
+        no slot yet.
+        """
+        ids = request_ids if type(request_ids) is list else listed(request_ids, "request_ids")
+        limit = self._checker.longest_sequence
+        packed = pack_tokens(tokens, limit.tokens * (len(ids) or 1))
+        num_tokens = len(packed) // TOKEN_BYTES
+        if counts is None:
+            row = self._row_of(ids)
+            if num_tokens != len(ids):
+                raise InvalidTokens(
+                    f"{num_tokens} tokens were given for {len(ids)} requests: one each, or counts"
+                )
+            if row.at_limit:
+                raise limit.exceeded_by(limit.tokens + 1)
+            for sequence in row.due():
+                self._mirror.refuse_uncomputable(sequence, sequence.num_tokens)
+            if ids:
+                with self._guard:
+                    self._emit(ev.TokensAppended(handles=row.handles, counts=b"", tokens=packed))
+                    row.advance()
+                self._row = row
+            return
+        sizes, sequences = pack_counts(counts, len(ids), num_tokens), self._mirror.running(ids)
+        for sequence, count in zip(sequences, sizes, strict=True):
+            if sequence.num_tokens + count > limit.tokens:
+                raise limit.exceeded_by(sequence.num_tokens + count)
+            self._mirror.refuse_uncomputable(sequence, sequence.num_tokens + count - 1)
+        if ids:
+            with self._guard:
+                self._emit(
+                    ev.TokensAppended(
+                        handles=packed_handles(sequences), counts=sizes.tobytes(), tokens=packed
+                    )
+                )
+
+    @exclusive
+    def ended(
+        self, request_id: RequestId, why: Literal["finished", "preempted", "aborted"] = "finished"
+    ) -> None:
+        """A request has let go of all its blocks: those that are cached stay so, the others are free."""
+        reason, sequence = checked_choice(why, ev.EndReason, "why"), self._mirror.sequence(request_id)
+        table, shared = sequence.tables[0], self._group.shared
+        own = table[sequence.path_ends[0].end :][::-1]
+        if shared:
+            own = array("i", [slot for slot in own if slot not in shared])
+        with self._guard:
+            self._fresh.discard(sequence.handle)
+            self._emit(
+                ev.SequenceRemoved(
+                    handle=sequence.handle,
+                    stored=sequence.stored,
+                    freed=(own.tobytes(),),
+                    num_tokens=sequence.num_tokens,
+                    computed=sequence.computed,
+                    why=reason,
+                )
+            )
+            self._ids.release(sequence.handle, table)
+
+    # -- blocks go
+
+    @exclusive
+    def evicted(
+        self,
+        blocks: Blocks,
+        request_id: RequestId | None = None,
+        *,
+        group: int = 0,
+        level: Literal["primary", "secondary"] = "primary",
+    ) -> None:
+        """What is cached in these blocks is gone, and they are free. No running request may hold them.
+
+        With full attention nothing can be found behind a block that is gone, so what continues it must be gone before,
+        or in the same call. `request_id`: the running request that needed the room.
+        """
+        self._refuse_group(group)
+        index, ids = self._level(level), listed_blocks(blocks)
+        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        leaving: list[tuple[int, int]] = []
+        if index == PRIMARY:
+            leaving, slots = self._ids.evictable(ids, self._ids.slots(ids))
+        else:
+            slots = self._lower_ids.slots(ids)
+        ends = self._mirror.ends(index, slots)
+        with self._guard:
+            for block, slot in leaving:
+                self._ids.leave(block, slot)
+            for piece, names in ends:
+                self._emit(
+                    ev.BlocksRemoved(
+                        group=self._group.index,
+                        level=index,
+                        slots=piece.tobytes(),
+                        names=names,
+                        why=ev.RemoveReason.CAPACITY,
+                        handle=handle,
+                    )
+                )
+
+    @exclusive
+    def moved(
+        self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None, *, group: int = 0
+    ) -> None:
+        """What is cached in these blocks is kept in the secondary blocks `to` from now on, and not in primary any more.
+
+        No running request may hold them, and nothing in primary may continue them but what is moved before them in the
+        same call. `request_id`: the running request that needed the room.
+        """
+        self._refuse_group(group)
+        ids, targets = listed_blocks(blocks), listed_blocks(to)
+        slots, free = self._ids.slots(ids), self._lower_ids.slots(targets)
+        if len(slots) != len(free):
+            raise UsageError(f"{len(slots)} blocks are moved to {len(free)}")
+        handle = None if request_id is None else self._mirror.sequence(request_id).handle
+        for block, slot in zip(ids, slots, strict=True):
+            if slot in self._ids.copies:
+                instead = "tell that this one is evicted, and move the last one"
+                raise Unsupported(f"moving block {block}, of which there are copies in primary", instead)
+        if not self._group.levels[SECONDARY].are_blank(free):
+            taken = next(
+                slot for slot in free if not self._group.levels[SECONDARY].are_blank(array("i", [slot]))
+            )
+            raise Contradiction(f"secondary block {taken} is not free", block=taken)
+        ends, done = self._mirror.ends(PRIMARY, slots, keep_order=True, moving=True), 0
+        with self._guard:
+            for piece, names in ends:
+                self._emit(
+                    ev.BlocksMoved(
+                        group=self._group.index,
+                        names=names,
+                        from_level=PRIMARY,
+                        from_slots=piece.tobytes(),
+                        to_level=SECONDARY,
+                        to_slots=free[done : done + len(piece)].tobytes(),
+                        why=ev.MoveReason.OFFLOAD,
+                        transfer=self.state.next_transfer,
+                        handle=handle,
+                    )
+                )
+                done += len(piece)
+
+    @exclusive
+    def cleared(self) -> None:
+        """Nothing is cached any more. What running requests hold stays theirs, without a name."""
+        with self._guard:
+            self._whole.clear()
+            self._ids.forget_names()
+
+    # -- steps
+
+    @exclusive
+    def flush(self) -> EventBatch | None:
+        """A step is over: hand over what happened in it as one batch. An empty step makes none.
+
+        Copies between the levels count as complete. Raises as `KVCacheManager.flush`.
+        """
+        return self._steps.end()
+
+    @closing
+    def close(self) -> None:
+        """Record a checkpoint, drain the log and the sinks. Closing twice is harmless."""
+        try:
+            if self._guard.failure is None:
+                self._steps.end_last()
+        finally:
+            self._guard.close()
+            self._journal.outputs.close()
+
+    @exclusive
+    def check(self) -> None:
+        """Prove the laws of the mirror; raises `InvariantViolated`. Takes long: for tests."""
+        check(self.state)
+        self._ids.check()
+
+    # -- what calls have in common
+
+    def _refuse_group(self, group: int) -> None:
+        if group != 0:
+            raise Unsupported(
+                f"group {group}", "a recorder has one so far, group 0, of layers with full attention"
+            )
+
+    def _level(self, level: str) -> LevelIndex:
+        if level not in (_PRIMARY, _SECONDARY):
+            raise UsageError(f"level must be {_PRIMARY} or {_SECONDARY}")
+        return PRIMARY if level == _PRIMARY else SECONDARY
+
+    def _row_of(self, ids: list[RequestId]) -> _Row:
+        """These requests as they are decoded together: as in the step before, if nothing else has happened to them."""
+        row = self._row
+        if row is None or self.state.running.handles != row.handles or row.ids != ids:
+            row = _Row(ids, self._mirror.running(ids), self._size, self._checker.max_tokens)
+        return row
+
+    def _given(self, names: Names | None, blocks: int) -> bytes:
+        """The keys that an engine has given for so many blocks; empty if they are made here."""
+        if not self._names_given:
+            if names is not None:
+                raise UsageError(
+                    "names are given, and made here: give name_bytes to the recorder, or no names"
+                )
+            return b""
+        keys = names if isinstance(names, bytes) else b"".join(listed(names or (), "names"))
+        if len(keys) != blocks * self._key_bytes:
+            raise UsageError(f"{blocks} names of {self._key_bytes} bytes are needed, not {len(keys)} bytes")
+        return keys
+
+    def _storing(self, sequence: Sequence, last: int, keys: bytes) -> _Storing:
+        """What is to be stored, or `Contradiction`."""
+        first, size = sequence.path_ends[0].end, self._key_bytes
+        self._mirror.refuse_unstorable(sequence, first, last)
+        cached = self._mirror.cached_already(sequence, first, last)
+        for piece in cached if keys else ():
+            begin = (piece.first - first) * size
+            if keys[begin : begin + len(piece.keys)] != piece.keys:
+                wrong = next(
+                    at
+                    for at in range(len(piece.slots))
+                    if keys[begin + at * size : begin + (at + 1) * size]
+                    != piece.keys[at * size : (at + 1) * size]
+                )
+                raise self._mirror.other_name(sequence, piece.first + wrong, piece.slots[wrong])
+        return _Storing(sequence, first, last, keys, cached)
+
+    def _note_computed(self, sequence: Sequence, blocks: int) -> None:
+        """Blocks are cached whose K/V the engine writes: they count as computed."""
+        if blocks * self._size > sequence.computed and not sequence.is_decoding:
+            self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=blocks * self._size))
+
+    def _store(self, storing: _Storing) -> None:
+        sequence, first, last, keys, cached = storing
+        self._note_computed(sequence, last)
+        for piece in cached:
+            self._adopt(sequence, piece)
+        begin = sequence.path_ends[0].end
+        if begin == last:
+            return
+        size, known = self._key_bytes, sequence.keys
+        named = len(known) // size if size else last
+        keys = keys[max(0, named - first) * size :] if keys else self._made(sequence, named, last)
+        above = known[(begin - 1) * size :][:NAME_BYTES] if begin and size else b""
+        self._emit(
+            ev.BlocksStored(
+                handle=sequence.handle,
+                group=self._group.index,
+                first_block=BlockIndex(begin),
+                parent=bytes(above),
+                keys=keys,
+                slots=sequence.tables[0][begin:last].tobytes(),
+                level=PRIMARY,
+                priority=DEFAULT_PRIORITY,
+                last_tokens=self._size,
+            )
+        )
+
+    def _made(self, sequence: Sequence, named: int, last: int) -> bytes:
+        """The keys of the blocks behind those that a sequence has named."""
+        state, size, block_bytes = self.state, self._key_bytes, self._size * TOKEN_BYTES
+        if named >= last:
+            return b""
+        symbols = sequence.packed(named * self._size, last * self._size)
+        parent = bytes(sequence.keys[-size:]) if named else state.root_key(sequence.namespace)
+        if sequence.handle in state.rich:
+            return chain_symbols(
+                state.hashing, state.symbols, sequence.namespace, parent, symbols, block_bytes
+            )
+        return state.hashing.chain(sequence.namespace, parent, symbols, block_bytes)
+
+    def _adopt(self, sequence: Sequence, piece: Piece) -> None:
+        """Blocks of a sequence hold what is cached already: copies of it, or in place of what lay in secondary."""
+        first, last = piece.first, piece.first + len(piece.slots)
+        own, names = sequence.tables[0][first:last], names_of_keys(piece.keys, self._key_bytes)
+        if piece.level == PRIMARY:
+            for slot, cached in zip(own, piece.slots, strict=True):
+                self._ids.share(sequence.handle, slot, cached, self._group.run_at(PRIMARY, cached).refs)
+            self._take(sequence, PRIMARY, first, piece.slots, names, own[::-1].tobytes())
+            return
+        self._emit(
+            ev.BlocksMoved(
+                group=self._group.index,
+                names=names,
+                from_level=SECONDARY,
+                from_slots=piece.slots.tobytes(),
+                to_level=PRIMARY,
+                to_slots=own.tobytes(),
+                why=ev.MoveReason.RECOMPUTED,
+                transfer=0,
+                handle=sequence.handle,
+                first_block=BlockIndex(first),
+            )
+        )
+
+    def _goes_on_alone(self, sequence: Sequence, block: int) -> bool:
+        """Whether a sequence fills its next block behind what it alone has cached, with plain tokens."""
+        tail, table, end = sequence.path_ends[0], sequence.tables[0], (block + 1) * self._size
+        return (
+            block > 0
+            and block < len(table)
+            and sequence.num_tokens >= end
+            and tail.grows(DEFAULT_PRIORITY, 0)
+            and (sequence.is_decoding or sequence.computed >= end)
+            and not self._group.shared
+            and sequence.handle not in self.state.rich
+            and len(sequence.keys) == block * self._key_bytes
+        )
+
+    def _fill(self, row: list[tuple[Sequence, int, bytes]]) -> None:
+        """Store one block more of each of these sequences by one event."""
+        size, parents, keys = self._key_bytes, list[bytes](), list[bytes]()
+        for sequence, block, key in row if size else ():
+            parents.append(bytes(sequence.keys[-size:][:NAME_BYTES]))
+            keys.append(key or self._made(sequence, block, block + 1))
+        self._emit(
+            ev.BlocksFilled(
+                handles=packed_handles([sequence for sequence, _, _ in row]),
+                group=self._group.index,
+                blocks=array("I", [block for _, block, _ in row]).tobytes(),
+                parents=b"".join(parents),
+                keys=b"".join(keys),
+                slots=array("i", [sequence.tables[0][block] for sequence, block, _ in row]).tobytes(),
+                priority=DEFAULT_PRIORITY,
+            )
+        )
+
+
+def _checked_engine(engine: object) -> str:
+    name = checked_text(engine, "engine")
+    if not name:
+        raise UsageError('engine must say who decides, as in "vllm 0.33.0"')
+    return name
