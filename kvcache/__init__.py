@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
     from kvcache.prefixes.index import PrefixIndex
+    from kvcache.recorder import Recorder
     from kvcache.results import Admission
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "LogConfig",
     "MultimodalItem",
     "PrefixIndex",
+    "Recorder",
     "Request",
     "Retention",
     "RetentionRange",
@@ -51,6 +53,7 @@ _HOMES = {
     "LogConfig": "kvcache.config",
     "MultimodalItem": "kvcache.inputs.multimodal",
     "PrefixIndex": "kvcache.prefixes.index",
+    "Recorder": "kvcache.recorder",
     "Request": "kvcache.inputs.requests",
     "Retention": "kvcache.inputs.retention",
     "RetentionRange": "kvcache.inputs.retention",

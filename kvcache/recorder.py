@@ -242,9 +242,9 @@ class Recorder:
         given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
         request = self._checker.check_one(*given, None, None, None)
         blocks, targets = listed_blocks(reused), listed_blocks(onto)
-        slots, below = self._ids.slots(blocks), self._lower_ids.slots(listed_blocks(onboarded))
-        free = self._ids.slots(targets)
-        self._mirror.refuse_other_path(request, slots, below)
+        lower = listed_blocks(onboarded)
+        slots, below, free = self._ids.slots(blocks), self._lower_ids.slots(lower), self._ids.slots(targets)
+        self._mirror.refuse_other_path(request, blocks, slots, lower, below)
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
             raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
@@ -591,11 +591,7 @@ class Recorder:
             if slot in self._ids.copies:
                 instead = "tell that this one is evicted, and move the last one"
                 raise Unsupported(f"moving block {block}, of which there are copies in primary", instead)
-        if not self._group.levels[SECONDARY].are_blank(free):
-            taken = next(
-                slot for slot in free if not self._group.levels[SECONDARY].are_blank(array("i", [slot]))
-            )
-            raise Contradiction(f"secondary block {taken} is not free", block=taken)
+        self._mirror.refuse_taken_below(targets, free)
         ends, done = self._mirror.ends(PRIMARY, slots, keep_order=True, moving=True), 0
         with self._guard:
             for piece, names in ends:

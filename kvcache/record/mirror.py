@@ -14,7 +14,7 @@ from kvcache.decide.eviction import last_names
 from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece, match
-from kvcache.fold.prefix_tree import Node, Root, Run
+from kvcache.fold.prefix_tree import Node, Root, common_bytes
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
@@ -66,8 +66,19 @@ class Mirror:
                 told = f"block {block} is given to request {name}, and {self._use_of(slot)}"
                 raise Contradiction(told, request_id, int(block))
 
+    def refuse_taken_below(self, blocks: Blocks, slots: array[int]) -> None:
+        """Raise `Contradiction` unless these secondary blocks are free."""
+        level = self.group.levels[SECONDARY]
+        if level.are_blank(slots):
+            return
+        for at, slot in enumerate(slots):
+            if slot in slots[:at] or not level.are_blank(array("i", [slot])):
+                raise Contradiction(f"secondary block {blocks[at]} is not free", block=int(blocks[at]))
+
     def _use_of(self, slot: int) -> str:
         """What a slot is used for, for a message."""
+        if slot in self.ids.copies:
+            return "holds what other blocks hold, too"
         for sequence in self._state.sequences.values():
             if slot in sequence.tables[0]:
                 return f"request {shown(sequence.request_id)} holds it"
@@ -124,8 +135,12 @@ class Mirror:
             self.ids.id_of(slot),
         )
 
-    def refuse_other_path(self, request: CheckedRequest, slots: array[int], below: array[int]) -> None:
-        """Raise `Contradiction` unless these blocks are the beginning of the prompt, and not all of it."""
+    def refuse_other_path(
+        self, request: CheckedRequest, blocks: Blocks, slots: array[int], lower: Blocks, below: array[int]
+    ) -> None:
+        """Raise `Contradiction` unless these blocks of primary, and then these of secondary, are the beginning of the
+        prompt, and not all of it.
+        """
         name, count = shown(request.request_id), len(slots) + len(below)
         if count * self._size >= request.num_tokens:
             raise Contradiction(
@@ -133,59 +148,47 @@ class Mirror:
                 f"{request.num_tokens}: at least the last token is computed",
                 request.request_id,
             )
-        if not count:
-            return
-        node: Node | None = self.group.tree.roots.get(request.namespace)
-        node, done = self._follow(request, node, PRIMARY, slots, 0)
-        self._follow(request, node, SECONDARY, below, done)
+        if count:
+            node: Node | None = self.group.tree.roots.get(request.namespace)
+            for level, ids, row in ((PRIMARY, blocks, slots), (SECONDARY, lower, below)):
+                node = self._follow(request, node, level, ids, row, count - len(below) if level else 0)
 
     def _follow(
-        self, request: CheckedRequest, node: Node | None, level: int, slots: array[int], first: int
-    ) -> tuple[Node | None, int]:
+        self,
+        request: CheckedRequest,
+        node: Node | None,
+        level: int,
+        blocks: Blocks,
+        slots: array[int],
+        first: int,
+    ) -> Node | None:
         """Follow the path of these blocks, of which the first is a prompt's block `first`; returns where it ends."""
         tree, done, size = self.group.tree, 0, self.group.tree.block_bytes
         while done < len(slots):
             run = tree.runs.get(self.group.levels[level].run_ids[slots[done]])
+            take, begin = 0, (first + done) * size
             if run is None or run.level != level or slots[done] not in run.slots:
-                raise self._no_hit(request, level, slots[done], first + done, "is not cached")
-            take = min(len(run.slots), len(slots) - done)
-            if run.parent is not node or run.slots[:take] != slots[done : done + take]:
-                raise self._no_path(request, level, run, slots, done, first)
-            begin = (first + done) * size
-            if (
-                memoryview(run.symbols)[: take * size]
-                != memoryview(request.symbols)[begin : begin + take * size]
+                told = "is not cached"
+            elif (
+                run.parent is not node
+                and run.slots[0] == slots[done]
+                and begin == 0
+                and isinstance(run.parent, Root)
             ):
-                wrong = next(
-                    at
-                    for at in range(take)
-                    if run.symbols[at * size : (at + 1) * size]
-                    != request.symbols[begin + at * size : begin + (at + 1) * size]
-                )
+                told = "is cached for another LoRA adapter or salt"
+            else:
+                take = common_slots(run.slots, slots, done) if run.parent is node else 0
+                told = "does not continue the block before it" if begin or take else "does not begin a prompt"
+            # Copied for it, as two views would be compared number by number.
+            if run is not None and run.symbols[: take * size] != request.symbols[begin : begin + take * size]:
+                take = common_bytes(run, request.symbols, begin, begin + take * size) // size
                 told = "holds other tokens than its prompt has there"
-                raise self._no_hit(request, level, slots[done + wrong], first + done + wrong, told)
+            if take < min(len(slots) - done, len(run.slots) if run is not None else 1):
+                raise self._no_hit(request, level, int(blocks[done + take]), first + done + take, told)
             node, done = run, done + take
-        return node, first + done
+        return node
 
-    def _no_path(
-        self, request: CheckedRequest, level: int, run: Run, slots: array[int], done: int, first: int
-    ) -> Contradiction:
-        begins = isinstance(run.parent, Root) and run.slots[0] == slots[done] and not first + done
-        if begins:
-            told = "is cached for another LoRA adapter or salt"
-        else:
-            same = 0
-            while (
-                done + same < len(slots)
-                and run.slots[same : same + 1] == slots[done + same : done + same + 1]
-            ):
-                same += 1
-            done = min(done + same, len(slots) - 1)
-            told = "does not continue the block before it" if first + done else "does not begin a prompt"
-        return self._no_hit(request, level, slots[done], first + done, told)
-
-    def _no_hit(self, request: CheckedRequest, level: int, slot: int, at: int, told: str) -> Contradiction:
-        block = self.ids.id_of(slot) if level == PRIMARY else slot
+    def _no_hit(self, request: CheckedRequest, level: int, block: int, at: int, told: str) -> Contradiction:
         where = "" if level == PRIMARY else "secondary "
         return Contradiction(
             f"{where}block {block}, which request {shown(request.request_id)} reuses as its block {at}, {told}",
@@ -202,11 +205,7 @@ class Mirror:
         except Contradiction:
             if keep_order or len(slots) < 2 or not self._all_cached(level, slots):
                 raise
-        depths = {slot: self._depth(level, slot) for slot in slots}
-        if len(depths) < len(slots):
-            twice = next(slot for slot in slots if list(slots).count(slot) > 1)
-            raise Contradiction(f"block {self.ids.id_of(twice)} is evicted twice in one call", block=twice)
-        ordered = array("i", sorted(slots, key=lambda slot: depths[slot]))
+        ordered = array("i", sorted(slots, key=lambda slot: self._depth(level, slot)))
         return list(self._in_order(level, ordered, moving=moving))
 
     def _all_cached(self, level: int, slots: array[int]) -> bool:
@@ -218,18 +217,20 @@ class Mirror:
         return -run.end, run.id, -run.slots.index(slot)
 
     def _in_order(self, level: int, slots: array[int], *, moving: bool) -> Iterator[tuple[array[int], bytes]]:
-        """As `_ends`, if they can go in this order."""
+        """As `ends`, if they can go in this order."""
         runs, owner, left = self.group.tree.runs, self.group.levels[level].run_ids, dict[int, int]()
         size, done = self._key_bytes, 0
         while done < len(slots):
             run = runs.get(owner[slots[done]])
-            if run is None or run.level != level or slots[done] not in run.slots:
-                raise self._stays(level, slots[done], "is not cached")
-            rest = left.get(run.id, len(run.slots))
+            rest = left.get(run.id, len(run.slots)) if run is not None and run.level == level else 0
+            is_end = run is not None and rest > 0 and run.slots[rest - 1] == slots[done]
+            if run is None or run.level != level or not (is_end or slots[done] in run.slots[:rest]):
+                gone = run is not None and slots[done] in run.slots
+                raise self._stays(level, slots[done], "is named twice" if gone else "is not cached")
             if run.refs:
                 raise self._stays(level, slots[done], "is held by a running request")
             below = [each for each in run.children.values() if not moving or each.level == level]
-            if any(left.get(each.id, 1) for each in below) or run.slots[rest - 1] != slots[done]:
+            if not is_end or any(left.get(each.id, 1) for each in below):
                 raise self._stays(level, slots[done], "is continued by blocks that are still cached")
             take = 1
             while take < min(rest, len(slots) - done) and run.slots[rest - 1 - take] == slots[done + take]:
@@ -243,3 +244,11 @@ class Mirror:
         block = self.ids.id_of(slot) if level == PRIMARY else slot
         where = "block" if level == PRIMARY else "secondary block"
         return Contradiction(f"{where} {block} cannot go: it {told}", block=block)
+
+
+def common_slots(slots: array[int], others: array[int], begin: int) -> int:
+    """How many of the first slots are those of the others from `begin` on."""
+    most = min(len(slots), len(others) - begin)
+    if slots[:most] == others[begin : begin + most]:
+        return most
+    return next(at for at in range(most) if slots[at] != others[begin + at])

@@ -11,6 +11,7 @@ import random
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from kvcache import KVCacheConfig, LogConfig
@@ -81,7 +82,7 @@ class ForeignEngine:
     """Blocks, a queue of free ones, and a dictionary of what they hold."""
 
     def __init__(
-        self, seed: int, blocks: int, size: int, log: str | None = None, *, tokens: bool = True
+        self, seed: int, blocks: int, size: int, log: str | Path | None = None, *, tokens: bool = True
     ) -> None:
         self.rng = random.Random(seed)
         self.traits = traits(self.rng)
