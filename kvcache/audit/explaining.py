@@ -46,7 +46,7 @@ def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids)
 
 def _why_not(history: History, ids: Ids) -> tuple[Ids, Ids]:
     """Reason and window of blocks that were not reused."""
-    reasons = np.full(len(ids), Reason.NOT_SERVABLE, np.intp)
+    reasons = np.full(len(ids), history.not_taken, np.intp)
     windows = np.full(len(ids), -1, np.intp)
     if not len(ids):
         return reasons, windows

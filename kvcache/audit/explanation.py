@@ -236,7 +236,7 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
     if block >= len(admission.facts["slot"]) or reason in (Reason.LAST_TOKEN, Reason.PARTIAL):
         return Part(first, stop, block, last, reason, window)
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
-    known = reason.is_reuse or reason.is_lost or reason == Reason.NOT_SERVABLE
+    known = reason.is_reuse or reason.is_lost or reason in (Reason.NOT_SERVABLE, Reason.NOT_REUSED)
     lost = reason.is_lost
     return Part(
         first,

@@ -13,7 +13,7 @@ import numpy as np
 from events import types as ev
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.sequences import RunningTokens
-from events.types import PRIMARY, SECONDARY, EventBatch, MoveReason, RequestId
+from events.types import PRIMARY, SECONDARY, SLIDING, EventBatch, MoveReason, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
 from kvcache.audit.explaining import explain, facts_of, note_reused
@@ -114,6 +114,9 @@ class HistoryFold(History):
         settings = msgspec.json.decode(event.config)
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
         self.key_bytes = event.key_bytes
+        # Where every window attends to everything, what is cached can be reused, and our manager does.
+        slides = any(group.kind == SLIDING for group in event.groups)
+        self.not_taken = Reason.NOT_REUSED if event.engine and not slides else Reason.NOT_SERVABLE
         before, self.windows = self.windows, [Window(group) for group in event.groups]
         for old, new in zip(before, self.windows, strict=False):
             new.of = old.of

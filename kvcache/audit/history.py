@@ -8,6 +8,7 @@ from events.types import RequestId
 from kvcache.audit.columns import Columns
 from kvcache.audit.contents import ContentIds
 from kvcache.audit.epochs import EpochClock
+from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
 from kvcache.audit.window import Window
 
@@ -24,6 +25,8 @@ class History:
         """Per content: running requests in whose prompt it is, and that have not computed it yet."""
         self.tokens_recorded = True
         self.reuse = True
+        self.not_taken = Reason.NOT_SERVABLE
+        """Why a block is not reused that is cached in every window."""
         self.tokens_per_block = 0
         self.key_bytes = 0
         self.names: Columns | None = None

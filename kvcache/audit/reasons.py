@@ -23,25 +23,27 @@ class Reason(IntEnum):
     """The log records no tokens."""
     NOT_SERVABLE = 7
     """Cached, but a window misses what is needed before."""
-    COMPUTING_AGAIN = 8
+    NOT_REUSED = 8
+    """Cached, and the engine whose decisions were recorded did not take it."""
+    COMPUTING_AGAIN = 9
     """Evicted, and just being computed by a running request."""
-    COMPUTING_CLEARED = 9
+    COMPUTING_CLEARED = 10
     """Cleared, and just being computed again; those that follow likewise."""
-    COMPUTING_COPY_FAILED = 10
-    COMPUTING_RESTARTED = 11
-    EVICTED = 12
-    DROPPED = 13
+    COMPUTING_COPY_FAILED = 11
+    COMPUTING_RESTARTED = 12
+    EVICTED = 13
+    DROPPED = 14
     """Evicted from secondary."""
-    CLEARED = 14
-    COPY_FAILED = 15
-    RESTARTED = 16
-    OUT_OF_WINDOW = 17
+    CLEARED = 15
+    COPY_FAILED = 16
+    RESTARTED = 17
+    OUT_OF_WINDOW = 18
     """Left behind by a sliding window before it was cached."""
-    SAME_STEP = 18
+    SAME_STEP = 19
     """Being computed by another request, and stored in this very step, but later."""
-    BEING_COMPUTED = 19
-    OTHER_NAMESPACE = 20
-    NEVER_SEEN = 21
+    BEING_COMPUTED = 20
+    OTHER_NAMESPACE = 21
+    NEVER_SEEN = 22
 
     @property
     def label(self) -> str:
@@ -79,6 +81,7 @@ IN_WORDS = {
     Reason.UNALIGNED: "in the block in which the prompt ends",
     Reason.UNKNOWN: "the log records no tokens",
     Reason.NOT_SERVABLE: "cached, but not what a window needs before it",
+    Reason.NOT_REUSED: "cached, and the engine did not reuse it",
     Reason.COMPUTING_AGAIN: "evicted, and being computed again just then",
     Reason.COMPUTING_CLEARED: "cleared, and being computed again just then",
     Reason.COMPUTING_COPY_FAILED: "lost with a failed copy, and being computed again just then",

@@ -44,7 +44,14 @@ GROUPS = (
     Group(
         "could not be served",
         YELLOW,
-        (Reason.NOT_SERVABLE, Reason.OUT_OF_WINDOW, Reason.OTHER_NAMESPACE, Reason.REUSE_OFF, Reason.UNKNOWN),
+        (
+            Reason.NOT_SERVABLE,
+            Reason.NOT_REUSED,
+            Reason.OUT_OF_WINDOW,
+            Reason.OTHER_NAMESPACE,
+            Reason.REUSE_OFF,
+            Reason.UNKNOWN,
+        ),
     ),
     Group("never seen before", GREY, (Reason.NEVER_SEEN,)),
     Group("end of the prompt", PALE, (Reason.LAST_TOKEN, Reason.UNALIGNED)),

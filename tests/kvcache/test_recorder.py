@@ -93,6 +93,21 @@ def test_the_log_says_what_the_engine_has_counted(seed: int, tmp_path: Path) -> 
             for each in oracle.batch(batch):
                 sums.update(each.sums)
         assert {reason.label: audit.reasons[reason] for reason in Reason if audit.reasons[reason]} == sums
+        assert "not_servable" not in sums
+
+
+def test_what_the_engine_could_have_reused(tmp_path: Path, kvcache: Kvcache) -> None:
+    """A cached block that it does not take has a reason of its own, and `explain` says whose decision that was."""
+    recorder = begin(tmp_path / "log")
+    recorder.admitted("d", PROMPT_C, [8])
+    recorder.ended("d")
+    recorder.close()
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    assert audit.reasons[Reason.NOT_REUSED] == 8  # of b, which was admitted before the step's end, and of d
+    assert (
+        "cached, and the engine did not reuse it"
+        in kvcache("explain", tmp_path / "log", "--request", "d").out
+    )
 
 
 # -- what cannot be true

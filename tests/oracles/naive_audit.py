@@ -26,6 +26,7 @@ REASONS = (
     "unaligned",
     "unknown",
     "not_servable",
+    "not_reused",
     "computing_again",
     "computing_cleared",
     "computing_copy_failed",
@@ -160,6 +161,7 @@ class NaiveAudit:
         self.size = 1
         """Tokens per block."""
         self.reuse_on = True
+        self.engine, self.slides = "", False
         self.groups: tuple[ev.GroupCreated, ...] = ()
         self.all_windows: list[Window] = []
         """By number, those of earlier epochs too."""
@@ -289,7 +291,7 @@ class NaiveAudit:
             return "unknown"
         at = self.first_window_without(block)
         if at is None:
-            return "not_servable"
+            return "not_reused" if self.engine and not self.slides else "not_servable"
         reason = self.why_missing(at, block)
         if reason == "being_computed":
             missing[token] = at, block
@@ -417,6 +419,7 @@ class NaiveAudit:
         for window in self.windows:
             window.lose_all(Gone("restarted", self.seq, None))
         self.size, self.groups = event.tokens_per_block, event.groups
+        self.engine, self.slides = event.engine, any(group.kind == "sliding" for group in event.groups)
         self.reuse_on = json.loads(event.config)["enable_block_reuse"]
         self.all_windows += [Window() for _ in range(len(self.all_windows), len(event.groups))]
         self.running, self.pages = {}, {}
