@@ -33,7 +33,7 @@ from events.types import (
     RemoveReason,
     UpdateReason,
 )
-from kvcache import PrefixIndex, Request, Retention, RetentionRange, errors
+from kvcache import PrefixIndex, Recorder, Request, Retention, RetentionRange, errors
 from kvcache.calls.scheduling import Simulation
 from kvcache.cli.parser import COMMANDS
 from kvcache.config import KVCacheConfig
@@ -65,6 +65,7 @@ ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 EVENTS = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
 WIRE = (ROOT / "docs" / "wire.md").read_text(encoding="utf-8")
 CURVE = (ROOT / "docs" / "curve.md").read_text(encoding="utf-8")
+RECORDING = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -309,6 +310,34 @@ def test_every_call_is_in_the_api() -> None:
     public = [name for name in dir(KVCacheManager) if not name.startswith("_")]
     assert sorted(calls) == sorted(["KVCacheManager", *public])
     assert all(row[2].strip().endswith(".") for row in rows)
+
+
+def test_every_call_of_a_recorder_is_documented() -> None:
+    """The table has exactly its public methods, and what else a recorder has."""
+    rows = table(RECORDING, "## All calls")
+    calls = {name for row in rows for name in re.findall(r"(\w+)(?:\(.*?\))?(?:, |$)", row)}
+    public = {name for name in dir(Recorder) if not name.startswith("_")}
+    assert calls == {"Recorder", "state", "bus", "config", "engine", *public}
+    for name, row in rows.items():
+        call, _, arguments = name.partition("(")
+        if arguments and "," not in name.partition(")")[2]:
+            given = re.findall(r"\w+", arguments)
+            assert set(given) <= set(inspect.signature(getattr(Recorder, call, Recorder)).parameters), name
+        assert row[0]
+
+
+def test_the_engine_on_the_page_is_recorded(run_python: RunPython, tmp_path: Path) -> None:
+    """The example runs as it stands, and `explain` says of its log what stands below it, but for times."""
+    log = str(tmp_path / "log")
+    done = run_python(snippet(RECORDING, "python", "Recorder").replace('"my-log"', repr(log)))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    told = run_python(
+        f"from kvcache.cli import main; main(['explain', {log!r}, '--request', 'second'])"
+    ).stdout
+    times = re.compile(r"\+\d+\.\d{3}s")
+    assert times.sub("", told) == times.sub(
+        "", RECORDING.partition("--request second\n")[2].partition("```")[0]
+    )
 
 
 def test_every_error_is_in_the_api() -> None:

@@ -114,6 +114,7 @@ class HistoryFold(History):
         settings = msgspec.json.decode(event.config)
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
         self.key_bytes = event.key_bytes
+        self.engine = event.engine
         # Where every window attends to everything, what is cached can be reused, and our manager does.
         slides = any(group.kind == SLIDING for group in event.groups)
         self.not_taken = Reason.NOT_REUSED if event.engine and not slides else Reason.NOT_SERVABLE

@@ -25,6 +25,8 @@ class History:
         """Per content: running requests in whose prompt it is, and that have not computed it yet."""
         self.tokens_recorded = True
         self.reuse = True
+        self.engine = ""
+        """Who decides; empty: this library's manager."""
         self.not_taken = Reason.NOT_SERVABLE
         """Why a block is not reused that is cached in every window."""
         self.tokens_per_block = 0

@@ -93,6 +93,8 @@ class Audit:
     first_at: int = 0
     last_at: int = 0
     tokens_recorded: bool = True
+    engine: str = ""
+    """Whose decisions these are; empty: this library's manager decided."""
 
     @property
     def reused(self) -> int:
@@ -214,6 +216,7 @@ class Totals(Listener):
         """The audit, with the `top` worst evictions and hottest prefixes."""
         audit = self.audit
         audit.tokens_recorded, audit.set_back = history.tokens_recorded, history.epochs.set_back
+        audit.engine = history.engine
         for window in history.windows:
             ids = np.flatnonzero(window.of["level"] >= 0)
             audit.never_reused += int((window.of["uses"][ids] == 0).sum())

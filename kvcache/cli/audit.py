@@ -113,6 +113,8 @@ def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
         ("requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"),
         ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"),
     ]
+    if audit.engine:
+        facts.append(("decided by", printable(audit.engine)))
     if not audit.tokens_recorded:
         facts.append(("tokens", "not recorded: why the others were computed is not known"))
     out.facts(facts)

@@ -145,6 +145,8 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
     out.table(columns, rows, right=[each for each in columns if each != "level"])
     out.line()
     facts = [("sequences", f"{len(state.sequences):,} running")]
+    if state.created is not None and state.created.engine:
+        facts.append(("decided by", printable(state.created.engine)))
     for window, group in zip(windows, state.groups, strict=True):
         leaves, runs, namespaces = _tree(group)
         where = f" of window {window:,}" * several

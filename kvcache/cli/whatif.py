@@ -30,7 +30,8 @@ _EPILOG = """\
 Every combination of the values and policies is played: kvcache whatif LOG --set primary_blocks=1000,2000
 --set secondary_blocks=0,4000 --policy lru,levels plays eight. One number per window stands in brackets:
 --set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
-tokens: max_tokens gives room in tokens. Under the log's own settings exactly what was recorded happens again.
+tokens: max_tokens gives room in tokens. Under the log's own settings exactly what was recorded happens again; of a log
+in which another engine decided (Recorder), what this library's manager would have done.
 
 Policies: lru and levels, as caches have them (eviction_policy); lfu, which counts uses; arc, which divides the cache
 between what was used once and again; belady and returns, which know the prompts to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from tests.support.commands import Play
@@ -28,3 +29,17 @@ def test_preemption(play: Play) -> None:
     assert found is not None
     assert int(found[1]) > 0
     assert int(returning.split()[0]) > 0
+
+
+def test_record_your_engine(play: Play) -> None:
+    """What the toy has counted is what the audit of its log says; misses are explained, and its manager is small."""
+    code = source("record_your_engine")
+    done = play(code)
+    assert done.err == ""
+    counted = re.match(r"the engine has found ([\d,]+) prompt tokens in its cache\n", done.out)
+    assert counted is not None
+    assert f"of which {counted[1]} were reused" in done.out
+    assert "decided by     toy 1.0" in done.out
+    assert re.search(r"evicted from primary +\d+\.\d ms before, .* to make room for request", done.out)
+    (manager,) = (node for node in ast.parse(code).body if getattr(node, "name", "") == "BlockManager")
+    assert (manager.end_lineno or 0) - manager.lineno < 75
