@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import typing
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from events.feed.fold import Feed
 from events.log import LogReader
 from events.types import AnyEvent, BlocksReused, BlocksStored, CacheCreated
 from kvcache import KVCacheConfig, KVCacheManager, Recorder
@@ -31,9 +33,12 @@ from kvcache.errors import (
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.slots import Level
 from kvcache.replay import replay
+from sinks.known import Known
+from sinks.render import render_event
 from tests.oracles.naive_audit import NaiveAudit
 from tests.support.commands import Kvcache
 from tests.support.engines.foreign_engine import ForeignEngine
+from tests.support.feeds.strict import StrictIndex
 from tests.support.seeds import seeds
 
 BLOCKS, SIZES = (6, 12, 24), (1, 2, 4)
@@ -94,6 +99,28 @@ def test_the_log_says_what_the_engine_has_counted(seed: int, tmp_path: Path) -> 
                 sums.update(each.sums)
         assert {reason.label: audit.reasons[reason] for reason in Reason if audit.reasons[reason]} == sums
         assert "not_servable" not in sums
+
+
+@pytest.mark.parametrize("seed", seeds(range(200), quick=6))
+def test_routers_are_told_what_the_engine_holds(seed: int, tmp_path: Path) -> None:
+    """After each step a strict index that hears the feed has the names of what is cached, level by level."""
+    engine = engine_of(seed, tmp_path / "log")
+    feed, index = Feed(), StrictIndex()
+    assert engine.recorder.wait_durable(60)
+    for batch in LogReader(tmp_path / "log"):
+        feed.fold(batch)
+    for _ in range(STEPS):
+        engine.act()
+        for batch in engine.batches:
+            for change in feed.fold(batch):
+                index.apply(change)
+        if engine.batches and not engine.recorder.bus.pending:
+            tree, size = engine.recorder.state.groups[0].tree, engine.key_bytes
+            for level in (0, 1):
+                keys = [bytes(run.keys) for run in tree.runs.values() if run.level == level]
+                names = {key[at : at + 8] for key in keys for at in range(0, len(key), size)}
+                assert index.names(level) == names
+        engine.batches.clear()
 
 
 def test_what_the_engine_could_have_reused(tmp_path: Path, kvcache: Kvcache) -> None:
@@ -463,6 +490,75 @@ def test_the_log_says_who_decided(tmp_path: Path) -> None:
     assert created.engine == "toy 1"
     with pytest.raises(Unsupported, match="going on with a cache in which toy 1 decided"):
         KVCacheManager.resume(replay(tmp_path / "log").state)
+
+
+STORY: list[tuple[Call, list[str]]] = [
+    (lambda r: r.refused("a", 3), ["AdmissionRefused", "request=a needed=3 available=8"]),
+    (lambda r: r.refused("a", 3), []),
+    (lambda r: r.admitted("a", range(12)), ["SequenceAdded", "#1 request=a tokens=12 reused=0+0+0"]),
+    (lambda r: r.allocated("a", [3]), ["BlocksAllocated", "why=prompt"]),
+    (lambda r: r.computed("a", 3), ["ContextComputed", "tokens=3"]),
+    (lambda r: r.computed("a", 3), []),
+    (lambda r: r.stored("a", 1), ["ContextComputed", "tokens=4", "BlocksStored", "blocks=1 first=0"]),
+    (lambda r: r.allocated("a", [4, 5]), ["BlocksAllocated", "blocks=2 why=reserve"]),
+    (lambda r: r.computed("a", 12), ["ContextComputed", "tokens=12"]),
+    (lambda r: r.stored("a", 1), []),
+    (lambda r: r.stored("a", 2), ["BlocksStored", "blocks=1 first=1"]),
+    (lambda r: r.appended(["a"], [1]), ["TokensAppended", "tokens=1"]),
+    (lambda r: r.filled(["a"]), ["BlocksFilled", "blocks=1"]),
+    (lambda r: r.allocated("a", [6]), ["BlocksAllocated", "blocks=1 why=decode"]),
+    (lambda r: r.appended(["a"], [1, 2], [2]), ["TokensAppended", "tokens=2"]),
+    (
+        lambda r: r.admitted("b", range(9), [3], resumed=True),
+        ["SequenceAdded", "reused=4+0+0", "BlocksReused", "blocks=1"],
+    ),
+    (lambda r: r.allocated("b", [7, 8]), ["BlocksAllocated", "blocks=2 why=prompt"]),
+    (lambda r: r.stored("b", 2), ["ContextComputed", "tokens=8", "BlocksReused", "first=1", "replaced=1"]),
+    (lambda r: r.ended("a"), ["SequenceRemoved", "tokens=15 computed=14 stored=3 freed=1"]),
+    (lambda r: r.evicted([5], "b"), ["BlocksRemoved", "primary blocks=1", "why=capacity for request=b"]),
+    (lambda r: r.evicted([4]), []),  # of which 7 is a copy
+    (
+        lambda r: r.ended("b", "preempted"),
+        ["SequenceRemoved", "tokens=9 computed=8 stored=2 freed=1 why=preempted"],
+    ),
+    (lambda r: r.moved([7], [1]), ["BlocksMoved", "primary->secondary blocks=1", "why=offload transfer=1"]),
+    (
+        lambda r: r.admitted("c", range(9), [3], onboarded=[1], onto=[10]),
+        [
+            "SequenceAdded",
+            "reused=4+4+0",
+            "BlocksReused",
+            "BlocksReused",
+            "BlocksMoved",
+            "why=onboard transfer=2",
+        ],
+    ),
+    (lambda r: r.cleared(), ["CacheCleared"]),
+    (lambda r: r.flush(), ["TransferLanded", "transfers=1..2"]),
+]
+"""Calls, and what stands in the lines of the events that each of them makes."""
+
+
+def test_each_call_becomes_its_events() -> None:
+    """What docs/recording.md says of each call, with the reasons that follow from where a request stands."""
+    config = KVCacheConfig(tokens_per_block=4, primary_blocks=8, secondary_blocks=2, max_sequence_length=32)
+    recorder = Recorder(config, engine="toy 1", first_block_id=3)
+    told: list[AnyEvent] = []
+    recorder.bus.subscribe(told.append, *typing.get_args(AnyEvent))
+    known = Known(recorder.state.hashing.key_bytes)
+    for number, (call, parts) in enumerate(STORY):
+        call(recorder)
+        lines = []
+        for event in told:
+            known.see(event)
+            lines.append(render_event(event, known))
+        told.clear()
+        recorder.check()
+        text, at = "\n".join(lines), 0
+        for part in parts:
+            assert part in text[at:], (number, part, lines)
+            at = text.index(part, at) + len(part)
+        assert len(lines) == sum(part.isalpha() for part in parts), (number, lines)
 
 
 def test_names_are_the_engines(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from events.types import EventBatch
 from kvcache import KVCacheConfig, LogConfig
 from kvcache.fold.prefix_tree import Run, runs_below
 from kvcache.recorder import Recorder
@@ -112,6 +113,8 @@ class ForeignEngine:
         self.counters = Counters()
         self.prompts: list[tuple[str | None, list[int]]] = []
         self.numbers = 0
+        self.batches: list[EventBatch] = []
+        """What was flushed."""
         self.for_whom: int | None = None
         """The running request that needs room."""
 
@@ -432,8 +435,8 @@ class ForeignEngine:
             )
         elif kind > 0.99:
             self.clear()
-        if self.rng.random() < 0.7:
-            self.recorder.flush()
+        if self.rng.random() < 0.7 and (batch := self.recorder.flush()) is not None:
+            self.batches.append(batch)
 
     # -- compared
 
