@@ -137,7 +137,8 @@ class Recorder:
         # Of a cached block an engine tells no copy of the start, so none is made when its requests are played again.
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
         self.engine, sinks, started = _checked_engine(engine), listed(sinks, "sinks"), time_from(wall_ns)
-        created = self._created(Layout.of(config), name_bytes, heard=log is not None or bool(sinks))
+        layout = Layout.of(config)
+        created = self._created(layout, name_bytes, heard=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
@@ -147,7 +148,7 @@ class Recorder:
         outputs = Outputs.open(log, sinks, context, config.log)
         try:
             self._journal = Journal(created, outputs)
-            self._assemble(outputs, created, wall_ns)
+            self._assemble(outputs, layout, wall_ns)
             self._journal.make_good()
             self._journal.flush(started)
         except BaseException:
@@ -168,14 +169,14 @@ class Recorder:
             raise UsageError(f"name_bytes must be one of {', '.join(map(str, NAMED_BY_ENGINE))}, or None")
         return msgspec.structs.replace(created, hash_algorithm=algorithm, key_bytes=name_bytes)
 
-    def _assemble(self, outputs: Outputs, created: ev.CacheCreated, wall_ns: Callable[[], int]) -> None:
+    def _assemble(self, outputs: Outputs, layout: Layout, wall_ns: Callable[[], int]) -> None:
         """Make the parts that work on the journal's state."""
-        journal, config, layout = self._journal, self.config, Layout.of(self.config)
+        journal, config, hashing = self._journal, self.config, self._journal.state.hashing
         self.state, self.bus, self._emit = journal.state, journal.bus, journal.emit
         group = self.state.groups[0]
         assert isinstance(group, GroupState)
-        self._group, self._size, self._key_bytes = group, config.tokens_per_block, created.key_bytes
-        self._names_given = self.state.hashing.given
+        self._group, self._size, self._key_bytes = group, config.tokens_per_block, hashing.key_bytes
+        self._names_given = hashing.given
         self._whole = WholeCache(
             self.state,
             journal.emit,
@@ -187,7 +188,7 @@ class Recorder:
             self.state.symbols,
             layout.longest_sequence(config),
             layout.longest_prompt(config),
-            block_hash=created.hash_algorithm,
+            block_hash=hashing.name,
             log_has_tokens=outputs.records_tokens,
             tokens_per_block=self._size,
         )
