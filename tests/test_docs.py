@@ -326,11 +326,11 @@ def test_every_call_of_a_recorder_is_documented() -> None:
         assert row[0]
 
 
-def test_the_engine_on_the_page_is_recorded(play: Play, kvcache: Kvcache, tmp_path: Path) -> None:
+def test_the_engine_on_the_page_is_recorded(play: Play, tmp_path: Path) -> None:
     """The example runs as it stands, and `explain` says of its log what stands below it, but for times."""
     log = str(tmp_path / "log")
     assert play(snippet(RECORDING, "python", "Recorder").replace('"my-log"', repr(log))) == (0, "", "")
-    told = kvcache("explain", log, "--request", "second").out
+    told = play(f"from kvcache.cli import main; main(['explain', {log!r}, '--request', 'second'])").out
     times = re.compile(r"\+\d+\.\d{3}s")
     assert times.sub("", told) == times.sub(
         "", RECORDING.partition("--request second\n")[2].partition("```")[0]
