@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
-	@echo 'make test       lint, check formatting and types, and run the tests: eight to eleven minutes on two cores'
+	@echo 'make test       lint, check types, and run the tests, side by side: four minutes on two cores'
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: most of an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
@@ -42,7 +42,7 @@ test-core: .venv/.installed-dev
 	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors
 
 test-tensors: .venv/.installed-dev
-	$(PYTEST) -n auto --dist loadscope $(QUICK) tests/tensors
+	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/tensors
 
 test-realtime: .venv/.installed-dev
 	$(PYTEST) -m 'realtime and not long'
