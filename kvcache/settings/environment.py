@@ -26,6 +26,10 @@ _OF_EACH_SERVICE = ("SERVICE_HOST", "SERVICE_PORT", "PORT")
 """What there is for every Service."""
 
 
+_OF_ENGINES = ("KVCACHE_LOG",)
+"""What other engines look at: where vLLM is to be recorded."""
+
+
 class Environment(NamedTuple):
     """What an environment holds for a model of settings."""
 
@@ -61,7 +65,8 @@ def read_environment(model: type[BaseModel], env: Mapping[str, str]) -> Environm
         if variable in known
     }
     services = _services(given)
-    unknown = tuple(name for name in given if name not in known and not _is_of(services, name))
+    others = (name for name in given if name not in known and name not in _OF_ENGINES)
+    unknown = tuple(name for name in others if not _is_of(services, name))
     return Environment(values, unknown)
 
 

