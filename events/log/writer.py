@@ -359,6 +359,10 @@ class LogWriter:
                 recorder.progress.wait(left)
         return True
 
+    def lose(self) -> None:
+        """Say that no more is recorded of what goes on: the next batch is lost, and the mark of the end tells so."""
+        self._expected_seq += 1
+
     def close(self) -> None:
         """Write what is queued and the mark of an orderly end; stop the thread; release the lock.
 

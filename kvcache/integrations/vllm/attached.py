@@ -17,8 +17,9 @@ from functools import wraps
 from typing import Any
 
 from events.errors import EventsError, type_and_place
+from events.log import LogWriter
 from events.tokens.names import NAMED_BY_ENGINE
-from kvcache import Recorder
+from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import KVCacheError, Unsupported
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.integrations.vllm.settings import Wanted, wanted
@@ -37,8 +38,24 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
         manager = scheduler.kv_cache_manager
         group = _recorded_group(scheduler, manager)
         asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
-        recorder, named = _recorder(asked, f"vllm {version}", scheduler, group)
-        Attached(scheduler, Recording(recorder, manager, group, named=named))
+        config = _config(asked, scheduler, group)
+        log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
+        try:
+            size = _name_bytes(scheduler.vllm_config)
+            recorder = Recorder(
+                config,
+                engine=f"vllm {version}",
+                log=log,
+                sinks=asked.sinks,
+                first_block_id=1,
+                name_bytes=size,
+            )
+        except BaseException:
+            if log is not None:
+                log.close()
+            raise
+        recording = Recording(recorder, manager, group, named=size is not None)
+        Attached(scheduler, recording, log)
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", _told(error))
         return
@@ -94,39 +111,32 @@ def _recorded_group(scheduler: Any, manager: Any) -> int:
     return int(full[0])
 
 
-def _recorder(asked: Wanted, engine: str, scheduler: Any, group: int) -> tuple[Recorder, bool]:
-    """The recorder, and whether it gets vLLM's own names of blocks."""
-    vllm, manager = scheduler.vllm_config, scheduler.kv_cache_manager
-    config = asked.config(
+def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
+    manager = scheduler.kv_cache_manager
+    return asked.config(
         tokens_per_block=manager.coordinator.single_type_managers[group].block_size,
         # Block 0 is never given out.
         primary_blocks=manager.block_pool.num_gpu_blocks - 1,
         max_sequence_length=scheduler.max_model_len,
         num_layers=len(scheduler.kv_cache_config.kv_cache_groups[group].layer_names) or 1,
-        model=asked.settings.get("model", str(vllm.model_config.model)),
+        model=asked.settings.get("model", str(scheduler.vllm_config.model_config.model)),
     )
+
+
+def _name_bytes(config: Any) -> int | None:
+    """How long vLLM's own names of blocks are; None: longer or shorter than a log's can be."""
     hashing = importlib.import_module("vllm.utils.hashing")
-    size = len(hashing.get_hash_fn_by_name(vllm.cache_config.prefix_caching_hash_algo)(0))
-    named = size in NAMED_BY_ENGINE
-    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
-    try:
-        names = size if named else None
-        return Recorder(
-            config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1, name_bytes=names
-        ), named
-    except BaseException:
-        if log is not None:
-            with suppress(Exception):
-                log.close()
-        raise
+    size = len(hashing.get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)(0))
+    return size if size in NAMED_BY_ENGINE else None
 
 
 class Attached:
     """Calls a recording behind vLLM's own methods, until the first error or the engine's end."""
 
-    def __init__(self, scheduler: Any, recording: Recording) -> None:
+    def __init__(self, scheduler: Any, recording: Recording, log: LogWriter | None) -> None:
         self._recording: Recording | None = recording
         self.recorder, self._pid = recording.recorder, os.getpid()
+        self._log = log
         self._wrapped: list[tuple[Any, str, Any]] = []
         manager = scheduler.kv_cache_manager
         self._follow(manager.block_pool, "get_new_blocks", recording.taken)
@@ -172,6 +182,8 @@ class Attached:
         with suppress(Exception):
             self._let_go()
             _log.warning("The KV cache is not recorded any further: %s", _told(error))
+        if self._log is not None:
+            self._log.lose()
         self._end()
 
     def _let_go(self) -> None:

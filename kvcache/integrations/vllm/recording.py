@@ -179,7 +179,7 @@ class Recording:
             self.recorder.computed(request.request_id, running.computed)
         running.named = self._blocks.num_cached_block.get(request.request_id, 0)
         if running.named > running.stored:
-            if running.tokens == running.prompt:
+            if request.num_tokens == running.prompt:
                 self._store(running)
             else:
                 self._due[request.request_id] = running

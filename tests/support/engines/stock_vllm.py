@@ -137,6 +137,8 @@ class StockVLLM:
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
         """As vLLM counts them, of preempted requests, too."""
+        self.decisions: list[Any] = []
+        """Of each step: the tokens of each request that were scheduled, and the tables."""
 
     @property
     def attached(self) -> Any:
@@ -183,6 +185,7 @@ class StockVLLM:
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             scheduled = output.total_num_scheduled_tokens
+            self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
             if scheduled or not self._flying:
                 self._flying.append((output, self._sampled(output, rng)))
         if not self._flying:

@@ -13,10 +13,12 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from events.log import LogReader
+from events.types import EndReason, SequenceRemoved
 from kvcache.audit.totals import audit_batches
 from kvcache.fold.fingerprint import fingerprint
 from kvcache.fold.prefix_tree import runs_below
@@ -72,7 +74,7 @@ def shape_of(rng: random.Random) -> Shape:
 class Program:
     """An engine, and what comes to its users' minds."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
+    def __init__(self, seed: int, directory: Path, *, recorded: bool = True) -> None:
         self.rng = random.Random(seed)
         self.shape = shape_of(self.rng)
         self.seen = Counter[str]()
@@ -90,11 +92,10 @@ class Program:
             hashing=shape.hashing,
             chunked=shape.chunked,
             reserve_all=shape.reserve_all,
-            additional={"kvcache": {"log": str(self.log)}},
+            additional={"kvcache": {"log": str(self.log)}} if recorded else {},
         )
-        attached = self.engine.attached
-        assert attached is not None, "nothing is recorded"
-        self.attached, self.recorder = attached, attached.recorder
+        self.attached = self.engine.attached
+        assert (self.attached is not None) == recorded
         self.numbers, self.prompts = (
             0,
             [[self.rng.randrange(2) for _ in range(self.longest)] for _ in range(3)],
@@ -102,13 +103,18 @@ class Program:
 
     def run(self) -> None:
         """All of it, compared after each step."""
+        for _ in self.steps():
+            self.compare()
+        self._compare_log()
+
+    def steps(self) -> Iterator[None]:
+        """Do one thing after another."""
         for _ in range(STEPS):
             self._act()
-            self.compare()
+            yield
         while self.engine.step(self.rng):
-            self.compare()
+            yield
         self.engine.scheduler.shutdown()
-        self._compare_log()
 
     def _act(self) -> None:
         chance = self.rng.random()
@@ -142,7 +148,7 @@ class Program:
     def compare(self) -> None:
         """The mirror is what vLLM has."""
         assert self.attached.attached, "the recorder has let go"
-        recorder, there = self.recorder, Counter(name for _, name in self.engine.names())
+        recorder, there = self.attached.recorder, Counter(name for _, name in self.engine.names())
         recorder.check()
         tree, size = recorder.state.groups[0].tree, recorder.state.created.key_bytes
         here = {
@@ -164,10 +170,18 @@ class Program:
 
     def _compare_log(self) -> None:
         replayed = replay(self.log, verify=True)
-        assert fingerprint(replayed.state) == fingerprint(self.recorder.state)
+        recorder = self.attached.recorder
+        assert fingerprint(replayed.state) == fingerprint(recorder.state)
         audit = audit_batches((batch, True) for batch in LogReader(self.log))
         assert audit.reused == self.engine.hits, (audit.reused, self.engine.hits)
-        self.seen["admitted"] += self.recorder.stats().requests
+        self.seen["admitted"] += recorder.stats().requests
+        ends = [
+            each.why
+            for batch in LogReader(self.log)
+            for each in batch.events
+            if isinstance(each, SequenceRemoved)
+        ]
+        self.seen["preempted"] += ends.count(EndReason.PREEMPTED)
         self.seen["refused"] += audit.refusals
         self.seen["hits"] += audit.reused
         self.seen["ahead"] += self.shape.runs_ahead

