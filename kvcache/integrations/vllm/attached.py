@@ -213,6 +213,9 @@ class Attached:
         except Exception as error:  # noqa: BLE001
             with suppress(Exception):
                 _log.warning("The log of the KV cache is not complete: %s", _told(error))
+            with suppress(Exception):
+                if self._log is not None:
+                    self._log.close()
 
 
 def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -74,6 +76,7 @@ class StockVLLM:
         additional: dict[str, Any] | None = None,
         chunked: bool = True,
         reserve_all: bool = True,
+        tells_events: bool = False,
     ) -> None:
         config = ModelConfig(
             model=str(model),
@@ -108,6 +111,9 @@ class StockVLLM:
             device_config=DeviceConfig("cpu"),
             speculative_config=speculative,
             additional_config=additional or {},
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+            if tells_events
+            else None,
         )
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead
@@ -137,8 +143,9 @@ class StockVLLM:
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
         """As vLLM counts them, of preempted requests, too."""
+        self.remembers = False
         self.decisions: list[Any] = []
-        """Of each step: the tokens of each request that were scheduled, and the tables."""
+        """If it remembers them, of each step the tokens of each request that were scheduled, and the tables."""
 
     @property
     def attached(self) -> Any:
@@ -180,42 +187,53 @@ class StockVLLM:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self, rng: random.Random) -> bool:
-        """One step of the engine, which runs one ahead of its outputs if it is asynchronous; False: nothing to do."""
-        scheduled = 0
-        if self.scheduler.has_requests():
-            output = self.scheduler.schedule()
-            scheduled = output.total_num_scheduled_tokens
-            self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
-            if scheduled or not self._flying:
-                self._flying.append((output, self._sampled(output, rng)))
-        if not self._flying:
+        """One step of the engine, which runs one ahead of its outputs if it is asynchronous; False: nothing to do.
+
+        How many drafts are right, and the tokens, are drawn.
+        """
+        if not self.scheduler.has_requests() and not self._flying:
             return False
-        if len(self._flying) > self._ahead or not scheduled:
-            self._deliver(rng)
+
+        def sampled(_: str, drafts: int) -> list[int]:
+            return [rng.randrange(2) for _ in range(1 + rng.randint(0, drafts))]
+
+        self.serve_step(sampled)
+        if self._drafts and not self._ahead:
+            names = list(self.scheduler.requests)
+            drafts = [[rng.randrange(2) for _ in range(rng.randint(0, self._drafts))] for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
         return True
 
-    def _sampled(self, output: Any, rng: random.Random) -> Any:
-        names = list(output.num_scheduled_tokens)
-        tokens = []
-        for name in names:
-            request = self.scheduler.requests[name]
-            drafts = output.scheduled_spec_decode_tokens.get(name, ())
-            count = 0 if request.is_prefill_chunk else 1 + rng.randint(0, len(drafts))
-            tokens.append([rng.randrange(2) for _ in range(count)])
+    def serve_step(self, sampled: Callable[[str, int], list[int]]) -> float:
+        """Schedule, and hand over what was `sampled` for a request and so many drafts; CPU seconds of the sampling."""
+        scheduled, spent = 0, 0.0
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            scheduled, begun = output.total_num_scheduled_tokens, time.thread_time()
+            if self.remembers:
+                self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
+            if scheduled or not self._flying:
+                self._flying.append((output, self._outputs(output, sampled)))
+            spent = time.thread_time() - begun
+        if self._flying and (len(self._flying) > self._ahead or not scheduled):
+            self._deliver(*self._flying.popleft())
+        return spent
+
+    def _outputs(self, output: Any, sampled: Callable[[str, int], list[int]]) -> Any:
+        names, drafts = list(output.num_scheduled_tokens), output.scheduled_spec_decode_tokens
+        tokens = [
+            [] if self.scheduler.requests[name].is_prefill_chunk else sampled(name, len(drafts.get(name, ())))
+            for name in names
+        ]
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
-    def _deliver(self, rng: random.Random) -> None:
-        output, sampled = self._flying.popleft()
+    def _deliver(self, output: Any, sampled: Any) -> None:
         for outputs in self.scheduler.update_from_output(output, sampled).values():
             stats = outputs.scheduler_stats
             if stats is not None and stats.prefix_cache_stats is not None:
                 counted = stats.prefix_cache_stats
                 self.hits += counted.hits + counted.preempted_hits
                 self.queries += counted.queries + counted.preempted_queries
-        if self._drafts and not self._ahead:
-            names = list(self.scheduler.requests)
-            drafts = [[rng.randrange(2) for _ in range(rng.randint(0, self._drafts))] for _ in names]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def names(self) -> Iterator[tuple[int, bytes]]:
         """All that is cached of the first group: a block, and its name."""

@@ -65,6 +65,7 @@ def decisions(seed: int, *, recorded: bool) -> tuple[list[Any], bool]:
     """What vLLM decides, and whether it was recorded to the end."""
     with tempfile.TemporaryDirectory() as directory:
         program = Program(seed, Path(directory), recorded=recorded)
+        program.engine.remembers = True
         listening = []
         for _ in program.steps():
             listening.append(bool(recorded and program.attached.attached))

