@@ -140,10 +140,9 @@ class Attached:
         self._wrapped: list[tuple[Any, str, Any]] = []
         manager = scheduler.kv_cache_manager
         self._follow(manager.block_pool, "get_new_blocks", recording.taken)
-        self._follow(manager, "allocate_slots", recording.allocated)
-        self._follow(manager, "cache_blocks", recording.cached)
-        self._follow(manager, "free", recording.freed)
-        self._follow(manager, "pop_blocks_for_free", recording.freed)
+        self._follow_allocations(manager, recording.allocated)
+        self._precede(manager, "free", recording.freed)
+        self._precede(manager, "pop_blocks_for_free", recording.freed)
         self._follow(manager, "reset_prefix_cache", recording.reset)
         self._follow(manager, "evict_blocks", recording.unnamed)
         self._follow(manager, "take_events", recording.stepped)
@@ -165,18 +164,45 @@ class Attached:
         """Call `tell` with the result and the arguments whenever a method has returned."""
         method = getattr(owner, name)
 
-        @wraps(method)
         def followed(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            if self._recording is not None:
-                try:
-                    tell(result, *args, **kwargs)
-                except Exception as error:  # noqa: BLE001
-                    self._fail(error)
+            self._tell(tell, result, *args, **kwargs)
             return result
 
-        setattr(owner, name, followed)
-        self._wrapped.append((owner, name, followed))
+        self._wrap(owner, name, followed)
+
+    def _follow_allocations(self, manager: Any, tell: Callable[..., None]) -> None:
+        """The same for the method that is called for each request in each step; mostly it gives nothing."""
+        method, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+        def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = method(request, *args, **kwargs)
+            if result is not nothing:
+                self._tell(tell, result, request, *args, **kwargs)
+            return result
+
+        self._wrap(manager, "allocate_slots", allocate_slots)
+
+    def _precede(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
+        """Call `tell` with the arguments whenever a method is called, before it does anything."""
+        method = getattr(owner, name)
+
+        def preceded(*args: Any, **kwargs: Any) -> Any:
+            self._tell(tell, *args, **kwargs)
+            return method(*args, **kwargs)
+
+        self._wrap(owner, name, preceded)
+
+    def _wrap(self, owner: Any, name: str, wrapped: Any) -> None:
+        setattr(owner, name, wraps(getattr(owner, name))(wrapped))
+        self._wrapped.append((owner, name, wrapped))
+
+    def _tell(self, tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._recording is not None:
+            try:
+                tell(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         with suppress(Exception):
@@ -189,9 +215,9 @@ class Attached:
     def _let_go(self) -> None:
         """The engine's methods are its own again."""
         self._recording = None
-        for owner, name, followed in self._wrapped:
+        for owner, name, wrapped in self._wrapped:
             # Who has wrapped it since keeps a function that does nothing more.
-            if vars(owner).get(name) is followed:
+            if vars(owner).get(name) is wrapped:
                 delattr(owner, name)
         self._wrapped.clear()
 

@@ -3,11 +3,15 @@
 vLLM names a block when it is scheduled to be filled, and others can hit it from then on. It keeps copies of equal
 blocks. Of a model with several groups of layers one is recorded, of layers with full attention; its blocks come from
 a pool that all groups share, so that other groups' allocations evict its blocks, too.
+
+Most of what happens is a token for each running request, so that is looked at once a step, and not when vLLM schedules
+it: names and tokens are told at the step's end, or before something else depends on them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from operator import attrgetter
 from typing import Any
 
 from kvcache import MultimodalItem, Recorder
@@ -15,20 +19,21 @@ from kvcache.errors import Unsupported
 
 _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
+_id_of = attrgetter("block_id")
 
 
 class _Running:
     """What was told of a running request."""
 
-    __slots__ = ("computed", "named", "prompt", "request", "stored", "table", "tokens")
+    __slots__ = ("computed", "name", "prompt", "request", "stored", "table")
 
     def __init__(self, request: Any, table: list[int], computed: int) -> None:
-        self.request = request
-        self.prompt = self.tokens = request.num_tokens
-        """Tokens when it was admitted, and so far."""
+        self.request, self.name = request, request.request_id
+        self.prompt = request.num_tokens
+        """Tokens when it was admitted."""
         self.table, self.computed = table, computed
-        self.stored = self.named = len(table)
-        """Leading blocks that others can find, as was told, and as vLLM has it."""
+        self.stored = len(table)
+        """Leading blocks that others can find."""
 
 
 class Recording:
@@ -37,24 +42,33 @@ class Recording:
     def __init__(self, recorder: Recorder, manager: Any, group: int, *, named: bool) -> None:
         self.recorder = recorder
         self._group = group
-        self._blocks = manager.coordinator.single_type_managers[group]
+        blocks = manager.coordinator.single_type_managers[group]
+        self._named: dict[str, int] = blocks.num_cached_block
+        """By request, how many blocks vLLM has named."""
         self._pool = manager.block_pool
-        self._size: int = self._blocks.block_size
+        self._size: int = blocks.block_size
         self._hashes_per_block: int = self._size // self._pool.hash_block_size if named else 0
         self._cached = bytearray(self._pool.num_gpu_blocks)
         """By block id, whether it was told that something is cached there."""
         self._evicted: list[int] = []
         """What the allocation in progress has evicted."""
         self._running: dict[str, _Running] = {}
-        self._due: dict[str, _Running] = {}
-        """Requests of which blocks were named, and not yet told."""
+        self._prefilling: dict[str, _Running] = {}
+        """Those of which not all is computed that they had when they were admitted."""
+        self._names: list[str] = []
+        self._outputs: list[list[int]] = []
+        """In the order of the running requests, vLLM's lists of what they have given."""
+        self._told: list[int] = []
+        """Of each, how much was told."""
+        self._grown: dict[str, int] = {}
+        """Requests that have got one block more, which is not told yet."""
         self._adapters: dict[str, str] = {}
         """Of each LoRA adapter, the path under which its name was seen first."""
 
-    # -- what is wrapped: the result first, then the arguments
+    # -- what vLLM calls: the result first, then the arguments
 
     def taken(self, blocks: Any, *_: Any) -> None:
-        """`BlockPool.get_new_blocks`: what was cached in these blocks is evicted."""
+        """`BlockPool.get_new_blocks` has returned: what was cached in these blocks is evicted."""
         cached = self._cached
         gone = [block.block_id for block in blocks if cached[block.block_id]]
         for block in gone:
@@ -73,7 +87,7 @@ class Recording:
         *_: Any,
         **__: Any,
     ) -> None:
-        """`KVCacheManager.allocate_slots`."""
+        """`KVCacheManager.allocate_slots` has returned, and no empty result."""
         if num_external_computed_tokens:
             raise Unsupported("blocks that a connector loads", "go without one")
         running = self._running.get(request.request_id)
@@ -83,53 +97,61 @@ class Recording:
             return
         if running is None:
             running = self._admit(request, num_new_computed_tokens, new_computed_blocks)
-        name, new = request.request_id, blocks.blocks[self._group]
+        name, ids = running.name, list(map(_id_of, blocks.blocks[self._group]))
+        if len(ids) == 1 and not self._evicted and name not in self._prefilling and name not in self._grown:
+            self._grown[name] = ids[0]
+            return
+        self._tell_grown()
         if self._evicted:
             gone, self._evicted = self._evicted, []
             self.recorder.evicted(gone, name)
-        if new:
-            ids = [block.block_id for block in new]
+        if ids:
             self.recorder.allocated(name, ids)
             running.table += ids
-        self._note(running, request.num_computed_tokens + num_new_computed_tokens + num_new_tokens)
+        if name in self._prefilling:
+            self._compute(running, request.num_computed_tokens + num_new_computed_tokens + num_new_tokens)
+            self._store(running)
 
-    def cached(self, _: Any, request: Any, num_computed_tokens: int) -> None:
-        """`KVCacheManager.cache_blocks`."""
+    def freed(self, request: Any) -> None:
+        """`KVCacheManager.free` or `pop_blocks_for_free` is called."""
         running = self._running.get(request.request_id)
-        if running is not None:
-            self._note(running, num_computed_tokens)
-
-    def freed(self, _: Any, request: Any) -> None:
-        """`KVCacheManager.free`, or `pop_blocks_for_free`, which is followed by it."""
-        name = request.request_id
-        running = self._running.pop(name, None)
         if running is None:
             return
-        self._append([running])
-        if self._due.pop(name, None) is not None:
-            self._store(running)
-        status = request.status.name
+        self._tell_grown()
+        if running.name in self._prefilling:
+            self._compute(running, request.num_computed_tokens)
+        self._append([self._names.index(running.name)])
+        self._store(running)
+        self._prefilling.pop(running.name, None)
+        del self._running[running.name]
+        self._look_anew()
         # It is preempted before its status says so.
-        why = _PREEMPTED if not request.is_finished() else _ABORTED if status in _BAD_ENDS else _FINISHED
-        self.recorder.ended(name, why)  # type: ignore[arg-type]
+        bad = request.status.name in _BAD_ENDS
+        why = _PREEMPTED if not request.is_finished() else _ABORTED if bad else _FINISHED
+        self.recorder.ended(running.name, why)  # type: ignore[arg-type]
         if not self._running:
             # There may be no further step for long.
             self.recorder.flush()
 
     def reset(self, successful: Any, *_: Any) -> None:
-        """`KVCacheManager.reset_prefix_cache`."""
+        """`KVCacheManager.reset_prefix_cache` has returned."""
         if successful:
             self.recorder.cleared()
             self._cached = bytearray(len(self._cached))
 
     def unnamed(self, *_: Any) -> None:
-        """`KVCacheManager.evict_blocks`."""
+        """`KVCacheManager.evict_blocks` has returned."""
         raise Unsupported("blocks that lose their names while requests hold them", "go without a connector")
 
     def stepped(self, *_: Any) -> None:
-        """`KVCacheManager.take_events`, at the end of each step."""
-        self._append([each for each in self._running.values() if each.request.num_tokens != each.tokens])
-        self._settle()
+        """`KVCacheManager.take_events` has returned, at the end of each step."""
+        self._tell_grown()
+        for running in list(self._prefilling.values()):
+            self._compute(running, running.request.num_computed_tokens)
+        lengths = list(map(len, self._outputs))
+        if lengths != self._told:
+            self._append([at for at, length in enumerate(lengths) if length != self._told[at]])
+        self._store_all()
         self.recorder.flush()
 
     # -- how it is told
@@ -150,7 +172,8 @@ class Recording:
         if request.prompt_embeds is not None:
             raise Unsupported("prompts given as embeddings", "record an engine that gets tokens")
         # What was named in this step can be hit in it.
-        self._settle()
+        self._tell_grown()
+        self._store_all()
         reused = [block.block_id for block in self._hit(hit, hit_blocks)]
         self.recorder.admitted(
             request.request_id,
@@ -161,7 +184,9 @@ class Recording:
             multimodal=[_item(feature) for feature in request.mm_features],
             resumed=request.num_preemptions > 0,
         )
-        running = self._running[request.request_id] = _Running(request, reused, len(reused) * self._size)
+        running = _Running(request, reused, len(reused) * self._size)
+        self._running[running.name] = self._prefilling[running.name] = running
+        self._look_anew()
         return running
 
     def _adapter(self, lora: Any) -> str | None:
@@ -171,68 +196,81 @@ class Recording:
         # vLLM shares blocks of adapters with equal names only if their paths are equal.
         return str(name if self._adapters.setdefault(name, path) == path else f"{name} ({path})")
 
-    def _note(self, running: _Running, upto: int) -> None:
-        """So many tokens of a request are computed when what is scheduled has run; vLLM may have named blocks."""
-        request = running.request
-        if running.computed < running.prompt:
-            running.computed = min(upto, running.prompt)
-            self.recorder.computed(request.request_id, running.computed)
-        running.named = self._blocks.num_cached_block.get(request.request_id, 0)
-        if running.named > running.stored:
-            if request.num_tokens == running.prompt:
-                self._store(running)
-            else:
-                self._due[request.request_id] = running
+    def _look_anew(self) -> None:
+        """Others are running than before."""
+        told = dict(zip(self._names, self._told, strict=True))
+        self._names = list(self._running)
+        self._outputs = [each.request._output_token_ids for each in self._running.values()]
+        self._told = [
+            told.get(each.name, each.prompt - each.request.num_prompt_tokens)
+            for each in self._running.values()
+        ]
 
-    def _append(self, grown: list[_Running]) -> None:
-        """Tell the tokens that these requests have got."""
+    def _compute(self, running: _Running, upto: int) -> None:
+        """So many tokens of a prompt are computed when what is scheduled has run."""
+        upto = min(upto, running.prompt)
+        if upto > running.computed:
+            running.computed = upto
+            self.recorder.computed(running.name, upto)
+        if upto == running.prompt:
+            del self._prefilling[running.name]
+
+    def _tell_grown(self) -> None:
+        """Tell the blocks that were given one by one."""
+        if not self._grown:
+            return
+        grown, self._grown = self._grown, {}
+        for name, block in grown.items():
+            self.recorder.allocated(name, [block])
+            self._running[name].table.append(block)
+
+    def _append(self, grown: list[int]) -> None:
+        """Tell the tokens that these of the running requests have got."""
         names, tokens, counts = list[str](), list[int](), list[int]()
-        for each in grown:
-            count = each.request.num_tokens - each.tokens
-            if count < 0:
-                raise Unsupported("requests that lose tokens", "record an engine without streaming input")
-            if count:
-                names.append(each.request.request_id)
-                tokens += each.request.all_token_ids[each.tokens :]
-                counts.append(count)
-                each.tokens += count
+        for at in grown:
+            new = self._outputs[at][self._told[at] :]
+            if new:
+                names.append(self._names[at])
+                tokens += new
+                counts.append(len(new))
+            self._told[at] += len(new)
         if names:
             self.recorder.appended(names, tokens, None if len(tokens) == len(names) else counts)
 
-    def _settle(self) -> None:
+    def _store_all(self) -> None:
         """Tell what vLLM has named."""
-        if not self._due:
-            return
-        due, self._due = list(self._due.values()), {}
-        row = [each for each in due if each.named == each.stored + 1]
-        for each in due:
-            if each.named > each.stored + 1:
-                self._store(each)
+        named = self._named
+        due = [each for each in self._running.values() if named.get(each.name, 0) > each.stored]
+        row = [
+            each for each in due if named[each.name] == each.stored + 1 and each.name not in self._prefilling
+        ]
         if row:
-            ids = [each.request.request_id for each in row]
-            names = [self._names(each) for each in row]
-            self.recorder.filled(ids, names if self._hashes_per_block else None)
+            keys = [self._keys(each, each.stored + 1) for each in row]
+            self.recorder.filled([each.name for each in row], keys if self._hashes_per_block else None)
             for each in row:
-                self._stored(each)
+                self._stored(each, each.stored + 1)
+        for each in due:
+            self._store(each)
 
     def _store(self, running: _Running) -> None:
-        names = self._names(running) if self._hashes_per_block else None
-        self.recorder.stored(running.request.request_id, running.named, names)
-        self._stored(running)
+        """Tell what vLLM has named of a request."""
+        last = self._named.get(running.name, 0)
+        if last > running.stored:
+            keys = self._keys(running, last) if self._hashes_per_block else None
+            self.recorder.stored(running.name, last, keys)
+            self._stored(running, last)
 
-    def _names(self, running: _Running) -> bytes:
-        """VLLM's names of the blocks that were not told yet."""
+    def _keys(self, running: _Running, last: int) -> bytes:
+        """VLLM's names of the blocks that were not told yet; each is that of the last hash of a block."""
         step = self._hashes_per_block
         if not step:
             return b""
-        return b"".join(
-            running.request.block_hashes[(running.stored + 1) * step - 1 : running.named * step : step]
-        )
+        return b"".join(running.request.block_hashes[(running.stored + 1) * step - 1 : last * step : step])
 
-    def _stored(self, running: _Running) -> None:
-        for block in running.table[running.stored : running.named]:
+    def _stored(self, running: _Running, last: int) -> None:
+        for block in running.table[running.stored : last]:
             self._cached[block] = 1
-        running.stored = running.named
+        running.stored = last
 
 
 def _item(feature: Any) -> MultimodalItem:

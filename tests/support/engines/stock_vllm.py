@@ -45,7 +45,7 @@ MODEL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 512,
-    "max_position_embeddings": 65536,
+    "max_position_embeddings": 262144,
     "torch_dtype": "float32",
 }
 
