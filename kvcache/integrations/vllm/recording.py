@@ -148,9 +148,12 @@ class Recording:
         self._tell_grown()
         for running in list(self._prefilling.values()):
             self._compute(running, running.request.num_computed_tokens)
-        lengths = list(map(len, self._outputs))
-        if lengths != self._told:
-            self._append([at for at, length in enumerate(lengths) if length != self._told[at]])
+        told, lengths = self._told, list(map(len, self._outputs))
+        if lengths == [length + 1 for length in told] and lengths:
+            self.recorder.appended(self._names, [output[-1] for output in self._outputs])
+            self._told = lengths
+        elif lengths != told:
+            self._append([at for at, length in enumerate(lengths) if length != told[at]])
         self._store_all()
         self.recorder.flush()
 

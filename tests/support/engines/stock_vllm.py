@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,20 +203,18 @@ class StockVLLM:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
         return True
 
-    def serve_step(self, sampled: Callable[[str, int], list[int]]) -> float:
-        """Schedule, and hand over what was `sampled` for a request and so many drafts; CPU seconds of the sampling."""
-        scheduled, spent = 0, 0.0
+    def serve_step(self, sampled: Callable[[str, int], list[int]]) -> None:
+        """Schedule, and hand over what was `sampled` for a request and so many drafts."""
+        scheduled = 0
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            scheduled, begun = output.total_num_scheduled_tokens, time.thread_time()
+            scheduled = output.total_num_scheduled_tokens
             if self.remembers:
                 self.decisions.append((dict(output.num_scheduled_tokens), self.tables()))
             if scheduled or not self._flying:
                 self._flying.append((output, self._outputs(output, sampled)))
-            spent = time.thread_time() - begun
         if self._flying and (len(self._flying) > self._ahead or not scheduled):
             self._deliver(*self._flying.popleft())
-        return spent
 
     def _outputs(self, output: Any, sampled: Callable[[str, int], list[int]]) -> Any:
         names, drafts = list(output.num_scheduled_tokens), output.scheduled_spec_decode_tokens

@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     chunked: bool
     hashing: str
     reserve_all: bool
+    record_tokens: bool
 
 
 def shape_of(rng: random.Random) -> Shape:
@@ -68,6 +69,7 @@ def shape_of(rng: random.Random) -> Shape:
         chunked,
         rng.choice(HASHES),
         rng.random() < 0.5,
+        rng.random() < 0.8,
     )
 
 
@@ -80,6 +82,7 @@ class Program:
         self.seen = Counter[str]()
         shape = self.shape
         self.log, self.longest = directory / "log", min(128, (shape.blocks - 1) * shape.block_size // 2)
+        settings = {"log": {"record_tokens": shape.record_tokens}}
         self.engine = StockVLLM(
             write_model(directory / "model"),
             shape.blocks,
@@ -92,7 +95,7 @@ class Program:
             hashing=shape.hashing,
             chunked=shape.chunked,
             reserve_all=shape.reserve_all,
-            additional={"kvcache": {"log": str(self.log)}} if recorded else {},
+            additional={"kvcache": {"log": str(self.log), "settings": settings}} if recorded else {},
         )
         self.attached = self.engine.attached
         assert (self.attached is not None) == recorded
