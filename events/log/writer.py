@@ -70,6 +70,9 @@ class LogWriter:
     - `clock`: the seconds by which `fsync_seconds` count; for tests, which set it.
     """
 
+    _lost_behind = 0
+    """Batches that were to come, and will not."""
+
     def __init__(
         self,
         directory: str | Path,
@@ -360,8 +363,8 @@ class LogWriter:
         return True
 
     def lose(self) -> None:
-        """Say that no more is recorded of what goes on: the next batch is lost, and the mark of the end tells so."""
-        self._expected_seq += 1
+        """Say that what is recorded goes on and the log will not: its end tells that a batch more is lost."""
+        self._lost_behind = 1
 
     def close(self) -> None:
         """Write what is queued and the mark of an orderly end; stop the thread; release the lock.
@@ -373,7 +376,7 @@ class LogWriter:
             return
         self._closed = True
         recorder = self._recorder
-        recorder.end_seq = self._expected_seq
+        recorder.end_seq = self._expected_seq + self._lost_behind
         recorder.closing = True
         for event in (recorder.hurry, recorder.work, recorder.retry):
             event.set()

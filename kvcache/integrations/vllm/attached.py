@@ -12,15 +12,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import wraps
 from typing import Any
 
-from events.errors import EventsError, type_and_place
+from events.errors import FieldsError, type_and_place
 from events.log import LogWriter
 from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
-from kvcache.errors import KVCacheError, Unsupported
+from kvcache.errors import Unsupported
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.integrations.vllm.settings import Wanted, wanted
 from kvcache.record.outputs import open_log
@@ -38,24 +38,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
         manager = scheduler.kv_cache_manager
         group = _recorded_group(scheduler, manager)
         asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
-        config = _config(asked, scheduler, group)
-        log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
-        try:
-            size = _name_bytes(scheduler.vllm_config)
-            recorder = Recorder(
-                config,
-                engine=f"vllm {version}",
-                log=log,
-                sinks=asked.sinks,
-                first_block_id=1,
-                name_bytes=size,
-            )
-        except BaseException:
-            if log is not None:
-                log.close()
-            raise
-        recording = Recording(recorder, manager, group, named=size is not None)
-        Attached(scheduler, recording, log)
+        _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", _told(error))
         return
@@ -65,7 +48,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
 
 def _told(error: BaseException) -> str:
     """What to say of an error: other texts than our own may quote tokens."""
-    return str(error) if isinstance(error, KVCacheError | EventsError) else type_and_place(error)
+    return str(error) if isinstance(error, FieldsError) else type_and_place(error)
 
 
 def _known_version() -> str:
@@ -111,6 +94,22 @@ def _recorded_group(scheduler: Any, manager: Any) -> int:
     return int(full[0])
 
 
+def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
+    """Open what is asked for, and listen."""
+    config, names = _config(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
+    log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
+    with ExitStack() as failed:
+        if log is not None:
+            failed.callback(log.close)
+        recorder = Recorder(
+            config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1, name_bytes=names
+        )
+        failed.callback(recorder.close)
+        recording = Recording(recorder, scheduler.kv_cache_manager, group, named=names is not None)
+        Attached(scheduler, recording, log)
+        failed.pop_all()
+
+
 def _config(asked: Wanted, scheduler: Any, group: int) -> KVCacheConfig:
     manager = scheduler.kv_cache_manager
     return asked.config(
@@ -138,14 +137,11 @@ class Attached:
         self.recorder, self._pid = recording.recorder, os.getpid()
         self._log = log
         self._wrapped: list[tuple[Any, str, Any]] = []
-        manager = scheduler.kv_cache_manager
-        self._follow(manager.block_pool, "get_new_blocks", recording.taken)
-        self._follow_allocations(manager, recording.allocated)
-        self._precede(manager, "free", recording.freed)
-        self._precede(manager, "pop_blocks_for_free", recording.freed)
-        self._follow(manager, "reset_prefix_cache", recording.reset)
-        self._follow(manager, "evict_blocks", recording.unnamed)
-        self._follow(manager, "take_events", recording.stepped)
+        try:
+            self._listen(scheduler.kv_cache_manager, recording)
+        except BaseException:
+            self._let_go()
+            raise
         setattr(scheduler, _ATTACHED, self)
         _close_before(type(scheduler), "shutdown", lambda ending: ending)
         core = sys.modules.get("vllm.v1.engine.core")
@@ -159,6 +155,15 @@ class Attached:
     def attached(self) -> bool:
         """Whether it listens still."""
         return self._recording is not None
+
+    def _listen(self, manager: Any, recording: Recording) -> None:
+        self._follow(manager.block_pool, "get_new_blocks", recording.taken)
+        self._follow_allocations(manager, recording.allocated)
+        self._precede(manager, "free", recording.freed)
+        self._precede(manager, "pop_blocks_for_free", recording.freed)
+        self._follow(manager, "reset_prefix_cache", recording.reset)
+        self._follow(manager, "evict_blocks", recording.unnamed)
+        self._follow(manager, "take_events", recording.stepped)
 
     def _follow(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
         """Call `tell` with the result and the arguments whenever a method has returned."""

@@ -56,6 +56,58 @@ def write_model(directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def _config(
+    model: Path,
+    scheduling: SchedulerConfig,
+    block_size: int,
+    hashing: str,
+    drafts: int,
+    tells_events: bool,
+    additional: dict[str, Any],
+) -> VllmConfig:
+    config = ModelConfig(
+        model=str(model),
+        tokenizer=str(model),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=scheduling.max_model_len,
+    )
+    speculative = None
+    if drafts:
+        speculative = SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=drafts,
+            prompt_lookup_max=3,
+            target_model_config=config,
+            target_parallel_config=ParallelConfig(),
+        )
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None
+    return VllmConfig(
+        model_config=config,
+        cache_config=CacheConfig(
+            block_size=block_size, enable_prefix_caching=True, prefix_caching_hash_algo=hashing
+        ),
+        scheduler_config=scheduling,
+        device_config=DeviceConfig("cpu"),
+        speculative_config=speculative,
+        kv_events_config=events,
+        additional_config=additional,
+    )
+
+
+def _groups(block_size: int, window: int | None) -> list[KVCacheGroupSpec]:
+    shape: dict[str, Any] = {
+        "block_size": block_size,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
+    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
+    if window is not None:
+        groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(sliding_window=window, **shape)))
+    return groups
+
+
 class StockVLLM:
     """A scheduler as vLLM makes it, and the steps of an engine without a model."""
 
@@ -77,59 +129,25 @@ class StockVLLM:
         reserve_all: bool = True,
         tells_events: bool = False,
     ) -> None:
-        config = ModelConfig(
-            model=str(model),
-            tokenizer=str(model),
-            skip_tokenizer_init=True,
-            dtype="float32",
+        scheduling = SchedulerConfig(
+            max_num_seqs=in_flight,
+            max_num_batched_tokens=tokens_per_step,
             max_model_len=longest,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=chunked,
+            async_scheduling=False,
+            scheduler_reserve_full_isl=reserve_all,
         )
-        speculative = None
-        if drafts:
-            speculative = SpeculativeConfig(
-                method="ngram",
-                num_speculative_tokens=drafts,
-                prompt_lookup_max=3,
-                target_model_config=config,
-                target_parallel_config=ParallelConfig(),
-            )
-        self.config = VllmConfig(
-            model_config=config,
-            cache_config=CacheConfig(
-                block_size=block_size, enable_prefix_caching=True, prefix_caching_hash_algo=hashing
-            ),
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=in_flight,
-                max_num_batched_tokens=tokens_per_step,
-                max_model_len=longest,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=chunked,
-                async_scheduling=False,
-                scheduler_reserve_full_isl=reserve_all,
-            ),
-            device_config=DeviceConfig("cpu"),
-            speculative_config=speculative,
-            additional_config=additional or {},
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-            if tells_events
-            else None,
-        )
+        self.config = _config(model, scheduling, block_size, hashing, drafts, tells_events, additional or {})
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead
         self.config.cache_config.num_gpu_blocks = blocks
-        shape: dict[str, Any] = {
-            "block_size": block_size,
-            "num_kv_heads": 2,
-            "head_size": 32,
-            "dtype": torch.float32,
-        }
-        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
-        if window is not None:
-            groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(sliding_window=window, **shape)))
         made = AsyncScheduler if runs_ahead else Scheduler
         self.scheduler = made(
             vllm_config=self.config,
-            kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=_groups(block_size, window)
+            ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
             hash_block_size=block_size,

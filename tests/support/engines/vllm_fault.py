@@ -19,9 +19,9 @@ def register() -> None:
     name, calls = os.environ["FAULTY"], count(1)
     method = getattr(Recording, name)
 
-    def faulty(*args: Any) -> Any:
+    def faulty(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == AT:
             raise RuntimeError("12345 is a token that no message may hold")
-        return method(*args)
+        return method(*args, **kwargs)
 
     setattr(Recording, name, faulty)

@@ -1,0 +1,443 @@
+"""The plugin for vLLM: when it records and where, what it refuses, and that nothing of it reaches the engine.
+
+Beside something in the shape of vLLM; the real one is in tests/vllm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from events.log import LogReader, LogWriter
+from events.types import CacheCreated, EndReason, SequenceRemoved
+from kvcache import Recorder
+from kvcache.audit.totals import audit_batches
+from kvcache.integrations.vllm import plugin
+from kvcache.integrations.vllm.recording import Recording
+from kvcache.replay import replay
+from tests.support.engines import toy_vllm
+from tests.support.engines.toy_vllm import Request, Scheduler, SlidingWindowManager, Status
+from tests.support.places import ROOT
+
+Make = Callable[..., Scheduler]
+PROMPT = list(range(10))
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What the plugin has said so far."""
+    caplog.set_level(logging.INFO, "vllm.kvcache")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.kvcache"]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Make a scheduler after vLLM has loaded its plugins."""
+    made = toy_vllm.install(monkeypatch)
+    plugin.register()
+    plugin.register()  # vLLM may load plugins more than once
+    return made
+
+
+def attached(scheduler: Scheduler) -> Any:
+    return getattr(scheduler, "_kvcache_attached", None)
+
+
+def methods(scheduler: Scheduler) -> set[str]:
+    """What is wrapped in the engine's objects."""
+    manager = scheduler.kv_cache_manager
+    return {
+        name
+        for each in (manager, manager.block_pool)
+        for name, value in vars(each).items()
+        if callable(value)
+    }
+
+
+def created(log: Path) -> CacheCreated:
+    return next(each for batch in LogReader(log) for each in batch.events if isinstance(each, CacheCreated))
+
+
+def test_a_variable_makes_a_log(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The directory of KVCACHE_LOG: who decided, what the cache is, and what its request was given."""
+    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("KVCACHE_PRIMARY_BLOCKS", "3")  # of some other cache
+    monkeypatch.setenv("KVCACHE_LOG__SEGMENT_BYTES", "1MiB")
+    scheduler = make()
+    tables = scheduler.serve(Request("a", PROMPT))
+    assert tables == [[1, 2, 3]] * 3
+    scheduler.shutdown()
+    assert scheduler.ended
+    assert not methods(scheduler)
+    told = created(tmp_path / "log")
+    assert (told.engine, told.tokens_per_block, told.groups[0].num_blocks, told.key_bytes) == (
+        "vllm 0.33.0",
+        4,
+        (19, 0),
+        32,
+    )
+    assert '"model":"toy/model"' in told.config
+    assert '"segment_bytes":1048576' in told.config
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.end is not None
+    assert (replayed.end.kind, replayed.end.next_seq) == ("clean", (replayed.end.last_seq or 0) + 1)
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    assert (audit.requests, audit.prompt_tokens, audit.stored) == (1, 10, 3)
+
+
+def test_without_a_setting_nothing_is_touched(make: Make, warnings: Callable[[], list[str]]) -> None:
+    """Also where other plugins are configured."""
+    for additional in (None, {}, {"other": 1}, SimpleNamespace(), {"kvcache": False}):
+        scheduler = make(additional=additional)
+        assert attached(scheduler) is None
+        assert not methods(scheduler)
+    assert warnings() == []
+
+
+def test_the_variable_is_overruled(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By --additional-config: false, or another directory; settings and sinks are taken from there."""
+    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
+    assert attached(make(additional={"kvcache": False})) is None
+    given = {
+        "log": str(tmp_path / "other"),
+        "sinks": [f"file:{tmp_path}/sink.jsonl"],
+        "settings": {"model": "m"},
+    }
+    scheduler = make(additional={"kvcache": given})
+    scheduler.serve(Request("a", PROMPT))
+    scheduler.shutdown()
+    assert not (tmp_path / "log").exists()
+    assert '"model":"m"' in created(tmp_path / "other").config
+    assert "SequenceAdded" in (tmp_path / "sink.jsonl").read_text()
+
+
+def test_sinks_need_no_log(make: Make, tmp_path: Path) -> None:
+    """A feed or metrics can be had alone."""
+    scheduler = make(additional={"kvcache": {"sinks": f"file:{tmp_path}/sink.jsonl"}})
+    scheduler.serve(Request("a", PROMPT))
+    scheduler.shutdown()
+    assert "SequenceRemoved" in (tmp_path / "sink.jsonl").read_text()
+
+
+def test_a_log_is_continued(make: Make, tmp_path: Path) -> None:
+    """An engine that starts again begins an epoch with an empty cache."""
+    for _ in range(2):
+        scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+        scheduler.serve(Request("a", PROMPT))
+        scheduler.shutdown()
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.state.epoch == 1
+    assert (
+        sum(isinstance(each, CacheCreated) for batch in LogReader(tmp_path / "log") for each in batch.events)
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "directory"),
+    [
+        ({}, "log"),
+        ({"data_parallel_size": 2}, "log/rank0"),
+        ({"data_parallel_size": 2, "data_parallel_index": 1}, "log/rank1"),
+        ({"data_parallel_index": 3}, "log/rank3"),
+    ],
+)
+def test_each_rank_has_a_directory(
+    make: Make, tmp_path: Path, parallel: dict[str, int], directory: str
+) -> None:
+    """Where there are several; vLLM tells some of them that they are alone."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, **parallel)
+    scheduler.shutdown()
+    assert created(tmp_path / directory).engine == "vllm 0.33.0"
+
+
+WRONG_SETTINGS: dict[str, tuple[object, str]] = {
+    "no object": (["log"], "must be an object"),
+    "an unknown key": ({"log": "x", "sink": "y"}, "'sink' is no setting"),
+    "nothing to write to": ({}, '"log" or "sinks" is needed'),
+    "no directory": ({"log": 7}, '"log" must be a directory'),
+    "no URLs": ({"sinks": [7]}, '"sinks" must be a list of URLs'),
+    "no settings": ({"log": "x", "settings": 7}, '"settings" must be an object'),
+    "what vLLM decides": ({"log": "x", "settings": {"primary_blocks": 7}}, "vLLM decides 'primary_blocks'"),
+    "a wrong setting": ({"log": "x", "settings": {"log": {"fsync": "perhaps"}}}, "log.fsync"),
+    "an unknown sink": ({"log": "x", "sinks": ["pigeon://roof"]}, "pigeon"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_wrong_settings_are_a_warning(
+    make: Make, name: str, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine serves as always, and one line says what is wrong."""
+    monkeypatch.chdir(tmp_path)
+    given, text = WRONG_SETTINGS[name]
+    scheduler = make(additional={"kvcache": given})
+    assert attached(scheduler) is None
+    assert not methods(scheduler)
+    (said,) = warnings()
+    assert said.startswith("The KV cache is not recorded: ")
+    assert text in said
+    assert scheduler.serve(Request("a", PROMPT)) == [[1, 2, 3]] * 3
+
+
+def _connector(scheduler: Any) -> None:
+    scheduler.connector = object()
+
+
+def _partial(scheduler: Any) -> None:
+    scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits = True
+
+
+def _uncached(scheduler: Any) -> None:
+    scheduler.kv_cache_manager.enable_caching = False
+
+
+def _renamed(scheduler: Any) -> None:
+    del scheduler.kv_cache_manager.coordinator.single_type_managers[0].num_cached_block
+
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
+    "a connector": ({}, _connector, "KV connector"),
+    "partial hits": ({}, _partial, "end inside a block"),
+    "no caching": ({}, _uncached, "caches no prefixes"),
+    "odd blocks": ({"block_size": 12}, lambda _: None, "blocks of 12 tokens"),
+    "no full attention": (
+        {"kinds": (SlidingWindowManager,)},
+        lambda _: None,
+        "without layers of full attention",
+    ),
+    "an unknown inside": ({}, _renamed, "AttributeError"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, warnings: Callable[[], list[str]]
+) -> None:
+    """By one warning, and the engine serves as always."""
+    settings, change, text = REFUSED[name]
+    made = toy_vllm.install(monkeypatch)
+    original = made.__init__
+
+    def changed(self: Any, **given: Any) -> None:
+        original(self, **given)
+        change(self)
+
+    monkeypatch.setattr(made, "__init__", changed)
+    plugin.register()
+    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
+    scheduler = made(**settings)
+    assert not methods(scheduler)
+    (said,) = warnings()
+    assert text in said
+    assert name == "an unknown inside" or len(scheduler.serve(Request("a", PROMPT))) == 3
+    with LogWriter(tmp_path / "log", resume=True):
+        """Nobody holds the directory."""
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "1.0.0", "dev"])
+def test_unknown_releases_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, warnings: Callable[[], list[str]]
+) -> None:
+    """Older and newer ones, and what says no release."""
+    made = toy_vllm.install(monkeypatch, version)
+    plugin.register()
+    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
+    assert attached(made()) is None
+    assert f"vLLM {version}" in warnings()[0]
+    assert "0.32, 0.33" in warnings()[0]
+
+
+def test_a_vllm_without_a_scheduler_is_told(
+    monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """If it should be recorded; else nobody is bothered."""
+    toy_vllm.install(monkeypatch)
+    del sys.modules[toy_vllm.SCHEDULER].Scheduler
+    plugin.register()
+    assert warnings() == []
+    monkeypatch.setenv("KVCACHE_LOG", "somewhere")
+    plugin.register()
+    assert "has no vllm.v1.core.sched.scheduler.Scheduler" in warnings()[0]
+
+
+def test_a_directory_in_use_is_refused(make: Make, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    """Two engines do not write one log."""
+    first, second = (make(additional={"kvcache": {"log": str(tmp_path / "log")}}) for _ in range(2))
+    assert attached(first) is not None
+    assert attached(second) is None
+    assert str(tmp_path / "log") in warnings()[-1]
+    first.shutdown()
+
+
+def test_engines_with_other_layers_are_recorded_in_part(
+    make: Make, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    """Those with full attention, and it is said."""
+    kinds = (toy_vllm.FullAttentionManager, SlidingWindowManager)
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, kinds=kinds)
+    assert "Of 2 groups of layers" in warnings()[0]
+    scheduler.serve(Request("a", PROMPT))
+    scheduler.shutdown()
+    assert replay(tmp_path / "log", verify=True).events > 5
+
+
+NAMES = [("sha256", "engine_256"), ("xxhash", "engine_128"), ("odd", "v2_sha256_64")]
+
+
+@pytest.mark.parametrize(("hashing", "algorithm"), NAMES)
+def test_names_are_vllms_own(make: Make, tmp_path: Path, hashing: str, algorithm: str) -> None:
+    """Where a log can have them; else they are made."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, hashing=hashing)
+    scheduler.serve(Request("a", PROMPT, hash_bytes={"xxhash": 16}.get(hashing, 32)))
+    assert attached(scheduler).attached
+    scheduler.shutdown()
+    assert created(tmp_path / "log").hash_algorithm == algorithm
+
+
+UNSUITED: dict[str, dict[str, Any]] = {
+    "streaming input": {"resumable": True},
+    "embeddings": {"prompt_embeds": object()},
+    "a token below 0": {"all_token_ids": [1, -1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_unsuited_requests_end_the_recording(
+    make: Make, tmp_path: Path, name: str, warnings: Callable[[], list[str]]
+) -> None:
+    """Requests before are in the log, which says that more was to come; the engine goes on."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    scheduler.serve(Request("a", PROMPT))
+    assert len(scheduler.serve(Request("b", PROMPT, **UNSUITED[name]))) == 3
+    assert len(scheduler.serve(Request("c", PROMPT))) == 3
+    assert not methods(scheduler)
+    scheduler.shutdown()
+    (said,) = warnings()[1:]
+    assert "not recorded any further" in said
+    end = replay(tmp_path / "log", verify=True).end
+    assert end is not None
+    assert (end.kind, end.next_seq) == ("clean", (end.last_seq or 0) + 2)
+
+
+def test_blocks_that_lose_their_names_end_the_recording(make: Make, tmp_path: Path) -> None:
+    """As after a failed load, which only connectors have."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    scheduler.kv_cache_manager.evict_blocks({1})
+    assert not attached(scheduler).attached
+
+
+def test_who_has_wrapped_it_since_keeps_its_own(make: Make, tmp_path: Path) -> None:
+    """What others put over our wrapper stays in place, and calls vLLM's method."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    manager: Any = scheduler.kv_cache_manager
+    ours, calls = manager.take_events, count()
+
+    def take_events() -> Any:
+        next(calls)
+        return ours()
+
+    manager.take_events = take_events
+    scheduler.serve(Request("a", PROMPT))
+    scheduler.shutdown()
+    assert methods(scheduler) == {"take_events"}
+    assert manager.take_events() == []
+    assert next(calls) == 5
+
+
+def test_aborted_and_preempted_requests(make: Make, tmp_path: Path) -> None:
+    """How a request has ended is what its status says, and one that runs still is preempted."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    manager = scheduler.kv_cache_manager
+    for name, status in (
+        ("a", Status.RUNNING),
+        ("b", Status.FINISHED_ABORTED),
+        ("c", Status.FINISHED_STOPPED),
+    ):
+        request = Request(name, PROMPT)
+        manager.allocate_slots(request, 10)
+        request.status = status
+        manager.pop_blocks_for_free(request)
+    scheduler.shutdown()
+    events = [each for batch in LogReader(tmp_path / "log") for each in batch.events]
+    ends = [each.why for each in events if isinstance(each, SequenceRemoved)]
+    assert ends == [EndReason.PREEMPTED, EndReason.ABORTED, EndReason.FINISHED]
+
+
+def test_refusals(make: Make, tmp_path: Path) -> None:
+    """A request for which there is no room."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, blocks=3)
+    assert scheduler.serve(Request("a", PROMPT)) == []
+    scheduler.shutdown()
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    assert (audit.requests, audit.refusals) == (0, 1)
+
+
+def test_an_error_is_told_without_its_text(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """It may quote tokens. The recorder's end may fail as well."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("12345")
+
+    monkeypatch.setattr(Recording, "stepped", fail)
+    monkeypatch.setattr(Recorder, "close", fail)
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    assert len(scheduler.serve(Request("a", PROMPT))) == 3
+    assert "KeyError at test_vllm_plugin.py" in warnings()[1]
+    assert "is not complete" in warnings()[2]
+    assert "12345" not in " ".join(warnings())
+    with LogWriter(tmp_path / "log", resume=True):
+        """It is closed all the same."""
+
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+import pytest
+from tests.support.engines import toy_vllm
+from kvcache.integrations.vllm import plugin
+
+patch = pytest.MonkeyPatch()
+made = toy_vllm.install(patch)
+plugin.register()
+scheduler = made()
+scheduler.serve(toy_vllm.Request("a", list(range(10))))
+if sys.argv[1] == "fork":
+    child = os.fork()
+    if child == 0:
+        scheduler.shutdown()
+        sys.exit(0)
+    os.waitpid(child, 0)
+    scheduler.serve(toy_vllm.Request("b", list(range(10))))
+elif sys.argv[1] == "signal":
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "requests"), [("exit", 0, 1), ("signal", -signal.SIGTERM, 1), ("fork", 0, 2)]
+)
+def test_a_log_is_closed_when_the_process_ends(tmp_path: Path, how: str, code: int, requests: int) -> None:
+    """At the interpreter's end and by a signal, and not by a forked child."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "KVCACHE_LOG": str(tmp_path / "log")}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, how], env=env, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.end is not None
+    assert replayed.end.kind == "clean"
+    assert audit_batches((batch, True) for batch in LogReader(tmp_path / "log")).requests == requests

@@ -1,0 +1,202 @@
+"""Something in the shape of vLLM, as far as the recorder looks at it: for what must hold whatever vLLM is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+SIZE = 4
+
+
+class Status(IntEnum):
+    """Of a request."""
+
+    RUNNING = 1
+    FINISHED_STOPPED = 2
+    FINISHED_ABORTED = 3
+
+
+class Request:
+    """A prompt."""
+
+    def __init__(self, request_id: str, tokens: list[int], **further: Any) -> None:
+        self.request_id, self.status = request_id, Status.RUNNING
+        self.num_prompt_tokens, self.all_token_ids = len(tokens), list(tokens)
+        self._output_token_ids: list[int] = []
+        self.num_computed_tokens = self.num_preemptions = 0
+        self.lora_request = self.cache_salt = self.prompt_embeds = None
+        self.mm_features: list[Any] = []
+        self.resumable, self.hash_bytes = False, 32
+        vars(self).update(further)
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """Of its full blocks."""
+        ends = range(SIZE, self.num_tokens + 1, SIZE)
+        named = (repr(self.all_token_ids[:end]).encode() for end in ends)
+        return [hashlib.sha256(each).digest()[: self.hash_bytes] for each in named]
+
+    def append(self, token: int) -> None:
+        """It has given a token."""
+        self.all_token_ids.append(token)
+        self._output_token_ids.append(token)
+
+    def is_finished(self) -> bool:
+        """Whether it ends for good."""
+        return self.status > Status.RUNNING
+
+
+class FullAttentionManager:
+    """Blocks of a group of layers."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_cached_block: dict[str, int] = {}
+
+
+class SlidingWindowManager(FullAttentionManager):
+    """Of layers that forget."""
+
+
+class Pool:
+    """All blocks; the first is never given out."""
+
+    def __init__(self, blocks: int, hash_block_size: int) -> None:
+        self.num_gpu_blocks, self.hash_block_size = blocks, hash_block_size
+        self.free = list(range(1, blocks))
+
+    def get_new_blocks(self, count: int) -> list[Any]:
+        """Take some."""
+        taken, self.free = self.free[:count], self.free[count:]
+        return [SimpleNamespace(block_id=block, ref_cnt=1) for block in taken]
+
+    def get_num_free_blocks(self) -> int:
+        """How many there are."""
+        return len(self.free)
+
+
+class Manager:
+    """Gives out blocks, names them, and finds none again."""
+
+    def __init__(self, blocks: int, block_size: int, managers: list[Any]) -> None:
+        self.coordinator = SimpleNamespace(single_type_managers=managers, enable_partial_hash_hits=False)
+        self.block_pool, self.enable_caching = Pool(blocks, block_size), True
+        self.empty_kv_cache_blocks = SimpleNamespace(blocks=((),) * len(managers))
+        self.tables: dict[str, list[Any]] = {}
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **_: Any
+    ) -> Any:
+        """Room for more tokens, or None."""
+        table = self.tables.setdefault(request.request_id, [])
+        needed = -(-(request.num_computed_tokens + num_new_tokens) // SIZE) - len(table)
+        if needed > self.block_pool.get_num_free_blocks():
+            return None
+        new = self.block_pool.get_new_blocks(needed) if needed > 0 else []
+        table += new
+        full = min(request.num_computed_tokens + num_new_tokens, request.num_tokens) // SIZE
+        self.coordinator.single_type_managers[0].num_cached_block[request.request_id] = full
+        request.num_computed_tokens += num_new_tokens
+        if not new:
+            return self.empty_kv_cache_blocks
+        return SimpleNamespace(blocks=(new, *((),) * (len(self.coordinator.single_type_managers) - 1)))
+
+    def free(self, request: Request) -> None:
+        """Its blocks go to the end of the queue, the last one first."""
+        table = self.tables.pop(request.request_id)
+        self.block_pool.free += [block.block_id for block in reversed(table)]
+        self.coordinator.single_type_managers[0].num_cached_block.pop(request.request_id, None)
+
+    def pop_blocks_for_free(self, request: Request) -> list[Any]:
+        """The same, a little later."""
+        return self.tables.pop(request.request_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the names."""
+        return not self.tables
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        """Forget some."""
+
+    def take_events(self) -> list[Any]:
+        """A step is over."""
+        return []
+
+
+class Scheduler:
+    """Has a manager, and settings."""
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 20,
+        block_size: int = SIZE,
+        kinds: tuple[type[FullAttentionManager], ...] = (FullAttentionManager,),
+        additional: object = None,
+        hashing: str = "sha256",
+        **parallel: Any,
+    ) -> None:
+        self.kv_cache_manager = Manager(blocks, block_size, [kind(block_size) for kind in kinds])
+        self.connector, self.max_model_len, self.ended = None, 64, False
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(layer_names=["a", "b"])] * len(kinds)
+        )
+        ranks = {"data_parallel_size": 1, "data_parallel_index": 0} | parallel
+        self.vllm_config = SimpleNamespace(
+            additional_config=additional,
+            parallel_config=SimpleNamespace(**ranks),
+            model_config=SimpleNamespace(model="toy/model"),
+            cache_config=SimpleNamespace(prefix_caching_hash_algo=hashing),
+        )
+
+    def shutdown(self) -> None:
+        """The engine ends."""
+        self.ended = True
+
+    def serve(self, request: Request, output: int = 3) -> list[list[int]]:
+        """All of a request; its block table after each step."""
+        manager, tables = self.kv_cache_manager, list[list[int]]()
+        for step in range(output):
+            if manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens) is None:
+                return tables
+            tables.append([block.block_id for block in manager.tables[request.request_id]])
+            request.append(step)
+            manager.take_events()
+        request.status = Status.FINISHED_STOPPED
+        manager.free(request)
+        manager.take_events()
+        return tables
+
+
+def _hash_of(name: str) -> Callable[[Any], bytes]:
+    return lambda _: bytes({"sha256": 32, "xxhash": 16}.get(name, 20))
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", *, scheduler: bool = True
+) -> type[Scheduler]:
+    """Let it be imported as `vllm`; returns the class of its scheduler, which is nobody else's."""
+    made: type[Scheduler] = type("Scheduler", (Scheduler,), {"__init__": Scheduler.__init__})
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": version},
+        "vllm.utils.hashing": {"get_hash_fn_by_name": _hash_of},
+        "vllm.v1.core.single_type_kv_cache_manager": {"FullAttentionManager": FullAttentionManager},
+        **({SCHEDULER: {"Scheduler": made}} if scheduler else {}),
+    }
+    for name, contents in modules.items():
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+    return made
