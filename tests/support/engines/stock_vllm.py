@@ -58,6 +58,7 @@ def write_model(directory: Path, **changes: Any) -> Path:
 
 def _config(
     model: Path,
+    longest: int,
     scheduling: SchedulerConfig,
     block_size: int,
     hashing: str,
@@ -70,7 +71,7 @@ def _config(
         tokenizer=str(model),
         skip_tokenizer_init=True,
         dtype="float32",
-        max_model_len=scheduling.max_model_len,
+        max_model_len=longest,
     )
     speculative = None
     if drafts:
@@ -138,7 +139,9 @@ class StockVLLM:
             async_scheduling=False,
             scheduler_reserve_full_isl=reserve_all,
         )
-        self.config = _config(model, scheduling, block_size, hashing, drafts, tells_events, additional or {})
+        self.config = _config(
+            model, longest, scheduling, block_size, hashing, drafts, tells_events, additional or {}
+        )
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead
         self.config.cache_config.num_gpu_blocks = blocks
