@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,17 @@ def play(engine: StockVLLM, requests: list[Request]) -> dict[str, float]:
     # An engine does so, too: what was there before it serves is not garbage.
     freeze_gc_heap()
     begun, begun_thread = time.process_time(), time.thread_time()
-    for name, (prompt, output) in zip(left, requests, strict=True):
-        engine.add(name, prompt, len(output))
+    coming = zip(left, requests, strict=True)
 
     def sampled(name: str, _: int) -> list[int]:
         return [next(left[name], 0)]
 
-    while engine.scheduler.has_requests() or engine.flies:
+    while True:
+        # One comes for each that ends, so that some always wait.
+        for name, (prompt, output) in islice(coming, 2 * IN_FLIGHT - len(engine.scheduler.requests)):
+            engine.add(name, prompt, len(output))
+        if not engine.scheduler.has_requests() and not engine.flies:
+            break
         engine.serve_step(sampled)
     took = {
         "cpu": time.process_time() - begun,

@@ -64,12 +64,28 @@ class Level:
         if last_reversed(free, count) == slots:
             del free[len(free) - count :]
             return
-        done = 0
+        done = rows = 0
         while done < count:
+            if rows == _FEW:
+                self._take_scattered(np.frombuffer(slots, np.int32)[done:])
+                return
             end, taken = self._row_of(slots, done)
             invariant(taken > 0, "a slot that is not blank cannot be taken")
             del free[end - taken : end]
-            done += taken
+            done, rows = done + taken, rows + 1
+
+    def _take_scattered(self, wanted: npt.NDArray[np.int32]) -> None:
+        """Take slots off the blank ones that stand there in no order, and mostly near the end."""
+        chosen = np.zeros(self.size, bool)
+        chosen[wanted] = True
+        for tail in (len(wanted) + _NEAR, len(self.blank)):
+            begin = max(0, len(self.blank) - tail)
+            blank = np.array(self.blank[begin:])
+            stays = ~chosen[blank]
+            if len(blank) - np.count_nonzero(stays) == len(wanted):
+                self.blank[begin:] = array("i", blank[stays].tobytes())
+                return
+        raise InvariantViolated("a slot that is not blank cannot be taken, and none twice")
 
     def are_blank(self, slots: array[int]) -> bool:
         """Whether all of these are blank, and none of them is named twice."""
