@@ -12,6 +12,8 @@ from kvcache.errors import InvariantViolated, invariant
 
 _FEW = 16
 """Up to so many slots a loop is faster than numpy."""
+_ROWS = 3
+"""If more rows than these make up what was chosen, it is in no order."""
 _NEAR = 4096
 """Of so many blank slots that are next, one that was chosen is mostly found among these."""
 DEFAULT_PRIORITY = 35
@@ -66,7 +68,7 @@ class Level:
             return
         done = rows = 0
         while done < count:
-            if rows == _FEW:
+            if rows == _ROWS:
                 self._take_scattered(np.frombuffer(slots, np.int32)[done:])
                 return
             end, taken = self._row_of(slots, done)
@@ -94,8 +96,12 @@ class Level:
             return True
         if count == 1:
             return bool(self._row_of(slots, 0)[1])
-        distinct = len(set(slots)) == count
-        return distinct and bool(np.isin(np.frombuffer(slots, np.int32), np.array(self.blank)).all())
+        wanted, blank = np.frombuffer(slots, np.int32), np.frombuffer(self.blank, np.int32)
+        chosen = np.zeros(self.size, bool)
+        chosen[wanted] = True
+        # Each is chosen once, and each of the blank ones stands there once.
+        near = np.count_nonzero(chosen[blank[-count - _NEAR :]])
+        return bool(np.count_nonzero(chosen) == count in (near, np.count_nonzero(chosen[blank])))
 
     def _row_of(self, slots: array[int], first: int) -> tuple[int, int]:
         """Where the slot ``slots[first]`` stands among the blank ones, and how many of those behind it stand in a row
