@@ -367,6 +367,10 @@ class TestLoad:
         }
         assert KVCacheConfig.load(toml, env=env) == KVCacheConfig.load(toml, env={})
 
+    def test_where_vllm_is_recorded_is_no_mistake(self) -> None:
+        """`KVCACHE_LOG` is a directory, and no setting."""
+        KVCacheConfig.load(env={"KVCACHE_LOG": "/somewhere"}, max_sequence_length=64, primary_blocks=4)
+
     @pytest.mark.parametrize(
         "names", [["TCP_PORT"], ["X_SERVICE_HOST"], ["X_SERVICE_HOST", "X_SERVICE_PORT", "Y_PORT"]]
     )

@@ -22,6 +22,7 @@ from events.log import LogReader, LogWriter
 from events.types import CacheCreated, EndReason, SequenceRemoved
 from kvcache import Recorder
 from kvcache.audit.totals import audit_batches
+from kvcache.fold.prefix_tree import runs_below
 from kvcache.integrations.vllm import plugin
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.replay import replay
@@ -374,6 +375,19 @@ def test_aborted_and_preempted_requests(make: Make, tmp_path: Path) -> None:
     assert ends == [EndReason.PREEMPTED, EndReason.ABORTED, EndReason.FINISHED]
 
 
+def test_images_are_told_apart(make: Make, tmp_path: Path) -> None:
+    """Equal placeholders that stand for different images are different contents."""
+    scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
+    for number, image in enumerate(("cat", "dog", "cat")):
+        place = SimpleNamespace(offset=2, length=6)
+        features = [SimpleNamespace(identifier=image, mm_position=place)]
+        scheduler.serve(Request(f"r{number}", PROMPT, mm_features=features))
+    assert attached(scheduler).attached
+    scheduler.shutdown()
+    tree: Any = replay(tmp_path / "log", verify=True).state.groups[0]
+    assert sum(len(run.slots) for root in tree.tree.roots.values() for run in runs_below(root)) == 6
+
+
 def test_refusals(make: Make, tmp_path: Path) -> None:
     """A request for which there is no room."""
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, blocks=3)
@@ -407,6 +421,7 @@ import os, signal, sys, time
 from pathlib import Path
 import pytest
 from tests.support.engines import toy_vllm
+from kvcache.fold.prefix_tree import runs_below
 from kvcache.integrations.vllm import plugin
 
 patch = pytest.MonkeyPatch()

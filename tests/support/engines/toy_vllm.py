@@ -45,7 +45,8 @@ class Request:
     def block_hashes(self) -> list[bytes]:
         """Of its full blocks."""
         ends = range(SIZE, self.num_tokens + 1, SIZE)
-        named = (repr(self.all_token_ids[:end]).encode() for end in ends)
+        items = [feature.identifier for feature in self.mm_features]
+        named = (repr((items, self.all_token_ids[:end])).encode() for end in ends)
         return [hashlib.sha256(each).digest()[: self.hash_bytes] for each in named]
 
     def append(self, token: int) -> None:
