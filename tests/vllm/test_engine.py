@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return told(in_vllm(GENERATE, tmp_path_factory.mktemp("stock")))
 
 
-def test_a_recorded_engine_gives_the_same_tokens(stock: Any, tmp_path: Path) -> None:
-    """One variable makes it write a log, which is closed in good order and counts what vLLM's own metric counts."""
-    log = tmp_path / "log"
-    done = in_vllm(GENERATE, tmp_path / "model", path=plugins(tmp_path / "plugins"), KVCACHE_LOG=str(log))
+def compare(stock: Any, directory: Path, settings: str = "{}") -> None:
+    """A recorded engine gives what a stock one has given, and its log says what that has counted."""
+    log = directory / "log"
+    both = plugins(directory / "plugins")
+    done = in_vllm(GENERATE, directory / "model", settings, path=both, KVCACHE_LOG=str(log))
     assert told(done) == stock
     replayed = replay(log, verify=True)
     assert replayed.end is not None
@@ -36,6 +38,25 @@ def test_a_recorded_engine_gives_the_same_tokens(stock: Any, tmp_path: Path) -> 
     audit = audit_batches((batch, True) for batch in LogReader(log))
     assert (audit.prompt_tokens, audit.reused) == (stock["queries"], stock["hits"])
     assert audit.reused > 0
+
+
+def test_a_recorded_engine_gives_the_same_tokens(stock: Any, tmp_path: Path) -> None:
+    """One variable makes it write a log, which is closed in good order and counts what vLLM's own metric counts."""
+    compare(stock, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        {"max_num_batched_tokens": 64, "prefix_caching_hash_algo": "xxhash"},
+    ],
+)
+def test_other_engines_give_the_same_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
+    """With drafts, and with prompts that are computed in chunks."""
+    given = json.dumps(settings)
+    compare(told(in_vllm(GENERATE, tmp_path / "stock", given)), tmp_path, given)
 
 
 def test_an_engine_goes_on_without_its_recorder(stock: Any, tmp_path: Path) -> None:

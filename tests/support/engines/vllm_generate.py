@@ -1,8 +1,8 @@
 """A whole vLLM that generates with random weights.
 
-    python -m tests.support.engines.vllm_generate MODEL
+    python -m tests.support.engines.vllm_generate MODEL [SETTINGS]
 
-prints what it gave and counted, as a line of JSON. Whether it is recorded, the environment says.
+(settings of `vllm.LLM`, as JSON) prints what it gave and counted, as a line of JSON. Whether it is recorded, the environment says.
 """
 
 from __future__ import annotations
@@ -62,4 +62,4 @@ def serve(model: str, **settings: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model = write_model(Path(sys.argv[1]))
-    print(json.dumps(serve(str(model))))
+    print(json.dumps(serve(str(model), **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))))
