@@ -2,7 +2,8 @@
 
     python -m tests.support.engines.vllm_generate MODEL [SETTINGS]
 
-(settings of `vllm.LLM`, as JSON) prints what it gave and counted, as a line of JSON. Whether it is recorded, the environment says.
+prints what it gave and counted, as a line of JSON. `SETTINGS` are those of `vllm.LLM`, in JSON. Whether it is recorded,
+the environment says.
 """
 
 from __future__ import annotations
