@@ -77,9 +77,11 @@ def test_a_variable_makes_a_log(make: Make, monkeypatch: pytest.MonkeyPatch, tmp
     scheduler = make()
     tables = scheduler.serve(Request("a", PROMPT))
     assert tables == [[1, 2, 3]] * 3
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
     scheduler.shutdown()
     assert scheduler.ended
     assert not methods(scheduler)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     told = created(tmp_path / "log")
     assert (told.engine, told.tokens_per_block, told.groups[0].num_blocks, told.key_bytes) == (
         "vllm 0.33.0",

@@ -149,7 +149,7 @@ class Attached:
             # The engine stops its workers before it stops the scheduler, and is killed if that takes long.
             _close_before(core.EngineCore, "shutdown", lambda ending: getattr(ending, "scheduler", None))
         atexit.register(self.close)
-        _close_at_signal(signal.SIGTERM, self)
+        self._close_at_signal()
 
     @property
     def attached(self) -> bool:
@@ -236,9 +236,22 @@ class Attached:
             recording.stepped()
         self._end()
 
+    def _close_at_signal(self) -> None:
+        """Close before a signal ends the process, where nobody else handles it: an engine process does."""
+        alone = threading.current_thread() is threading.main_thread()
+        if alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, *_: object) -> None:
+        self.close()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     def _end(self) -> None:
         with suppress(Exception):
             atexit.unregister(self.close)
+            if signal.getsignal(signal.SIGTERM) == self._terminate:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             self.recorder.close()
         except Exception as error:  # noqa: BLE001
@@ -264,19 +277,3 @@ def _close_before(owner: Any, name: str, scheduler_of: Callable[[Any], Any]) -> 
 
     closing.kvcache = True  # type: ignore[attr-defined]
     setattr(owner, name, closing)
-
-
-def _close_at_signal(number: signal.Signals, attached: Attached) -> None:
-    """Close before a signal ends the process, where nobody else handles it: an engine process does."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(number) != signal.SIG_DFL
-    ):
-        return
-
-    def handle(*_: object) -> None:
-        attached.close()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    signal.signal(number, handle)
