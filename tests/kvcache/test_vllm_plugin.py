@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -72,7 +73,7 @@ def created(log: Path) -> CacheCreated:
 def test_a_variable_makes_a_log(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The directory of KVCACHE_LOG: who decided, what the cache is, and what its request was given."""
     monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
-    monkeypatch.setenv("KVCACHE_PRIMARY_BLOCKS", "3")  # of some other cache
+    monkeypatch.setenv("KVCACHE_MAX_TOKENS", "8")  # of some other cache
     monkeypatch.setenv("KVCACHE_LOG__SEGMENT_BYTES", "1MiB")
     scheduler = make()
     tables = scheduler.serve(Request("a", PROMPT))
@@ -238,8 +239,10 @@ def test_what_cannot_be_recorded_is_refused(
 
     monkeypatch.setattr(made, "__init__", changed)
     plugin.register()
-    monkeypatch.setenv("KVCACHE_LOG", str(tmp_path / "log"))
-    scheduler = made(**settings)
+    given = {"log": str(tmp_path / "log"), "sinks": [f"file:{tmp_path}/sink.jsonl"]}
+    threads = threading.active_count()
+    scheduler = made(additional={"kvcache": given}, **settings)
+    assert threading.active_count() == threads
     assert not methods(scheduler)
     (said,) = warnings()
     assert text in said
@@ -371,6 +374,8 @@ def test_aborted_and_preempted_requests(make: Make, tmp_path: Path) -> None:
         manager.allocate_slots(request, 10)
         request.status = status
         manager.pop_blocks_for_free(request)
+        # Nobody knows when the next step will be.
+        assert attached(scheduler).recorder.stats().sequences == 0
     scheduler.shutdown()
     events = [each for batch in LogReader(tmp_path / "log") for each in batch.events]
     ends = [each.why for each in events if isinstance(each, SequenceRemoved)]
