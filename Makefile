@@ -7,11 +7,11 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
-.PHONY: help run test lint types test-core test-tensors test-realtime test-long bench clean
+.PHONY: help run test lint types test-core test-tensors test-vllm test-realtime test-long bench clean
 
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
-	@echo 'make test       lint, check types, and run the tests, side by side: four minutes on two cores'
+	@echo 'make test       lint, check formatting and types, and run the tests: four minutes on two cores'
 	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: most of an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
@@ -39,13 +39,17 @@ types: .venv/.installed-dev
 
 # The core needs no torch, so its workers need not load it.
 test-core: .venv/.installed-dev
-	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors
+	$(PYTEST) -n auto --dist loadscope $(QUICK) --ignore=tests/tensors --ignore=tests/vllm
 
 test-tensors: .venv/.installed-dev
 	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/tensors
 
+# A whole vLLM runs in them, which takes minutes: .ci/run installs it.
+test-vllm: .venv/.installed-dev
+	$(PYTEST) $(QUICK) tests/vllm
+
 test-realtime: .venv/.installed-dev
-	$(PYTEST) -m 'realtime and not long'
+	$(PYTEST) -m 'realtime and not long' --ignore=tests/tensors --ignore=tests/vllm
 
 # Types as macOS has them: with a cache of its own, since the usual one would be thrown away each time.
 test-long: .venv/.installed-dev

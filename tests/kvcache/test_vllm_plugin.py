@@ -424,7 +424,7 @@ def test_an_error_is_told_without_its_text(
 
 
 CHILD = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
 import pytest
 from tests.support.engines import toy_vllm
@@ -445,7 +445,7 @@ if sys.argv[1] == "fork":
     scheduler.serve(toy_vllm.Request("b", list(range(10))))
 elif sys.argv[1] == "signal":
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    signal.pause()
 """
 
 
