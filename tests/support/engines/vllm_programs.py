@@ -134,7 +134,12 @@ class Program:
 
     def _add(self) -> None:
         rng, longest = self.rng, self.longest
-        begin = rng.choice(self.prompts)[: rng.randrange(longest)]
+        requests = list(self.engine.scheduler.requests.values())
+        if requests and rng.random() < 0.3:
+            # What one has given so far, some of which gets its names in this very step.
+            begin = list(rng.choice(requests).all_token_ids)
+        else:
+            begin = rng.choice(self.prompts)[: rng.randrange(longest)]
         tokens = [*begin, *(rng.randrange(2) for _ in range(rng.randrange(1, 9)))][: longest - 8]
         output = rng.randrange(1, max(2, min(40, longest - len(tokens))))
         skip = rng.random() < 0.1
