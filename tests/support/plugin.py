@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections.abc import Generator, Iterator
 
@@ -34,6 +35,9 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose how thorough random tests are, before the modules that ask for it are imported."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As after `make test &` in a script: commands that tests interrupt would ignore it, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if _is_long(config):
         settings.load_profile("thorough")
     day()
