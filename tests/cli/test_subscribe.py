@@ -24,6 +24,7 @@ from tests.support.feeds.publisher import CLEARED, Publisher, batch, removed, re
 from tests.support.feeds.workers import CONTEXT, Worker, connecting, port_in_use
 from tests.support.forked import Forked
 from tests.support.ports import free_port
+from tests.support.waiting import WAIT
 
 H1, H2 = 0x1122334455667788, 0xF0E1D2C3B4A59687
 TOKENS = (1 << 30) + 12345
@@ -324,6 +325,7 @@ class TestManyPublishers:
             process = start("subscribe", f"tcp://127.0.0.1:{port}", "--bind", "--count", 2, *options)
             workers = [connecting(port, f"pod={pod}") for pod in "ab"]
             with workers[0], workers[1]:
+                assert all(worker.feed.wait_subscribers(1, WAIT) for worker in workers)
                 for handle, worker in enumerate(workers):
                     worker.put(worker.source.store(handle, 2))
                 code, out, err = ended(process)

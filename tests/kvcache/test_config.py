@@ -369,7 +369,9 @@ class TestLoad:
 
     def test_where_vllm_is_recorded_is_no_mistake(self) -> None:
         """`KVCACHE_LOG` is a directory, and no setting."""
-        KVCacheConfig.load(env={"KVCACHE_LOG": "/somewhere"}, max_sequence_length=64, primary_blocks=4)
+        sizes: dict[str, Any] = {"max_sequence_length": 64, "primary_blocks": 4}
+        recorded = KVCacheConfig.load(env={"KVCACHE_LOG": "/somewhere"}, **sizes)
+        assert recorded == KVCacheConfig.load(env={}, **sizes)
 
     @pytest.mark.parametrize(
         "names", [["TCP_PORT"], ["X_SERVICE_HOST"], ["X_SERVICE_HOST", "X_SERVICE_PORT", "Y_PORT"]]
