@@ -52,9 +52,10 @@ def test_cross_attention_does_what_the_model_does_for_long() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_manager_does_what_the_model_does_for_long() -> None:
-    """The same for minutes."""
-    explore(5000, 60)
+@pytest.mark.parametrize("_part", range(10))
+def test_manager_does_what_the_model_does_for_long(_part: int) -> None:
+    """The same for minutes, in parts for several workers."""
+    explore(500, 60)
 
 
 @pytest.mark.long
