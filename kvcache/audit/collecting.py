@@ -74,6 +74,10 @@ class Several(Listener):
         for each in self._listeners:
             each.moved(history, window, event)
 
+    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.evicted(history, window, ids, level)
+
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:  # noqa: D102
         for each in self._listeners:
             each.removed(history, window, ids, event)

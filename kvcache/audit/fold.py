@@ -372,11 +372,15 @@ class HistoryFold(History):
             sequence.name_up_to(event.first_block + len(ids), event.names)
             window.hold(ids[ids >= 0])
         self.listener.moved(self, window, event)
+        if event.why == MoveReason.OFFLOAD:
+            ids = window.contents(event.to_level, event.to_slots)
+            self.listener.evicted(self, window, ids[ids >= 0], event.from_level)
 
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         window = self.windows[event.group]
         by = self.running[event.handle].number if event.handle in self.running else -1
         ids = window.remove(event.level, event.slots, by, self.batch, self.now)
+        self.listener.evicted(self, window, ids, event.level)
         self.listener.removed(self, window, ids, event)
 
     def _on_detached(self, event: ev.BlocksDetached) -> None:

@@ -40,6 +40,9 @@ class Listener:
     def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
         """Blocks changed their level."""
 
+    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        """Full blocks have left a level: they moved from primary to secondary, or are about to be `removed`."""
+
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
         """Full blocks are gone."""
 

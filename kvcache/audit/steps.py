@@ -34,7 +34,7 @@ def step_row(batch: EventBatch, state: CacheState) -> StepRow:
         cleared_blocks=counts["cleared"],
         offloaded_blocks=counts["offload"],
         onboarded_blocks=counts["onboard"],
-        occupancy=tuple(_occupancy(state)),
+        occupancy=tuple(occupancy(state)),
     )
 
 
@@ -68,7 +68,8 @@ def _appended(event: ev.TokensAppended) -> int:
     return len(event.handles) // HANDLE_BYTES
 
 
-def _occupancy(state: CacheState) -> list[OccupancyRow]:
+def occupancy(state: CacheState) -> list[OccupancyRow]:
+    """Of each level of each window, by what its blocks are."""
     windows = () if state.created is None else state.created.groups
     rows = []
     for created, group in zip(windows, state.groups, strict=True):

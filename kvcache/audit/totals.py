@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from events import types as ev
 from events.packed import SLOT_BYTES
-from events.types import PRIMARY, EventBatch, MoveReason, Namespace, RequestId
+from events.types import EventBatch, MoveReason, Namespace, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Ids
 from kvcache.audit.fold import HistoryFold
@@ -165,7 +165,7 @@ class Totals(Listener):
         self.audit.stored += len(ids) * self.counting
 
     def moved(self, history: History, window: Window, event: ev.BlocksMoved) -> None:
-        """Count traffic between the levels, and evictions from primary."""
+        """Count traffic between the levels."""
         if not self.counting:
             return
         audit, blocks = self.audit, len(event.to_slots) // SLOT_BYTES
@@ -177,14 +177,15 @@ class Totals(Listener):
             self.computed_twice(history, window, int((ids >= 0).sum()))
         else:
             audit.offloaded += blocks
-            ids = window.contents(event.to_level, event.to_slots)
-            self._evicted(history, window, ids[ids >= 0], PRIMARY)
+
+    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        """Count evicted blocks, and note how long they had been idle."""
+        if self.counting:
+            self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
+            self.audit.levels[level].evicted += len(ids)
 
     def removed(self, history: History, window: Window, ids: Ids, event: ev.BlocksRemoved) -> None:
-        """Note evictions."""
-        if not self.counting:
-            return
-        self._evicted(history, window, ids, event.level)
+        """Note how blocks that are gone had lived."""
         self.lost(history, window, ids)
 
     def lost(self, history: History, window: Window, ids: Ids) -> None:
@@ -192,10 +193,6 @@ class Totals(Listener):
         if self.counting:
             self.audit.lifetimes.add(history.now - window.of["stored_at"][ids])
             self._count_uses(window, ids)
-
-    def _evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
-        self.audit.levels[level].eviction_ages.add(history.now - window.of["used_at"][ids])
-        self.audit.levels[level].evicted += len(ids)
 
     def _count_uses(self, window: Window, ids: Ids) -> None:
         uses = np.minimum(window.of["uses"][ids], MOST_USES)

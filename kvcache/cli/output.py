@@ -131,6 +131,14 @@ def rich_console(stream: TextIO) -> Console | None:
     return Console(file=stream, highlight=False)
 
 
+def bar(first: int, second: int, total: int, width: int) -> str:
+    """Two parts of a whole, and its rest."""
+    if not total:
+        return ""
+    one, both = round(width * first / total), round(width * (first + second) / total)
+    return "█" * one + "▒" * (both - one) + "·" * (width - both)
+
+
 def size(num_bytes: int) -> str:
     """Bytes for people."""
     for unit, length in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):

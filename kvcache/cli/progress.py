@@ -1,4 +1,4 @@
-"""How far a long command is, on a terminal only: a bar on stderr that goes away when it is done."""
+"""How far a long command is: on a terminal a bar on stderr that goes away when it is done, or words."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from kvcache.cli.output import duration, size
+from kvcache.publish.progress import CatchUp
 
 Update = Callable[[int], None]
 _SECONDS_BETWEEN = 0.1
@@ -64,3 +67,11 @@ def _draw_plain(title: str, done: int, total: int | None) -> None:
     of = "" if total is None else f" of {total:,}"
     sys.stderr.write(f"\r{title} {done:,}{of}".ljust(70))
     sys.stderr.flush()
+
+
+def left_of_log(catch_up: CatchUp) -> str:
+    """How long it takes to come to the end of a log; the pace is unknown at first."""
+    text = f"catching up: {size(catch_up.bytes_left)} of the log left"
+    if catch_up.seconds_left is None:
+        return text
+    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"

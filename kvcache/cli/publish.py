@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from kvcache.cli.messages import printable
-from kvcache.cli.output import Output, count, duration, size
+from kvcache.cli.output import Output, count, duration
 from kvcache.cli.process import StopSignals
+from kvcache.cli.progress import left_of_log
 from kvcache.cli.status_lines import StatusLines, add_options
 from kvcache.cli.times import iso
 from kvcache.errors import UsageError
-from kvcache.publish.progress import CatchUp, Until
+from kvcache.publish.progress import Until
 from kvcache.publish.publisher import Publisher, PublishStats, SinkLag
 
 _LIVE_SECONDS = 0.2
@@ -147,7 +148,7 @@ def _described(lag: SinkLag) -> str:
     elif sink.state in ("running", "ended") and lag.batches == 0 and sink.waits_for is None:
         words.append("up to date")
     if lag.catch_up is not None:
-        words.append(_progress(lag.catch_up) + ("" if sink.is_open else "; not open before"))
+        words.append(left_of_log(lag.catch_up) + ("" if sink.is_open else "; not open before"))
     elif sink.state == "catching up":
         words.append(sink.state)
     if sink.state == "failing":
@@ -155,14 +156,6 @@ def _described(lag: SinkLag) -> str:
     elif sink.waits_for is not None or not words:
         words.append(f"{sink.state}: {printable(sink.waits_for)}" if sink.waits_for else sink.state)
     return f"{printable(sink.sink)} {', '.join(words)}"
-
-
-def _progress(catch_up: CatchUp) -> str:
-    """How long that may take; the pace is unknown at first."""
-    text = f"catching up: {size(catch_up.bytes_left)} of the log left"
-    if catch_up.seconds_left is None:
-        return text
-    return f"{text}, {catch_up.batches_per_second:,.0f} batches/s, {duration(catch_up.seconds_left)} more"
 
 
 def to_json(stats: PublishStats) -> dict[str, object]:

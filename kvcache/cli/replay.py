@@ -13,6 +13,7 @@ from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.audit.phrases import describe_end as describe_end
 from kvcache.cli import moments, times, told
+from kvcache.cli.levels import levels_json, levels_table
 from kvcache.cli.log_end import end_json
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
@@ -91,7 +92,7 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "snapshot_seq": replayed.snapshot_seq,
         "batches": replayed.batches,
         "events": replayed.events,
-        "groups": list(map(_group_json, _windows(state), state.groups)),
+        "groups": _groups_json(state),
         "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
@@ -105,24 +106,16 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
     }
 
 
-def _group_json(window: int, group: AnyGroup) -> dict[str, Any]:
-    columns = ("blocks", "held", "unreferenced", "blank")
-    levels = {
-        name: dict(zip(columns, _numbers(group, level), strict=True))
-        for level, name in enumerate(LEVEL_NAMES)
-    }
-    leaves, runs, namespaces = _tree(group)
-    return {"window": window, **levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces}
+def _groups_json(state: CacheState) -> list[dict[str, Any]]:
+    groups = []
+    for levels, group in zip(levels_json(state), state.groups, strict=True):
+        leaves, runs, namespaces = _tree(group)
+        groups.append({**levels, "prefixes": leaves, "runs": runs, "namespaces": namespaces})
+    return groups
 
 
 def _windows(state: CacheState) -> list[int]:
     return [] if state.created is None else [group.window for group in state.created.groups]
-
-
-def _numbers(group: AnyGroup, index: int) -> tuple[int, int, int, int]:
-    level = group.levels[index]
-    blank = len(level.blank)
-    return level.size, level.size - blank - level.unreferenced, level.unreferenced, blank
 
 
 def _tree(group: AnyGroup) -> tuple[int, int, int]:
@@ -136,12 +129,7 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
     out.heading(f"{title}, epoch {state.epoch}")
     windows = _windows(state)
     several = len(windows) > 1  # one alone says nothing
-    rows = [
-        [*([f"{window:,}"] * several), name, *(f"{number:,}" for number in _numbers(group, level))]
-        for window, group in zip(windows, state.groups, strict=True)
-        for level, name in enumerate(LEVEL_NAMES)
-    ]
-    columns = [*(["window"] * several), "level", "blocks", "held", "cached, free to evict", "blank"]
+    columns, rows = levels_table(state)
     out.table(columns, rows, right=[each for each in columns if each != "level"])
     out.line()
     facts = [("sequences", f"{len(state.sequences):,} running")]

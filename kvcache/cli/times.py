@@ -43,3 +43,15 @@ class Times:
         if self._form == "local":
             return time.astimezone().isoformat(timespec="milliseconds")
         return f"{time.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+
+
+def span(seconds: float) -> str:
+    """A time in few letters."""
+    sign, seconds = "-" if seconds < 0 else "", abs(seconds)
+    for below, unit, text in ((1.0, 1e-3, "{:.0f} ms"), (10.0, 1.0, "{:.1f} s"), (120.0, 1.0, "{:.0f} s")):
+        if seconds < below:
+            return sign + text.format(seconds / unit)
+    for below, unit, text in ((7200.0, 60.0, "{:.0f} min"), (172_800.0, 3600.0, "{:.0f} h")):
+        if seconds < below:
+            return sign + text.format(seconds / unit)
+    return f"{sign}{seconds / 86_400:,.0f} d"

@@ -1,35 +1,25 @@
-"""The table of ``kvcache subscribe``: drawn again and again on a terminal, otherwise printed from time to time."""
+"""The table of ``kvcache subscribe``: when it is shown, and its options."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Any
 
 from kvcache.cli.hearing import Heard, Source
 from kvcache.cli.holders import Prompt
-from kvcache.cli.output import Output, count, rich_console
+from kvcache.cli.live import Paced, View, display
+from kvcache.cli.output import Output
 from kvcache.cli.parser import integer, seconds
 from kvcache.cli.prompts import read_tokens
-from kvcache.cli.times import iso
-from kvcache.cli.worker_table import LEFT, Report, View, to_json, view
+from kvcache.cli.worker_table import Report, to_json, view
 from kvcache.cli.workers import Workers
 from kvcache.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 _LIVE_SECONDS = 0.5
 _EVERY_SECONDS = 10.0
 _AROUND_ROWS = 7
 """Lines of a terminal that the table needs besides its rows: its head, and what is said below."""
-_IDLE = 10
-"""Looking at all blocks, and drawing, may take this part of the time, and no more."""
-Show = Callable[[Report], None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,70 +73,27 @@ def watch(listening: Source, reports: Iterator[Heard | None], args: argparse.Nam
     workers = Workers(read_prompt(args))
     workers.expect(listening.expected)
     report = Report(workers, lambda row: listening.connected(row.speaker))
-    with _display(listening, args, out) as (every, show):
-        due = time.monotonic() + (0 if every == _LIVE_SECONDS else every)
+
+    def views(width: int | None, height: int | None) -> list[View]:
+        workers.look()
+        return [view(report, width) if height is None else view(report, width, max(height - _AROUND_ROWS, 1))]
+
+    def as_json() -> dict[str, Any]:
+        workers.look()
+        return to_json(report, lambda endpoint: _about(listening, endpoint))
+
+    with display(views, as_json if args.json else None, out) as (show, in_place):
+        every = _LIVE_SECONDS if in_place else _EVERY_SECONDS if args.every is None else args.every
+        paced = Paced(show, every, first=0.0 if in_place else every)
         for each in reports:
-            if each is not None:
+            if each is None:
+                paced.show_if_due()
+            else:
                 workers.fold(*each)
-                continue
-            begun = time.monotonic()
-            if begun >= due:
-                _show(report, show)
-                ended = time.monotonic()
-                due = ended + max(every, _IDLE * (ended - begun))
-        _show(report, show)
+        show()
 
 
-def _show(report: Report, show: Show) -> None:
-    report.workers.look()
-    show(report)
-
-
-@contextmanager
-def _display(listening: Source, args: argparse.Namespace, out: Output) -> Iterator[tuple[float, Show]]:
-    """Seconds between two reports, and what shows one."""
-    every = _EVERY_SECONDS if args.every is None else args.every
-    console = None if args.json else rich_console(sys.stdout)
-    if args.json:
-
-        def of(endpoint: str) -> dict[str, int]:
-            counts = (listening.refused, listening.malformed, listening.ignored)
-            return {count.__name__: count(endpoint) for count in counts}
-
-        yield every, lambda report: print(json.dumps(to_json(report, of)), flush=True)
-    elif console is None:
-        yield every, lambda report: _print(view(report, None), out)
-    else:
-        from rich.live import Live
-
-        # No thread of its own: a report is drawn between two batches, never in the middle of one.
-        with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
-
-            def draw(report: Report) -> None:
-                room = max(console.height - _AROUND_ROWS, 1)
-                live.update(drawn(view(report, console.width, room)), refresh=True)
-
-            yield _LIVE_SECONDS, draw
-
-
-def _print(shown: View, out: Output) -> None:
-    out.heading(f"{iso(time.time_ns())}  {count(shown.workers, 'worker')}")
-    out.table(shown.columns, shown.rows, right=[name for name in shown.columns if name not in LEFT])
-    for line in shown.below:
-        out.line(line)
-    sys.stdout.flush()
-
-
-def drawn(shown: View) -> Group:
-    """A table for rich."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, shown.gap - 1, 0, 0))
-    for name in shown.columns:
-        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
-    for row, style in zip(shown.rows, shown.styles, strict=True):
-        table.add_row(*map(Text, row), style=style)
-    return Group(table, *map(Text, shown.below))
+def _about(listening: Source, endpoint: str) -> dict[str, int]:
+    """What is known of an endpoint as a whole."""
+    counts = (listening.refused, listening.malformed, listening.ignored)
+    return {count.__name__: count(endpoint) for count in counts}

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from events.subscribe.index import GPU, HOST, STORAGE
 from kvcache.cli.holders import Held
+from kvcache.cli.live import View
 from kvcache.cli.messages import printable
 from kvcache.cli.output import count
-from kvcache.cli.times import iso
+from kvcache.cli.times import iso, span
 from kvcache.cli.workers import Row, Workers
 from kvcache.prefixes.publisher import RANKS_MAX
 
@@ -41,7 +42,7 @@ _BRIEFER = (
     ("ev/s", "restarts", "storage", "gaps"),
 )
 """Likewise of the brief one, until names have room."""
-LEFT = ("worker", "topic")
+_LEFT = ("worker", "topic")
 _SHORTEST_NAME = 8
 _WIDE, _NARROW = 2, 1
 _NONE = "–"
@@ -56,20 +57,6 @@ class Report(NamedTuple):
     workers: Workers
     connected: Callable[[Row], bool | None]
     """Whether a worker is there; None: that cannot be told."""
-
-
-class View(NamedTuple):
-    """A table, and what is to be said below it."""
-
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    gap: int
-    """Before each column."""
-    styles: list[str]
-    """Of each row: how rich is to draw it."""
-    below: list[str]
-    workers: int
-    """Of which as many as there is room for have a row."""
 
 
 def state(row: Row, connected: bool | None, now: float) -> str:
@@ -99,7 +86,8 @@ def view(report: Report, width: int | None, height: int = ROWS_MAX) -> View:
         _shorten(cells, room)
     rows = [tuple(cell[name] for name in columns) for cell in cells]
     below = _omitted(workers, shown_rows, len(every)) + _below(workers, longest)
-    return View(columns, rows, gap, styles, below, len(every))
+    heading = f"{iso(time.time_ns())}  {count(len(every), 'worker')}" if width is None else ""
+    return View(columns, rows, styles, _LEFT, gap, heading, below)
 
 
 def _columns(
@@ -233,18 +221,6 @@ def _levels(held: Held) -> str:
 
 def _number(number: int) -> str:
     return f"{number:,}" if number < 1_000_000 else f"{number / 1e6:.2f}M"
-
-
-def span(seconds: float) -> str:
-    """A time in few letters."""
-    sign, seconds = "-" if seconds < 0 else "", abs(seconds)
-    for below, unit, text in ((1.0, 1e-3, "{:.0f} ms"), (10.0, 1.0, "{:.1f} s"), (120.0, 1.0, "{:.0f} s")):
-        if seconds < below:
-            return sign + text.format(seconds / unit)
-    for below, unit, text in ((7200.0, 60.0, "{:.0f} min"), (172_800.0, 3600.0, "{:.0f} h")):
-        if seconds < below:
-            return sign + text.format(seconds / unit)
-    return f"{sign}{seconds / 86_400:,.0f} d"
 
 
 def to_json(report: Report, endpoints: Callable[[str], dict[str, int]]) -> dict[str, Any]:

@@ -53,11 +53,11 @@ def make_snapshot(
     about = About(
         reader.chain.seq, reader.chain.closed, watched.first_ts, watched.latest_ts, replayed.fingerprint
     )
-    return write_snapshot(directory, reader.chain, about, _state_of(replayed, watched.started))
+    return write_snapshot(directory, reader.chain, about, state_batch(replayed, watched.started))
 
 
-def _state_of(replayed: Replayed, started: EpochStarted) -> EventBatch:
-    """The state as the beginning of an epoch, proven to be that."""
+def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
+    """The state as a batch with which a fold can begin, proven to be that; `started`: what its epoch began with."""
     state = replayed.state
     assert state.created is not None
     assert replayed.last_ts is not None

@@ -1,10 +1,10 @@
-"""Why a log cannot be published.
+"""Why a log cannot be published, or followed.
 
 ::
 
     LogError                  as in `events.errors`
     ├── BeginningRemoved      what all later batches build on is not there any more
-    └── LogReplaced           another log has taken the place of the one that was followed
+    └── LogReplaced           the log that was followed is gone, or another one has taken its place
     UsageError                as in `kvcache.errors`
     ├── NoTokens              a sink needs token ids, and the log has none
     └── NotPublishable        a sink asks for what no log has, or two cannot be told apart
@@ -28,11 +28,9 @@ class BeginningRemoved(LogError):
 
 
 class LogReplaced(LogError):
-    """The directory holds another log than before."""
+    """The directory is gone, or holds another log than before."""
 
-    text = (
-        "{path} was replaced by another log: start `kvcache publish` again, and its sinks begin with that one"
-    )
+    text = "{path} was removed or replaced by another log: start again to follow what is there now"
 
 
 @dataclass(eq=False, repr=False)

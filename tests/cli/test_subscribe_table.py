@@ -24,9 +24,10 @@ from events.subscribe.continuity import Missed, Received, Report, Restarted, Res
 from events.subscribe.gathering import Worker
 from kvcache.cli.holders import NOTHING, Held, Holders, Prompt
 from kvcache.cli.listening import Place, Speaker
-from kvcache.cli.watching import drawn
+from kvcache.cli.live import drawn
+from kvcache.cli.times import span
 from kvcache.cli.worker_table import Report as TableReport
-from kvcache.cli.worker_table import span, state, view
+from kvcache.cli.worker_table import state, view
 from kvcache.cli.workers import Row, Workers
 from kvcache.errors import UsageError
 from tests.support.answers import keys_of
@@ -532,9 +533,10 @@ class TestView:
             workers.fold(Speaker("tcp://a:1"), received(0, rank=rank))
         report = TableReport(workers, lambda row: True)
         for shown, rows in ((view(report, 120), 100), (view(report, 120, 7), 7)):
-            assert (len(shown.rows), len(shown.styles), shown.workers) == (rows, rows, 1024)
+            assert (len(shown.rows), len(shown.styles)) == (rows, rows)
             more = f"… and {1024 - rows:,} more workers: --json has all"
             assert shown.below == [more, "1,977 batches of ranks above 1,023 ignored"]
+        assert view(report, None).heading.endswith("  1,024 workers")
 
     def test_what_it_says(self) -> None:
         """Each cell, at any width; nothing that a publisher calls itself drives the terminal."""

@@ -1,0 +1,160 @@
+"""What happened lately in a log, by its own clock: counts over the last seconds and minutes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from events import types as ev
+from events.types import RequestId
+from kvcache.audit.admission import Admission
+from kvcache.audit.columns import Ids
+from kvcache.audit.history import History
+from kvcache.audit.listener import Listener
+from kvcache.audit.reasons import Reason
+from kvcache.audit.running import Running
+from kvcache.audit.window import Window
+
+_PARTS = 3600
+"""Of the longest time: batches that are closer together are counted together."""
+_STEPS, _ADMITTED, _REFUSED, _PREEMPTED, _EVICTED = range(5)
+_REASONS = _EVICTED + 2
+"""Where the columns for reasons begin, after one for each level's evictions."""
+_COLUMNS = _REASONS + len(Reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Lately:
+    """Counts over a time that ends with the last batch or later."""
+
+    seconds: float
+    """How long it is; less than was asked for where no more was read."""
+    first_seq: int | None
+    """The first batch that counts; None: none does."""
+    counts: npt.NDArray[np.int64]
+
+    @property
+    def steps(self) -> int:
+        """Batches."""
+        return int(self.counts[_STEPS])
+
+    @property
+    def admitted(self) -> int:
+        """Requests that were admitted."""
+        return int(self.counts[_ADMITTED])
+
+    @property
+    def refused(self) -> int:
+        """Refusals; a request may have several."""
+        return int(self.counts[_REFUSED])
+
+    @property
+    def preempted(self) -> int:
+        """Requests that were preempted."""
+        return int(self.counts[_PREEMPTED])
+
+    @property
+    def evicted(self) -> tuple[int, int]:
+        """Full blocks evicted from primary (to secondary, too) and from secondary."""
+        primary, secondary = self.counts[_EVICTED:_REASONS].tolist()
+        return primary, secondary
+
+    @property
+    def reasons(self) -> npt.NDArray[np.int64]:
+        """Prompt tokens of admitted requests, by `Reason`."""
+        return self.counts[_REASONS:]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of admitted requests."""
+        return int(self.reasons.sum())
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that were not computed."""
+        return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+
+@dataclass(slots=True)
+class _Part:
+    first_seq: int
+    at: int
+    """When its first batch was made."""
+    counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(_COLUMNS, np.int64))
+
+
+class Recent(Listener):
+    """Counts over a time that moves on. `longest` is in ns; what is older is forgotten."""
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self.last_at = 0
+        """When the last batch was made, in ns; later than those before it (`EpochClock`)."""
+        self.began_at: int | None = None
+        """When the first batch was made; None: there was none."""
+        self._parts: deque[_Part] = deque()
+        self._now = np.zeros(_COLUMNS, np.int64)
+        """Of the batch that is folded."""
+        self._waiting: dict[RequestId, int] = {}
+        """When requests were refused or preempted last that were not admitted since."""
+
+    def over(self, length: int, until: int) -> Lately:
+        """What happened in the `length` ns up to `until`, which is no earlier than the last batch."""
+        since = until - length
+        parts = [part for part in self._parts if part.at >= since]
+        begun = until if self.began_at is None else self.began_at
+        counts = np.sum([part.counts for part in parts], axis=0) if parts else np.zeros(_COLUMNS, np.int64)
+        first = parts[0].first_seq if parts else None
+        return Lately(min(length, max(until - begun, 0)) / 1e9, first, counts)
+
+    def waiting(self, until: int) -> int:
+        """Requests that were refused or preempted in the longest time up to `until`, and not admitted since."""
+        return sum(at >= until - self.longest for at in self._waiting.values())
+
+    def looked_up(self, history: History, admission: Admission) -> None:
+        """The request waits no longer; what comes later in the step may have it wait again."""
+        self._waiting.pop(admission.request_id, None)
+
+    def admitted(self, history: History, admission: Admission) -> None:
+        """Count a prompt."""
+        self._now[_ADMITTED] += 1
+        self._now[_REASONS:] += admission.counts
+
+    def refused(self, history: History, event: ev.AdmissionRefused) -> None:
+        """Count a refusal."""
+        self._now[_REFUSED] += 1
+        self._waiting[event.request_id] = history.epochs.of(history.now)
+
+    def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
+        """Count a preemption."""
+        if event.why == ev.EndReason.PREEMPTED:
+            self._now[_PREEMPTED] += 1
+            self._waiting[sequence.request_id] = history.epochs.of(history.now)
+
+    def evicted(self, history: History, window: Window, ids: Ids, level: int) -> None:
+        """Count evicted blocks."""
+        self._now[_EVICTED + level] += len(ids)
+
+    def restarted(self, history: History) -> None:
+        """Who waited before waits no longer, or is refused again."""
+        self._waiting.clear()
+
+    def batch_ended(self, history: History) -> None:
+        """Add the batch to a part, and forget what is too old."""
+        self._now[_STEPS] += 1
+        self.last_at = at = max(self.last_at, history.epochs.of(history.now))
+        if self.began_at is None:
+            self.began_at = at
+        if not self._parts or at - self._parts[-1].at >= self.longest // _PARTS:
+            self._parts.append(_Part(history.batch, at))
+            self._forget(at - self.longest)
+        self._parts[-1].counts += self._now
+        self._now[:] = 0
+
+    def _forget(self, before: int) -> None:
+        while self._parts[0].at < before:
+            self._parts.popleft()
+        self._waiting = {request: at for request, at in self._waiting.items() if at >= before}
