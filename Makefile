@@ -46,7 +46,7 @@ test-tensors: .venv/.installed-dev
 
 # A whole vLLM runs in them, which takes minutes: .ci/run installs it.
 test-vllm: .venv/.installed-dev
-	$(PYTEST) $(QUICK) tests/vllm
+	$(PYTEST) -n 2 --dist loadscope $(QUICK) tests/vllm
 
 test-realtime: .venv/.installed-dev
 	$(PYTEST) -m 'realtime and not long' --ignore=tests/tensors --ignore=tests/vllm

@@ -16,7 +16,6 @@ import random
 import statistics
 import tempfile
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,12 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from kvcache.integrations.vllm.plugin import register
 from kvcache.workload.mooncake import read_trace
-from kvcache.workload.tokens import output_tokens, prompt_tokens
-from tests.support.engines.stock_vllm import StockVLLM, write_model
+from tests.support.engines.stock_vllm import Served, StockVLLM
+from tests.support.engines.vllm_chats import served
+from tests.support.engines.vllm_model import write_model
 
 BLOCKS, IN_FLIGHT, TOKENS_PER_STEP, BLOCK_SIZE = 65_536, 32, 8_192, 16
 VARIANTS = ("stock", "events", "recorded")
-Request = tuple[list[int], list[int]]
-
-
-def requests_of(trace: Path, count: int) -> list[Request]:
-    """Prompts and outputs of the first requests of a trace."""
-    found = []
-    for index, line in zip(range(count), read_trace(trace), strict=False):
-        prompt = prompt_tokens(line.hash_ids, line.input_length).tolist()
-        found.append((prompt, output_tokens(index, max(1, line.output_length)).tolist()))
-    return found
 
 
 def make(variant: str, directory: Path, longest: int, *, runs_ahead: bool) -> StockVLLM:
@@ -56,24 +46,14 @@ def make(variant: str, directory: Path, longest: int, *, runs_ahead: bool) -> St
     )
 
 
-def play(engine: StockVLLM, requests: list[Request]) -> dict[str, float]:
+def play(engine: StockVLLM, requests: list[Served]) -> dict[str, float]:
     """Serve them all; the CPU seconds that it took, of all threads and of this one, and vLLM's count of hits."""
-    left = {f"r{number}": iter(output) for number, (_, output) in enumerate(requests)}
     # An engine does so, too: what was there before it serves is not garbage.
     freeze_gc_heap()
     begun, begun_thread = time.process_time(), time.thread_time()
-    coming = zip(left, requests, strict=True)
-
-    def sampled(name: str, _: int) -> list[int]:
-        return [next(left[name], 0)]
-
-    while True:
-        # One comes for each that ends, so that some always wait.
-        for name, (prompt, output) in islice(coming, 2 * IN_FLIGHT - len(engine.scheduler.requests)):
-            engine.add(name, prompt, len(output))
-        if not engine.scheduler.has_requests() and not engine.flies:
-            break
-        engine.serve_step(sampled)
+    # One comes for each that ends, so that some always wait.
+    for _ in engine.serve(requests, 2 * IN_FLIGHT):
+        pass
     took = {
         "cpu": time.process_time() - begun,
         "thread": time.thread_time() - begun_thread,
@@ -97,7 +77,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     register()
-    requests = requests_of(asked.trace, asked.requests)
+    requests = served(read_trace(asked.trace, asked.requests))
     longest = max(len(prompt) + len(output) for prompt, output in requests) + 1
     found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     rng = random.Random(0)

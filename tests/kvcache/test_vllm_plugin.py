@@ -464,3 +464,29 @@ def test_a_log_is_closed_when_the_process_ends(tmp_path: Path, how: str, code: i
     assert replayed.end is not None
     assert replayed.end.kind == "clean"
     assert audit_batches((batch, True) for batch in LogReader(tmp_path / "log")).requests == requests
+
+
+@pytest.mark.parametrize(
+    ("given", "drains", "grace", "waits"),
+    [
+        ({"kvcache": True}, 0, 0, None),
+        ({}, 0, 0, 0),
+        ({"kvcache": False}, 0, 0, 0),
+        ({"kvcache": True}, 30, 0, 0),
+        ({"kvcache": True}, 0, 15, 0),
+    ],
+    ids=["recorded", "not asked for", "forbidden", "drained until then", "vLLM waits itself"],
+)
+def test_a_server_waits_for_a_recorded_engine(
+    given: dict[str, bool], drains: int, grace: int, waits: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would kill an engine at once that it has asked to end, and only there."""
+    made = toy_vllm.engines(monkeypatch, grace)
+    plugin.register()
+    plugin.register()
+    config = SimpleNamespace(additional_config=given, shutdown_timeout=drains)
+    engines = made(vllm_config=config)
+    for timeout in (0, 7, None):
+        engines.shutdown(timeout)
+    engines.shutdown(timeout=0)
+    assert engines.waited == [waits, 7, None, waits]

@@ -22,6 +22,7 @@ def wait_until(
     what: str | Callable[[], object] = "it does not come",
     *,
     meanwhile: Callable[[], object] = pause,
+    seconds: float = WAIT,
 ) -> None:
     """Return as soon as the condition holds.
 
@@ -29,8 +30,9 @@ def wait_until(
         condition: Called again and again until it returns something true.
         what: The message of the failure, or a function that makes it.
         meanwhile: Called between two looks at the condition, to poll for instance.
+        seconds: How long that may take.
     """
-    deadline = monotonic() + WAIT
+    deadline = monotonic() + seconds
     while not condition():
         assert monotonic() < deadline, what() if callable(what) else what
         meanwhile()

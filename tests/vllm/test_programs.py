@@ -28,6 +28,7 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "reset",
         "ahead",
         "drafts",
+        "priorities",
         "sliding",
     )
     assert all(seen[name] for name in least), seen

@@ -1,5 +1,7 @@
 """What vLLM's entry point `vllm.general_plugins` calls, in each of its processes: it looks when a scheduler is made.
 
+A server that ends waits for a recorded engine's process, which closes its log meanwhile.
+
 Only if there are settings for it, anything else of this library is imported. Nothing here raises.
 """
 
@@ -10,6 +12,7 @@ import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,28 +23,34 @@ VARIABLE = "KVCACHE_LOG"
 KEY = "kvcache"
 """Of vLLM's `--additional-config`: a dict of settings, or false."""
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_ENGINES = "vllm.v1.engine.utils"
+_WAITS = "_kvcache_waits"
 _log = logging.getLogger("vllm.kvcache")
 
 
 def register() -> None:
     """Have schedulers recorded that this process makes from now on, if they are to be."""
     try:
-        module = sys.modules.get(_SCHEDULER)
-        if module is not None:
-            _hook(module)
-        elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-            # Most of vLLM's processes make none, and do not wait for its module to load.
-            sys.meta_path.insert(0, _WhenImported())
+        for name, hook in ((_SCHEDULER, _hook), (_ENGINES, _hook_engines)):
+            module = sys.modules.get(name)
+            if module is not None:
+                hook(module)
+            elif not any(isinstance(each, _WhenImported) and each.name == name for each in sys.meta_path):
+                # Most of vLLM's processes need neither, and do not wait for the modules to load.
+                sys.meta_path.insert(0, _WhenImported(name, hook))
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Hooks the scheduler's module as soon as it is imported."""
+    """Hooks a module as soon as it is imported."""
+
+    def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
+        self.name, self._hook = name, hook
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Let the others find it, and go on when it is executed."""
-        if name != _SCHEDULER:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -51,7 +60,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            _hook(module)
+            self._hook(module)
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
@@ -76,16 +85,48 @@ def _hook(module: ModuleType) -> None:
     scheduler.__init__ = make
 
 
+def _hook_engines(module: ModuleType) -> None:
+    """Let engine processes close their logs: a server would kill them in the moment in which it asks them to end."""
+    manager: Any = getattr(module, "CoreEngineProcManager", None)
+    seconds = getattr(module, "get_engine_process_shutdown_timeout", None)
+    if manager is None or seconds is None or getattr(manager.__init__, "kvcache", False):
+        return
+    made, shutdown = manager.__init__, manager.shutdown
+
+    @wraps(made)
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        config = kwargs.get("vllm_config")
+        setattr(self, _WAITS, getattr(config, "shutdown_timeout", None) == 0 and _asked(config) is not None)
+
+    @wraps(shutdown)
+    def shut_down(self: Any, timeout: float | None = None) -> None:
+        if timeout == 0 and getattr(self, _WAITS, False) and seconds(0, 0) == 0:
+            timeout = None  # vLLM's own: it kills what has not ended after five seconds.
+        shutdown(self, timeout)
+
+    make.kvcache = True  # type: ignore[attr-defined]
+    manager.__init__, manager.shutdown = make, shut_down
+
+
+def _asked(config: Any) -> tuple[object, str | None] | None:
+    """What the configuration has for us, and the variable; None: nothing is to be recorded."""
+    further = getattr(config, "additional_config", None)
+    given = further.get(KEY) if isinstance(further, dict) else None
+    directory = os.environ.get(VARIABLE, "").strip()
+    if given is False or (given is None and not directory):
+        return None
+    return given, directory or None
+
+
 def _look(scheduler: Any) -> None:
     """Record a scheduler that has just been made, if there are settings for it."""
     try:
-        further = getattr(getattr(scheduler, "vllm_config", None), "additional_config", None)
-        given = further.get(KEY) if isinstance(further, dict) else None
-        directory = os.environ.get(VARIABLE, "").strip()
-        if given is False or (given is None and not directory):
+        asked = _asked(getattr(scheduler, "vllm_config", None))
+        if asked is None:
             return
         from kvcache.integrations.vllm.attached import attach
 
-        attach(scheduler, given, directory or None)
+        attach(scheduler, *asked)
     except Exception as error:  # noqa: BLE001
         _log.warning("The KV cache is not recorded: %s", type(error).__name__)

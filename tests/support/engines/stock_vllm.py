@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,8 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 262144,
-    "torch_dtype": "float32",
-}
-
-
-def write_model(directory: Path, **changes: Any) -> Path:
-    """Write the configuration of a tiny model; its weights are never loaded."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(MODEL | changes))
-    return directory
+Served = tuple[list[int], list[int]]
+"""A prompt, and what is sampled for it."""
 
 
 def _config(
@@ -128,6 +111,7 @@ class StockVLLM:
         additional: dict[str, Any] | None = None,
         chunked: bool = True,
         reserve_all: bool = True,
+        by_priority: bool = False,
         tells_events: bool = False,
     ) -> None:
         scheduling = SchedulerConfig(
@@ -138,6 +122,7 @@ class StockVLLM:
             enable_chunked_prefill=chunked,
             async_scheduling=False,
             scheduler_reserve_full_isl=reserve_all,
+            policy="priority" if by_priority else "fcfs",
         )
         self.config = _config(
             model, longest, scheduling, block_size, hashing, drafts, tells_events, additional or {}
@@ -163,6 +148,8 @@ class StockVLLM:
         self._flying: deque[tuple[Any, Any]] = deque()
         self.hits = self.queries = 0
         """As vLLM counts them, of preempted requests, too."""
+        self.amid_step = False
+        """Whether something was scheduled since outputs came last: the engine has begun to run ahead."""
         self.remembers = False
         self.decisions: list[Any] = []
         """If it remembers them, of each step the tokens of each request that were scheduled, and the tables."""
@@ -186,8 +173,9 @@ class StockVLLM:
         salt: str | None = None,
         adapter: tuple[str, int, str] | None = None,
         skip: bool = False,
+        priority: int = 0,
     ) -> None:
-        """A request comes."""
+        """A request comes. The lowest `priority` is served first, if the scheduler goes by them."""
         lora = None if adapter is None else LoRARequest(*adapter)
         params = SamplingParams(max_tokens=output, ignore_eos=True, skip_reading_prefix_cache=skip or None)
         self.scheduler.add_request(
@@ -198,6 +186,7 @@ class StockVLLM:
                 pooling_params=None,
                 lora_request=lora,
                 cache_salt=salt,
+                priority=priority,
                 block_hasher=self._hasher,
             )
         )
@@ -224,9 +213,25 @@ class StockVLLM:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
         return True
 
+    def serve(self, requests: Iterable[Served], most: int) -> Iterator[None]:
+        """All of these, of which so many are there at a time: "r0", "r1", ... Yields after each step."""
+        coming, left = enumerate(requests), dict[str, Iterator[int]]()
+
+        def sampled(name: str, _: int) -> list[int]:
+            return [next(left[name], 0)]
+
+        while True:
+            for number, (prompt, output) in islice(coming, most - len(self.scheduler.requests)):
+                left[f"r{number}"] = iter(output)
+                self.add(f"r{number}", prompt, len(output))
+            if not self.scheduler.has_requests() and not self.flies:
+                return
+            self.serve_step(sampled)
+            yield
+
     def serve_step(self, sampled: Callable[[str, int], list[int]]) -> None:
         """Schedule, and hand over what was `sampled` for a request and so many drafts."""
-        scheduled = 0
+        scheduled, self.amid_step = 0, True
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
             scheduled = output.total_num_scheduled_tokens
@@ -236,6 +241,7 @@ class StockVLLM:
                 self._flying.append((output, self._outputs(output, sampled)))
         if self._flying and (len(self._flying) > self._ahead or not scheduled):
             self._deliver(*self._flying.popleft())
+            self.amid_step = False
 
     def _outputs(self, output: Any, sampled: Callable[[str, int], list[int]]) -> Any:
         names, drafts = list(output.num_scheduled_tokens), output.scheduled_spec_decode_tokens

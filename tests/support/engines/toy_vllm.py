@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCHEDULER = "vllm.v1.core.sched.scheduler"
+SCHEDULER, ENGINES = "vllm.v1.core.sched.scheduler", "vllm.v1.engine.utils"
 SIZE = 4
 
 
@@ -179,6 +179,28 @@ class Scheduler:
         manager.free(request)
         manager.take_events()
         return tables
+
+
+class CoreEngineProcManager:
+    """Processes of engines, and how long each end has waited for them: None for vLLM's own few seconds."""
+
+    def __init__(self, *, vllm_config: Any) -> None:
+        self.config, self.waited = vllm_config, list[float | None]()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End them."""
+        self.waited.append(timeout)
+
+
+def engines(monkeypatch: pytest.MonkeyPatch, grace: float = 0) -> type[CoreEngineProcManager]:
+    """Let their module be imported, on a platform where vLLM gives them so many seconds; returns the class."""
+    contents = dict(vars(CoreEngineProcManager))
+    made: type[CoreEngineProcManager] = type("CoreEngineProcManager", (), contents)
+    module: Any = ModuleType(ENGINES)
+    module.CoreEngineProcManager = made
+    module.get_engine_process_shutdown_timeout = lambda _, timeout: grace or timeout
+    monkeypatch.setitem(sys.modules, ENGINES, module)
+    return made
 
 
 def _hash_of(name: str) -> Callable[[Any], bytes]:

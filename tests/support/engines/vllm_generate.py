@@ -21,7 +21,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from vllm import LLM, SamplingParams
 
-from tests.support.engines.stock_vllm import write_model
+from tests.support.engines.vllm_model import write_model
 
 TURNS, CHATS, BLOCK = 2, 6, 32
 

@@ -10,7 +10,8 @@ if __name__ == "__main__":
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    from tests.support.engines.stock_vllm import StockVLLM, write_model
+    from tests.support.engines.stock_vllm import StockVLLM
+    from tests.support.engines.vllm_model import write_model
 
     assert StockVLLM(write_model(Path(sys.argv[1])), 20).attached is None
     ours = ("kvcache", "events", "sinks")

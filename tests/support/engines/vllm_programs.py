@@ -19,12 +19,10 @@ from typing import NamedTuple
 
 from events.log import LogReader
 from events.types import EndReason, SequenceRemoved
-from kvcache.audit.totals import audit_batches
-from kvcache.fold.fingerprint import fingerprint
-from kvcache.fold.prefix_tree import runs_below
 from kvcache.integrations.vllm.plugin import register
-from kvcache.replay import replay
-from tests.support.engines.stock_vllm import StockVLLM, write_model
+from tests.support.engines.stock_vllm import StockVLLM
+from tests.support.engines.vllm_mirror import compare, compare_log
+from tests.support.engines.vllm_model import write_model
 
 STEPS = 120
 SALTS = (None, None, None, "a", "b")
@@ -52,6 +50,7 @@ class Shape(NamedTuple):
     hashing: str
     reserve_all: bool
     record_tokens: bool
+    by_priority: bool
 
 
 def shape_of(rng: random.Random) -> Shape:
@@ -70,6 +69,7 @@ def shape_of(rng: random.Random) -> Shape:
         rng.choice(HASHES),
         rng.random() < 0.5,
         rng.random() < 0.8,
+        rng.random() < 0.3,
     )
 
 
@@ -95,6 +95,7 @@ class Program:
             hashing=shape.hashing,
             chunked=shape.chunked,
             reserve_all=shape.reserve_all,
+            by_priority=shape.by_priority,
             additional={"kvcache": {"log": str(self.log), "settings": settings}} if recorded else {},
         )
         self.attached = self.engine.attached
@@ -107,7 +108,7 @@ class Program:
     def run(self) -> None:
         """All of it, compared after each step."""
         for _ in self.steps():
-            self.compare()
+            self.seen["copies"] += compare(self.engine)
         self._compare_log()
 
     def steps(self) -> Iterator[None]:
@@ -151,38 +152,12 @@ class Program:
             salt=rng.choice(SALTS),
             adapter=rng.choice(ADAPTERS),
             skip=skip,
+            priority=rng.randrange(3),
         )
 
-    def compare(self) -> None:
-        """The mirror is what vLLM has."""
-        assert self.attached.attached, "the recorder has let go"
-        recorder, there = self.attached.recorder, Counter(name for _, name in self.engine.names())
-        recorder.check()
-        tree, size = recorder.state.groups[0].tree, recorder.state.created.key_bytes
-        here = {
-            bytes(run.keys[at : at + size])
-            for root in tree.roots.values()
-            for run in runs_below(root)
-            for at in range(0, len(run.keys), size)
-        }
-        assert here == set(there), (len(here), len(there))
-        self.seen["copies"] += sum(there.values()) > len(there)
-        sequences = {each.request_id: each for each in recorder.state.sequences.values()}
-        tables = self.engine.tables()
-        assert sequences.keys() == tables.keys(), sequences.keys() ^ tables.keys()
-        for name, table in tables.items():
-            assert len(sequences[name].tables[0]) == len(table)
-            request = self.engine.scheduler.requests[name]
-            if not self.engine.flies:
-                assert sequences[name].num_tokens == request.num_tokens
-
     def _compare_log(self) -> None:
-        replayed = replay(self.log, verify=True)
-        recorder = self.attached.recorder
-        assert fingerprint(replayed.state) == fingerprint(recorder.state)
-        audit = audit_batches((batch, True) for batch in LogReader(self.log))
-        assert audit.reused == self.engine.hits, (audit.reused, self.engine.hits)
-        self.seen["admitted"] += recorder.stats().requests
+        audit = compare_log(self.engine, self.log)
+        self.seen["admitted"] += audit.requests
         ends = [
             each.why
             for batch in LogReader(self.log)
@@ -193,6 +168,7 @@ class Program:
         self.seen["refused"] += audit.refusals
         self.seen["hits"] += audit.reused
         self.seen["ahead"] += self.shape.runs_ahead
+        self.seen["priorities"] += self.shape.by_priority
         self.seen["sliding"] += self.shape.window is not None
         self.seen["drafts"] += self.shape.drafts > 0
 

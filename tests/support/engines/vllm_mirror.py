@@ -1,0 +1,61 @@
+"""What a recorder says of vLLM's cache beside what vLLM has. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from events.log import LogReader
+from kvcache.audit.totals import Audit, audit_batches
+from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.prefix_tree import runs_below
+from kvcache.fold.state import CacheState
+from kvcache.replay import replay
+from tests.support.engines.stock_vllm import StockVLLM
+
+
+def names_of(state: CacheState) -> set[bytes]:
+    """All that is cached of the first group."""
+    assert state.created is not None
+    tree, size = state.groups[0].tree, state.created.key_bytes
+    return {
+        bytes(run.keys[at : at + size])
+        for root in tree.roots.values()
+        for run in runs_below(root)
+        for at in range(0, len(run.keys), size)
+    }
+
+
+def compare(engine: StockVLLM) -> bool:
+    """The mirror has the names, tables and tokens that vLLM has; whether vLLM has some names twice.
+
+    Amid a step that has not come to its end it may have less.
+    """
+    assert engine.attached.attached, "the recorder has let go"
+    recorder, there = engine.attached.recorder, Counter(name for _, name in engine.names())
+    recorder.check()
+    if engine.amid_step:
+        return False
+    here = names_of(recorder.state)
+    assert here == set(there), (len(here), len(there))
+    sequences = {each.request_id: each for each in recorder.state.sequences.values()}
+    tables = engine.tables()
+    assert sequences.keys() == tables.keys(), sequences.keys() ^ tables.keys()
+    for name, table in tables.items():
+        assert len(sequences[name].tables[0]) == len(table), name
+        if not engine.flies:
+            had = engine.scheduler.requests[name].num_tokens
+            assert sequences[name].num_tokens == had, (name, sequences[name].num_tokens, had)
+    return sum(there.values()) > len(there)
+
+
+def compare_log(engine: StockVLLM, log: Path) -> Audit:
+    """A closed log replays to the mirror, and an audit of it counts the hits that vLLM has counted."""
+    replayed = replay(log, verify=True)
+    assert replayed.end is not None
+    assert replayed.end.kind == "clean", replayed.end
+    assert not replayed.checkpoints_failed
+    assert fingerprint(replayed.state) == fingerprint(engine.attached.recorder.state)
+    audit = audit_batches((batch, True) for batch in LogReader(log))
+    assert audit.reused == engine.hits, (audit.reused, engine.hits)
+    return audit
