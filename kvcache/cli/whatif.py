@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,7 +31,7 @@ Every combination of the values and policies is played: kvcache whatif LOG --set
 --set secondary_blocks=0,4000 --policy lru,levels plays eight. One number per window stands in brackets:
 --set primary_blocks=[100,50],[200,100]. Where blocks have another size, a number of blocks is another number of
 tokens: max_tokens gives room in tokens. Under the log's own settings exactly what was recorded happens again; of a log
-in which another engine decided (Recorder), what this library's manager would have done.
+in which another engine decided (Recorder, vLLM), as far as its rules are those of this library's manager.
 
 Policies: lru and levels, as caches have them (eviction_policy); lfu, which counts uses; arc, which divides the cache
 between what was used once and again; belady and returns, which know the prompts to
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace, out: Output) -> int:
             {
                 "log": str(args.log),
                 "log_id": open_log(args.log).log_id,
+                "engine": outcomes[0].engine or None,
+                "passed_over_tokens": outcomes[0].passed_over,
                 "recorded": rows[0].to_json(),
                 "trials": [row.to_json() for row in rows[1:]],
                 "end": end_json(outcomes[0].end),
@@ -211,6 +213,8 @@ def _show(log: Path, rows: Sequence[Row], fields: Sequence[str], out: Output) ->
         "reused, computed, secondary: tokens of prompts; offloaded, onboarded, removed (evicted for good): blocks"
     )
     out.line("token hit rate: the reused part of all prompt tokens" + _not_served(rows))
+    for line in _of_engine(rows[0].outcome):
+        out.line(line)
     if gaps:
         out.line(_worth_of_hints(gaps))
 
@@ -230,6 +234,21 @@ def _not_served(rows: Sequence[Row]) -> str:
     if not any(row.outcome.tally.unserved_tokens for row in rows):
         return ""
     return "; those of requests that are too long for the cache, or unserved, count as not reused"
+
+
+def _of_engine(then: Outcome) -> Iterator[str]:
+    """What tells the recorded row from the others where another engine decided."""
+    if not then.engine:
+        return
+    yield (
+        f"recorded: what {printable(then.engine)} decided; the other rows follow the rules of this library's manager, "
+        "and `kvcache docs whatif` says where these differ"
+    )
+    if then.passed_over:
+        yield (
+            f"{count(then.passed_over, 'token')} of prompts were cached and not reused, by a rule of the engine that "
+            "the other rows do not have (`kvcache audit`: cached, and the engine did not reuse it)"
+        )
 
 
 def _worth_of_hints(gaps: Sequence[float]) -> str:

@@ -25,6 +25,10 @@ _Entry = tuple[Any, int, int]
 class EvictionOrder(Watcher, ABC):
     """Names the next victims; made for the state of one window, and told from then on what changes in it."""
 
+    ahead = 64
+    """Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting
+    one or two of its own."""
+
     @abstractmethod
     def __init__(self, group: GroupState) -> None: ...
 

@@ -25,7 +25,7 @@ from kvcache.decide.sliding_manager import SlidingWindowManager
 from kvcache.decide.whole_cache import WholeCache
 from kvcache.decide.window_manager import WindowBlockManager
 from kvcache.errors import InvalidTokens, OutOfBlocks, UnknownRequest, UsageError, shown
-from kvcache.fold.sequence import Sequence, go_on_evenly
+from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
@@ -33,11 +33,9 @@ from kvcache.layout import Bound
 from kvcache.results import Replacement, StoreResult
 from kvcache.sizes import primary_settings
 
-EVICT_AHEAD = 64
-"""Blank slots that decoding makes when it has to evict: each of the next steps then finds one, instead of evicting one
-or two of its own."""
 EVICT_AHEAD_SHARE = 16
-"""They are at most this part of the primary slots, so that a small cache does not lose what it could still reuse."""
+"""Blocks that are evicted ahead (`EvictionOrder.ahead`) are at most this part of the primary slots, so that a small
+cache does not lose what it could still reuse."""
 
 
 class Growth(WholeCache):
@@ -58,6 +56,8 @@ class Growth(WholeCache):
         super().__init__(state, emit, Expiry(state, emit, monotonic_ns), spacing)
         self._config = config
         self._decoding: DecodeBatch | None = None
+        order = order or ORDERS[config.eviction_policy]
+        self._ahead = order.ahead
         managers = [
             (SlidingWindowManager if isinstance(group, SlidingGroup) else WindowBlockManager)(
                 state,
@@ -66,7 +66,7 @@ class Growth(WholeCache):
                 reuse=config.enable_block_reuse,
                 partial_reuse=config.enable_partial_reuse and group.kind != CROSS,
                 offload_min_priority=config.secondary_offload_min_priority,
-                order=order or ORDERS[config.eviction_policy],
+                order=order,
             )
             for index, group in enumerate(state.groups)
         ]
@@ -219,7 +219,6 @@ class Growth(WholeCache):
         self, sequences: list[Sequence], tokens: bytes, counts: array[int] | None, *, draft: bool = False
     ) -> dict[RequestId, StoreResult]:
         """None: one token each."""
-        size = self._state.tokens_per_block
         wanted = [
             self._blocks_for(sequence.num_tokens + count)
             for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True)
@@ -229,7 +228,7 @@ class Growth(WholeCache):
             filling = [
                 each
                 for each, blocks in zip(sequences, wanted, strict=True)
-                if blocks > len(each.tables[0]) or not go_on_evenly([each], size)
+                if each.computed < each.num_tokens - 1 or blocks > self._blocks_for(each.num_tokens)
             ]
         self._resize(sequences, wanted, ev.AllocateReason.DECODE)
         self._emit(
@@ -316,7 +315,7 @@ class Growth(WholeCache):
             if needed > len(window.primary.blank):
                 size, left = window.primary.size, window.primary.available
                 window.free_up(
-                    max(needed, min(EVICT_AHEAD, size // EVICT_AHEAD_SHARE, left)), growing[0].handle
+                    max(needed, min(self._ahead, size // EVICT_AHEAD_SHARE, left)), growing[0].handle
                 )
 
     def _refuse_beyond(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from events import structs
 from events.tokens.rich import RichTokens
-from events.types import AnyEvent, EndReason, Namespace
+from events.types import AnyEvent, EndReason, Namespace, RequestId
 from kvcache.config import KVCacheConfig
 from kvcache.inputs.multimodal import MultimodalItem
 from kvcache.inputs.requests import Request, namespace_of
@@ -19,10 +20,18 @@ class Prompt:
 
     handle: int
     """Its number in the log, which is never used twice there: the request's id in what is played again."""
+    request_id: RequestId
+    """Its id in the log, where it has it again when it comes back after it was preempted."""
     namespace: Namespace
     content: RichTokens
     resumed: bool = False
     retention: structs.Retention | None = None
+    slots: int | None = None
+    """For how many of its tokens, from the first one on, it had slots when it was admitted; None: for all."""
+    had_room: bool = True
+    """Whether all of it would have fitted then."""
+    passed_over: int = 0
+    """Tokens that were cached, and that the engine that decided did not reuse."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +78,8 @@ class Create:
     """A manager was made."""
 
     config: KVCacheConfig
+    engine: str = ""
+    """Who decided in its place; empty: it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,25 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Reserve:
+    """`reserve`: a chunk of a prompt got its slots, or tokens to come did."""
+
+    handles: tuple[int, ...]
+    slots: tuple[int, ...]
+    """For how many tokens each sequence has slots from now on, from its first one on."""
+
+    def only(self, handles: Container[int]) -> Reserve:
+        """The call for some of its sequences."""
+        kept = [pair for pair in zip(self.handles, self.slots, strict=True) if pair[0] in handles]
+        return Reserve(tuple([handle for handle, _ in kept]), tuple([slots for _, slots in kept]))
+
+    def of_each(self) -> Iterator[tuple[int, Reserve]]:
+        """A call for each sequence alone."""
+        for handle, slots in zip(self.handles, self.slots, strict=True):
+            yield handle, Reserve((handle,), (slots,))
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """`add_tokens`."""
 
@@ -107,15 +137,19 @@ class Append:
     draft: bool = False
     """They may be taken back."""
 
-    def of(self, parts: list[tuple[int, memoryview]]) -> Append:
-        """The same call for other sequences, each with its tokens."""
+    def only(self, handles: Container[int]) -> Append:
+        """The call for some of its sequences."""
+        return self._of([part for part in self.parts() if part[0] in handles])
+
+    def of_each(self) -> Iterator[tuple[int, Append]]:
+        """A call for each sequence alone."""
+        for part in self.parts():
+            yield part[0], self._of([part])
+
+    def _of(self, parts: list[tuple[int, memoryview]]) -> Append:
         tokens = memoryview(b"".join(part for _, part in parts)).cast("i")
         handles, counts = tuple(handle for handle, _ in parts), tuple(len(part) for _, part in parts)
         return Append(handles, counts, tokens, self.draft)
-
-    def without(self, handle: int) -> Append:
-        """The call without one sequence."""
-        return self.of([part for part in self.parts() if part[0] != handle])
 
     def parts(self) -> list[tuple[int, memoryview]]:
         """The tokens of each sequence."""
@@ -164,9 +198,11 @@ class Poll:
     """`poll`, or the end of a step: copies have landed."""
 
 
-Command = Create | Admit | Fork | Compute | Append | Prioritize | Rewind | Remove | Clear | Poll
+Command = Create | Admit | Fork | Compute | Reserve | Append | Prioritize | Rewind | Remove | Clear | Poll
 OfOne = Compute | Prioritize | Rewind | Remove
 """Commands about one sequence."""
+OfSeveral = Reserve | Append
+"""Commands that give sequences slots, and are divided where these are not at the same point."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
 What fits is done when the log has it done. A request that does not fit waits: at the end of each batch the first ones
 in line are admitted as far as they fit, and all that the log says of such a request comes as much later as it was
-admitted later. Others are not held up by it. Where there is no block for a sampled token, the running request that was
-admitted last is removed, which stores what it has computed, and waits with its tokens so far for its prompt; then
-nobody is admitted from the line before a running request has ended.
+admitted later. Others are not held up by it. Where there is no block for a sampled token, or for a chunk of a prompt,
+the running request that was admitted last is removed, which stores what it has computed, and waits with its tokens so
+far for its prompt; then nobody is admitted from the line before a running request has ended.
 """
 
 from __future__ import annotations
@@ -12,10 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from events.types import BlocksMoved, BlocksRemoved, Event, RequestId, SequenceAdded
+from events.types import (
+    BlocksMoved,
+    BlocksRemoved,
+    EndReason,
+    Event,
+    RequestId,
+    SequenceAdded,
+    SequenceRemoved,
+)
 from kvcache.config import KVCacheConfig
 from kvcache.decide.eviction_order import EvictionOrder
+from kvcache.decide.reuse_levels import ORDERS
 from kvcache.errors import OutOfBlocks, PromptTooLong, UsageError
+from kvcache.fold.sequence import Sequence
+from kvcache.inputs.requests import Request
 from kvcache.manager import KVCacheManager
 from kvcache.whatif.commands import (
     Admit,
@@ -25,9 +36,13 @@ from kvcache.whatif.commands import (
     Compute,
     Create,
     Fork,
+    OfSeveral,
     Poll,
     Prioritize,
+    Prompt,
     RecordedBatch,
+    Remove,
+    Reserve,
     Rewind,
 )
 from kvcache.whatif.requests import Line, Played, Step
@@ -45,6 +60,11 @@ class Foresight:
 
     def refused(self, handle: int) -> None:
         """It was not admitted."""
+
+
+def _at_need(order: type[EvictionOrder]) -> type[EvictionOrder]:
+    """The order for an engine that decides itself, as these do: nothing is evicted before its slot is taken."""
+    return type(order.__name__, (order,), {"ahead": 1})
 
 
 def unchanged(config: KVCacheConfig) -> KVCacheConfig:
@@ -70,16 +90,16 @@ class Playback:
         self._foresight = foresight or Foresight()
         self.tally = Tally()
         self._manager: KVCacheManager | None = None
-        self._longest = 0
-        """Tokens of the longest prompt that can be held."""
         self._now = 0
         """Batches so far."""
         self._clock = 0
         self._running: dict[int, Played] = {}
         """By handle, in the order of admission."""
         self._waiting: dict[int, Played] = {}
-        self._again: set[RequestId] = set()
-        """Handles of those that were admitted before: they were removed, to be admitted again."""
+        self._never_came: set[RequestId] = set()
+        """Requests that the log has preempted before they were admitted here."""
+        self._cut_off: set[RequestId] = set()
+        """Requests that ended before their end, or were never admitted, and so do not come back either."""
         self._line = Line()
         self._may_admit = True
         """False from a preemption on until a running request ends: who waits would only take its room again."""
@@ -107,12 +127,13 @@ class Playback:
             if len(self._line) == before and not self._has_steps():
                 break  # nothing will end any more that they could wait for
         self.tally.unserved += len(self._line)
-        never = (each for each in self._waiting.values() if each.handle not in self._again)
+        never = (each for each in self._waiting.values() if not each.prompt.resumed)
         self.tally.unserved_tokens += sum(each.prompt.num_tokens for each in never)
         self._running.clear()
         self._waiting.clear()
-        self._again.clear()
         self._late.clear()
+        self._never_came.clear()
+        self._cut_off.clear()
         self._line, self._may_admit = Line(), True
         if self._manager is not None:
             self._manager.close()
@@ -127,17 +148,19 @@ class Playback:
     def _do(self, command: Command) -> None:
         match command:
             case Create():
-                self._create(command.config)
+                self._create(command)
             case Admit():
                 self._admit([Played(prompt) for prompt in command.prompts])
             case Fork():
                 self._fork(command)
-            case Append():
-                self._append(command)
+            case Append() | Reserve():
+                self._grow(command)
             case Clear():
                 self.manager.clear()
             case Poll():
                 self.manager.poll()
+            case Remove(why=EndReason.PREEMPTED):
+                self._give_way(command)
             case _:
                 request = self._running.get(command.handle)
                 if request is not None and request.handle not in self._late:
@@ -145,28 +168,20 @@ class Playback:
                 else:
                     self._put_off(command.handle, command)
 
-    def _create(self, config: KVCacheConfig) -> None:
+    def _create(self, command: Create) -> None:
         self.finish()
         # Names are for orders that tell contents apart; the log is not ours to write.
-        config = self._settings(config)
+        config, order = self._settings(command.config), self._order
+        if command.engine:
+            order = _at_need(order or ORDERS[config.eviction_policy])
         block_hash = "v2_sha256_64" if self._named or config.eviction_policy == "levels" else "none"
         quiet = config.model_copy(update={"block_hash": block_hash, "event_buffer_max_size": 0})
         self._manager = manager = KVCacheManager(
-            quiet, eviction_order=self._order, monotonic_ns=lambda: self._clock
+            quiet, eviction_order=order, monotonic_ns=lambda: self._clock
         )
-        self._longest = manager.layout.longest_prompt(quiet).tokens
-        manager.bus.subscribe(self._count, SequenceAdded, BlocksMoved, BlocksRemoved)
+        manager.bus.subscribe(self.tally.follow, SequenceAdded, SequenceRemoved, BlocksMoved, BlocksRemoved)
         if self._hear is not None:
             manager.bus.subscribe(self._hear)
-
-    def _count(self, event: Event) -> None:
-        if type(event) is SequenceAdded:
-            if event.request_id in self._again:
-                self.tally.admitted_again(event)
-            else:
-                self.tally.admitted(event)
-        else:
-            self.tally.follow(event)
 
     def _put_off(self, handle: int, step: Step) -> None:
         """A request that is late, or waits, does this later; one that is gone for good does not."""
@@ -178,8 +193,8 @@ class Playback:
         """Do one step of a running request."""
         handle, manager = request.handle, self.manager
         match step:
-            case Append():
-                self._append_tokens(step)
+            case Append() | Reserve():
+                self._give(step)
             case Compute():
                 manager.store_context_blocks(handle, step.num_tokens)
             case Rewind():
@@ -190,10 +205,23 @@ class Playback:
                 self._end(request, store=step.store, why=step.why)
                 self._may_admit = True
 
-    def _end(self, request: Played, *, store: bool = True, why: str = "finished") -> None:
+    def _end(self, request: Played, *, store: bool = True, why: EndReason = EndReason.FINISHED) -> None:
         self.manager.remove_sequence(request.handle, store, why=why)
         del self._running[request.handle]
         self._late.pop(request.handle, None)
+
+    def _give_way(self, command: Remove) -> None:
+        """End a request that the log has preempted. It comes back there with all its tokens, so that nothing is left to
+        be done, however late it is here.
+        """
+        handle = command.handle
+        request = self._running.get(handle) or self._waiting.pop(handle, None)
+        if handle in self._running:
+            self._step(self._running[handle], command)
+        elif request is not None:
+            self._line.give_up(request)
+            if not request.prompt.resumed:
+                self._never_came.add(request.prompt.request_id)
 
     def _rewind(self, request: Played, num_tokens: int) -> None:
         """Take tokens back; where this cache cannot, the request is admitted again with what is left."""
@@ -216,23 +244,45 @@ class Playback:
         """Remove a request that is to be admitted again with its first tokens (None: all); False: they are more than a
         prompt may have, so it is cut short.
         """
-        state = self.manager.state
-        tokens = state.sequences[state.handles[request.handle]].tokens[:num_tokens]
-        request.prompt = replace(request.prompt, content=state.symbols.spell(tokens.tobytes()))
-        fits = request.prompt.num_tokens <= self._longest
-        if fits:
-            self._again.add(request.handle)
-            self.tally.preempted += 1
-        else:
-            self.tally.cut_short += 1
+        sequence, state = self._sequence(request.handle), self.manager.state
+        tokens, slots = sequence.tokens[:num_tokens], self._slots_of(sequence)
+        request.prompt = replace(
+            request.prompt,
+            content=state.symbols.spell(tokens.tobytes()),
+            resumed=True,
+            slots=slots if slots < len(tokens) else None,
+        )
+        if not self._is_short_enough(request.prompt):
+            self._cut_short(request)
+            return False
+        self._end(request, why=EndReason.PREEMPTED)
+        return True
+
+    def _cut_short(self, request: Played) -> None:
+        """End a request for good before its end."""
+        self.tally.cut_short += 1
+        self._cut_off.add(request.prompt.request_id)
         self._end(request)
-        return fits
+        self._may_admit = True
+
+    def _sequence(self, handle: int) -> Sequence:
+        state = self.manager.state
+        return state.sequences[state.handles[handle]]
+
+    def _slots_of(self, sequence: Sequence) -> int:
+        """For how many tokens a sequence has slots."""
+        return len(sequence.tables[0]) * self.manager.config.tokens_per_block
+
+    def _lacks_slots(self, handle: int) -> bool:
+        """Whether some of a sequence's tokens have no slots yet."""
+        sequence = self._sequence(handle)
+        return self._slots_of(sequence) < sequence.num_tokens
 
     # -- admission
 
     def _admit(self, requests: list[Played]) -> None:
         """Admit a recorded batch, but for those that do not fit, which wait."""
-        left = [request for request in requests if self._can_ever_fit(request)]
+        left = [request for request in requests if self._comes(request)]
         while left:
             misfit = self._try(left)
             if misfit is None:
@@ -243,12 +293,30 @@ class Playback:
             self.tally.waited += 1
             left = left[misfit + 1 :]
 
-    def _can_ever_fit(self, request: Played) -> bool:
-        fits = request.prompt.num_tokens <= self._longest
-        if not fits:
+    def _comes(self, request: Played) -> bool:
+        """Whether a request that the log has admitted is to be admitted here, now or later."""
+        prompt = request.prompt
+        if prompt.resumed and prompt.request_id in self._cut_off:
+            return False
+        if prompt.resumed and prompt.request_id in self._never_came:
+            self._never_came.remove(prompt.request_id)
+            request.prompt = prompt = replace(prompt, resumed=False)
+        if self._is_short_enough(prompt):
+            return True
+        self._cut_off.add(prompt.request_id)
+        if prompt.resumed:
+            self.tally.cut_short += 1
+        else:
             self.tally.too_long += 1
-            self.tally.unserved_tokens += request.prompt.num_tokens
-        return fits
+            self.tally.unserved_tokens += prompt.num_tokens
+        return False
+
+    def _is_short_enough(self, prompt: Prompt) -> bool:
+        """Whether a prompt can be admitted at all; one that gets its slots chunk by chunk need not have all at once."""
+        manager = self.manager
+        return prompt.num_tokens <= (
+            manager.max_prompt_tokens if prompt.slots is None else manager.max_tokens
+        )
 
     def _fork(self, command: Fork) -> None:
         """Branch a request that is on time; a branch of one that is not, or without room, is a request like others."""
@@ -267,75 +335,122 @@ class Playback:
         """Admit all of these, or none; returns the index of the first that does not fit."""
         for request in requests:
             self._foresight.admitting(request.handle)
+        misfit = self._admit_all([request.prompt for request in requests])
+        if misfit is None:
+            self._running.update((request.handle, request) for request in requests)
+            return None
+        for request in requests:
+            self._foresight.refused(request.handle)
+        return misfit
+
+    def _admit_all(self, prompts: list[Prompt]) -> int | None:
+        """Admit prompts, or none of them; returns the index of the first that does not fit.
+
+        One that gets its slots chunk by chunk must have room for all of it, as it had: else many would begin, and
+        preempt each other.
+        """
+        asked = [self._request(prompt) for prompt in prompts]
+        if any(prompt.slots is not None for prompt in prompts):
+            longest = self.manager.max_prompt_tokens
+            whole = [
+                replace(request, reserve_tokens=None)
+                if prompt.had_room and prompt.num_tokens <= longest
+                else request
+                for request, prompt in zip(asked, prompts, strict=True)
+            ]
+            fitting = self.manager.can_add(whole)
+            if fitting < len(whole):
+                return fitting
         try:
-            self.manager.add_sequences([request.prompt.request() for request in requests])
+            self.manager.add_sequences(asked)
         except OutOfBlocks as refusal:
-            for request in requests:
-                self._foresight.refused(request.handle)
             return refusal.index
-        self._running.update((request.handle, request) for request in requests)
         return None
 
+    def _request(self, prompt: Prompt) -> Request:
+        """A prompt as it is admitted: with slots as far as it had them, whatever it finds here."""
+        request = prompt.request()
+        if prompt.slots is None:
+            return request
+        found = self.manager.demand(replace(request, reserve_tokens=1)).reused_tokens
+        return replace(request, reserve_tokens=max(1, prompt.slots - found))
+
     def _wait(self, request: Played) -> None:
+        prompt = request.prompt
+        if prompt.had_room and prompt.num_tokens <= self.manager.max_prompt_tokens:
+            request.prompt = replace(prompt, slots=None)
         self._waiting[request.handle] = request
         self._line.join(request, self._now)
 
-    # -- tokens
+    # -- slots and tokens
 
-    def _append(self, command: Append) -> None:
-        if not self._late and not self._waiting and self._running.keys() >= set(command.handles):
-            self._append_tokens(command)
-            return
-        on_time = []
-        for handle, tokens in command.parts():
-            if handle in self._running and handle not in self._late:
-                on_time.append((handle, tokens))
-            else:
-                self._put_off(handle, command.of([(handle, tokens)]))
-        self._append_tokens(command.of(on_time))
+    def _grow(self, command: OfSeveral) -> None:
+        """Give slots, and perhaps tokens, to those that are on time; the others get them later."""
+        if self._late or self._waiting or not self._running.keys() >= set(command.handles):
+            on_time = {each for each in command.handles if each in self._running and each not in self._late}
+            for handle, part in command.of_each():
+                if handle not in on_time:
+                    self._put_off(handle, part)
+            command = command.only(on_time)
+        self._give(command)
 
-    def _append_tokens(self, command: Append) -> None:
-        """Append tokens to running requests, after removing as many of them as are in the way."""
+    def _give(self, command: OfSeveral) -> None:
+        """Give running requests slots and tokens, after removing as many of them as are in the way."""
+        manager = self.manager
         while command.handles:
             try:
-                self.manager.add_tokens(
-                    list(command.handles), command.tokens, command.counts, draft=command.draft
-                )
+                if isinstance(command, Append):
+                    manager.add_tokens(
+                        list(command.handles), command.tokens, command.counts, draft=command.draft
+                    )
+                else:
+                    manager.reserve(
+                        command.handles,
+                        [self._reserved(*each) for each in zip(command.handles, command.slots, strict=True)],
+                    )
             except OutOfBlocks:
+                if isinstance(command, Reserve) and not any(map(self._lacks_slots, command.handles)):
+                    return  # the tokens that they are for take theirs when they come
                 command = self._preempt(command)
             except PromptTooLong:
+                assert isinstance(command, Append), "no more is reserved than a sequence may have"
                 command = self._cut(command)
             else:
                 return
 
-    def _preempt(self, command: Append) -> Append:
-        """Remove the request that was admitted last; returns what is left to append."""
+    def _reserved(self, handle: int, slots: int) -> int:
+        """What `reserve` takes for a sequence to have slots for so many tokens."""
+        sequence = self._sequence(handle)
+        begin = sequence.computed if self._lacks_slots(handle) else sequence.num_tokens
+        return max(0, min(slots, self.manager.max_tokens) - begin)
+
+    def _preempt(self, command: OfSeveral) -> OfSeveral:
+        """Remove the request that was admitted last; returns what is left to be given."""
         request = self._running[next(reversed(self._running))]
+        rest = command.only({*command.handles} - {request.handle})
         if len(self._running) == 1:
-            self.tally.cut_short += 1
-            self._end(request)
-            self._may_admit = True
-            return command.without(request.handle)
-        for handle, part in command.parts():
-            if handle == request.handle:
-                # Recorded as much earlier as it is late.
-                request.steps.appendleft((self._now - request.delay, command.of([(handle, part)])))
+            self._cut_short(request)
+            return rest
+        if request.handle in command.handles:
+            # Recorded as much earlier as it is late.
+            part = command.only((request.handle,))
+            request.steps.appendleft((self._now - request.delay, part))
         again = self._take_out(request)
         self._may_admit = not again
         if again:
             self._wait(request)
-        return command.without(request.handle)
+        return rest
 
     def _cut(self, command: Append) -> Append:
         """End the requests that would get longer than the cache can hold."""
-        state, limit = self.manager.state, self.manager.max_tokens
-        for handle, part in command.parts():
-            if state.sequences[state.handles[handle]].num_tokens + len(part) > limit:
-                self.tally.cut_short += 1
-                self._end(self._running[handle])
-                self._may_admit = True
-                command = command.without(handle)
-        return command
+        gone = {
+            handle
+            for handle, part in command.parts()
+            if self._sequence(handle).num_tokens + len(part) > self.manager.max_tokens
+        }
+        for handle in gone:
+            self._cut_short(self._running[handle])
+        return command.only({*command.handles} - gone)
 
     # -- the end of a batch
 

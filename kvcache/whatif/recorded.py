@@ -1,8 +1,8 @@
 """Reading a log as the commands that made it.
 
 Events say what a command did, not what it was. Which command it was follows from them and from the state before:
-an admission ends with the first slots that it takes; blocks that are stored belong to the command before, unless that
-has said nothing about their sequence; and whether the end of a request stored what was left is seen by what is not
+an admission that has taken slots ends before the next one; blocks that are stored belong to the command before, unless
+that has said nothing about their sequence; and whether the end of a request stored what was left is seen by what is not
 stored yet, though it could have been.
 """
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from events import types as ev
 from events.log import LogReader
-from events.types import MoveReason, RemoveReason
+from events.packed import SLOT_BYTES
+from events.types import PRIMARY, MoveReason, RemoveReason
 from kvcache.config import KVCacheConfig
+from kvcache.decide.lookup import count_blocks
 from kvcache.errors import UsageError, invariant
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
@@ -36,6 +38,7 @@ from kvcache.whatif.commands import (
     Prompt,
     RecordedBatch,
     Remove,
+    Reserve,
     Rewind,
 )
 from kvcache.whatif.unstored import Unstored
@@ -76,6 +79,10 @@ class _Prompts:
         self._replayed = Replayed(CacheState())
         self.state = self._replayed.state
         self.config: KVCacheConfig | None = None
+        self._longest = 0
+        """Tokens of the longest prompt that gets all of its slots at once."""
+        self._engine = ""
+        """Who decided; empty: a manager of this library."""
 
     def prompts_of(self, batch: ev.EventBatch) -> list[tuple[KVCacheConfig, Prompt]]:
         """The prompts of a batch's admissions."""
@@ -97,8 +104,10 @@ class _Prompts:
         elif isinstance(event, ev.Gap):
             self._refuse("batches are missing in it. With log.overflow=block none are lost")
         elif isinstance(event, ev.CacheCreated):
-            self.config = KVCacheConfig.model_validate_json(event.config)
-            sizes = [group.num_blocks for group in Layout.of(self.config).groups]
+            self.config, self._engine = KVCacheConfig.model_validate_json(event.config), event.engine
+            layout = Layout.of(self.config)
+            sizes = [group.num_blocks for group in layout.groups]
+            self._longest = layout.longest_prompt(self.config).tokens
             invariant(
                 [group.num_blocks for group in event.groups] == sizes, "its settings are of another cache"
             )
@@ -113,7 +122,9 @@ class _Prompts:
     def prompt(self, event: ev.SequenceAdded) -> Prompt:
         """What a request gave."""
         content = self.state.symbols.spell(event.tokens)
-        return Prompt(event.handle, event.namespace, content, event.resumed, event.retention)
+        return Prompt(
+            event.handle, event.request_id, event.namespace, content, event.resumed, event.retention
+        )
 
     def _refuse(self, reason: str) -> None:
         raise Unplayable(self._log, reason)
@@ -127,7 +138,11 @@ class _Commands(_Prompts):
         self._unstored = Unstored(self.state)
         self._commands: list[Command] = []
         self._admitting: list[Prompt] = []
-        """Of an admission that has not taken slots yet."""
+        """Of an admission whose end was not seen yet."""
+        self._has_slots = False
+        """Whether it has taken slots."""
+        self._had_room = False
+        """And whether there was room for all of it by then."""
         self._growing: frozenset[int] = frozenset()
         """Sequences that got slots for tokens to come."""
         self._storing: frozenset[int] = frozenset()
@@ -139,8 +154,10 @@ class _Commands(_Prompts):
             ev.StateExported: lambda _: self._unstored.begin(),
             ev.SequenceAdded: self._admit,
             ev.BlocksAllocated: self._allocate,
+            ev.BlocksReturned: lambda event: self._reserve(event, -1),
             ev.BlocksReused: self._reuse,
-            ev.BlocksStored: lambda event: self._store(event.handle),
+            ev.BlocksStored: lambda event: self._store(event.handle, event.first_block, event.slots),
+            ev.BlocksFilled: self._fill,
             ev.BlocksMoved: self._move,
             ev.BlocksRemoved: self._lose,
             ev.BlocksDetached: lambda _: self._stored(),
@@ -176,43 +193,84 @@ class _Commands(_Prompts):
         self._storing = storing
 
     def _settle(self) -> None:
-        """Blocks that no other command accounts for were stored by a call that had nothing new computed to tell."""
+        """What was going on is over. Blocks that no other command accounts for were stored by a call that had nothing
+        new computed to tell.
+        """
         handle, self._bare = self._bare, None
         if handle is not None:
             self._commands.append(Compute(handle, self.state.sequences[handle].computed))
+        if self._admitting:
+            self._commands.append(Admit(tuple(map(self._with_slots, self._admitting))))
+            self._admitting, self._has_slots, self._had_room = [], False, False
+
+    def _with_slots(self, prompt: Prompt) -> Prompt:
+        """A prompt that was admitted, with what is known of its slots by now."""
+        slots = self._slots_of(prompt.handle)
+        if self._longest >= prompt.num_tokens <= slots:
+            return prompt
+        return replace(prompt, slots=slots, had_room=self._had_room)
+
+    def _slots_of(self, handle: int) -> int:
+        """For how many tokens a sequence has slots."""
+        return len(self.state.sequences[handle].tables[0]) * self.state.tokens_per_block
+
+    def _have_room(self) -> bool:
+        """Whether the one prompt that has claimed what it reuses could have slots for all of it at once."""
+        state, (prompt, *others) = self.state, self._admitting
+        lacking = -(-(prompt.num_tokens - self._slots_of(prompt.handle)) // state.tokens_per_block)
+        return not others and all(
+            lacking + sum(len(places) for _, places in state.awaiting_onboard.get(group.index, ()))
+            <= group.levels[PRIMARY].available
+            for group in state.groups
+        )
 
     # -- life of the cache and of sequences
 
     def _create(self, event: ev.CacheCreated) -> None:
         assert self.config is not None
         self._unstored.begin()
-        self._add(Create(self.config))
+        self._add(Create(self.config, self._engine))
 
     def _admit(self, event: ev.SequenceAdded) -> None:
-        self._settle()
-        self._admitting.append(self.prompt(event))
+        if self._has_slots or self._engine or not self._admitting:
+            self._settle()
+        self._storing = frozenset()
+        prompt = self.prompt(event)
+        if self._engine:
+            cached = count_blocks(self.state, prompt.namespace, prompt.content) * self.state.tokens_per_block
+            prompt = replace(prompt, passed_over=max(0, cached - event.reused))
+        self._admitting.append(prompt)
 
     def _allocate(self, event: ev.BlocksAllocated) -> None:
         if event.why == ev.AllocateReason.DECODE:
             self._growing = frozenset(array("q", event.handles))
         elif event.why == ev.AllocateReason.RESERVE:
-            self._refuse_chunks(event)
-        elif self._admitting:
+            self._reserve(event, 1)
+        elif self._engine and event.handles not in [
+            array("q", [each.handle]).tobytes() for each in self._admitting
+        ]:
+            self._reserve(event, 1)  # it has told of something else since the admission
+        elif self._admitting and not self._has_slots:
             # Each admission takes at least one slot, but only when the whole batch has claimed what it reuses.
-            self._add(Admit(tuple(self._admitting)))
-            self._admitting = []
+            self._has_slots, self._had_room = True, self._have_room()
 
-    def _refuse_chunks(self, event: ev.BlocksAllocated) -> None:
-        """Slots for tokens to come are not played, but what a prompt of which it has only a part does is unknown."""
-        size = self.state.tokens_per_block
-        sequences = [self.state.sequences[handle] for handle in array("q", event.handles)]
-        if any(len(each.tables[0]) * size < each.num_tokens for each in sequences):
-            self._refuse("prompts took their slots chunk by chunk (reserve_tokens), which is not played")
+    def _reserve(self, event: ev.BlocksAllocated | ev.BlocksReturned, sign: int) -> None:
+        """Slots for tokens to come were taken or given back: as many in each window."""
+        if event.group:
+            return
+        handles, size = tuple(array("q", event.handles)), self.state.tokens_per_block
+        counts = array("I", event.counts) or [1] * len(handles)
+        slots = [
+            (len(self.state.sequences[handle].tables[0]) + sign * count) * size
+            for handle, count in zip(handles, counts, strict=True)
+        ]
+        self._add(Reserve(handles, tuple(slots)))
 
     def _append(self, event: ev.TokensAppended) -> None:
         handles, tokens = tuple(array("q", event.handles)), memoryview(event.tokens).cast("i")
         counts = tuple(array("I", event.counts)) if event.counts else None
-        self._add(Append(handles, counts, tokens, event.draft), self._growing)
+        storing = frozenset[int]() if event.draft else self._growing
+        self._add(Append(handles, counts, tokens, event.draft), storing)
         self._growing = frozenset()
 
     def _compute(self, event: ev.ContextComputed) -> None:
@@ -223,11 +281,12 @@ class _Commands(_Prompts):
         if self._bare == event.handle:
             self._bare = None  # the fork itself has stored these blocks
         content = self.state.symbols.spell(parent.tokens.tobytes())
-        child = Prompt(event.child, parent.namespace, content, retention=parent.retention)
+        child = Prompt(event.child, event.request_id, parent.namespace, content, retention=parent.retention)
         self._add(Fork(event.handle, child))
 
     def _remove(self, event: ev.SequenceRemoved) -> None:
-        store = not self._unstored.any_of(self.state.sequences[event.handle])
+        # An engine that decides itself has said what it stores.
+        store = bool(self._engine) or not self._unstored.any_of(self.state.sequences[event.handle])
         if store and self._bare == event.handle:
             self._bare = None  # the end itself has stored these blocks
         self._add(Remove(event.handle, store, event.why))
@@ -242,9 +301,16 @@ class _Commands(_Prompts):
 
     # -- blocks
 
-    def _store(self, handle: int) -> None:
-        """A command stores blocks of a sequence: the one before, or one that says nothing else."""
-        if handle not in self._storing and handle != self._bare:
+    def _store(self, handle: int, first: int, slots: bytes) -> None:
+        """Blocks of a sequence are stored: by the command before, or by one that says nothing else.
+
+        Of an engine that decides itself a call of its own says so, which counts if it tells more than what is computed.
+        """
+        if self._engine:
+            stop = (first + len(slots) // SLOT_BYTES) * self.state.tokens_per_block
+            if stop > self.state.sequences[handle].computed:
+                self._add(Compute(handle, stop))
+        elif handle not in self._storing and handle != self._bare:
             self._settle()
             self._bare = handle
             self._storing = frozenset()
@@ -253,14 +319,20 @@ class _Commands(_Prompts):
         """A command leaves blocks behind when it has stored all that it does: what follows is stored by another one."""
         self._storing = frozenset()
 
+    def _fill(self, event: ev.BlocksFilled) -> None:
+        """Tokens that arrive fill blocks; an engine may store them before the next ones arrive."""
+        if self._engine:
+            for handle, block in zip(array("q", event.handles), array("I", event.blocks), strict=True):
+                self._store(handle, block, bytes(SLOT_BYTES))
+
     def _reuse(self, event: ev.BlocksReused) -> None:
-        if not any(prompt.handle == event.handle for prompt in self._admitting):
-            self._store(event.handle)
+        if event.replaced:
+            self._store(event.handle, event.first_block, event.slots)
 
     def _move(self, event: ev.BlocksMoved) -> None:
         if event.why == MoveReason.RECOMPUTED and event.handle is not None:
-            self._store(event.handle)
+            self._store(event.handle, event.first_block, event.to_slots)
 
     def _lose(self, event: ev.BlocksRemoved) -> None:
         if event.why == RemoveReason.SUPERSEDED and event.handle is not None:
-            self._store(event.handle)
+            self._store(event.handle, 0, b"")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 
-from kvcache.whatif.commands import Append, OfOne, Prompt
+from kvcache.whatif.commands import OfOne, OfSeveral, Prompt
 
-Step = OfOne | Append
+Step = OfOne | OfSeveral
 """A command about one sequence."""
 
 
@@ -49,6 +49,10 @@ class Line:
         """Begin to wait."""
         request.stopped_at = now
         insort(self._waiting, request, key=lambda each: each.handle)
+
+    def give_up(self, request: Played) -> None:
+        """Wait no longer."""
+        self._waiting.remove(request)
 
     @property
     def first(self) -> Played:

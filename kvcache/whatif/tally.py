@@ -11,10 +11,12 @@ from events.types import (
     AnyEvent,
     BlocksMoved,
     BlocksRemoved,
+    EndReason,
     Event,
     MoveReason,
     RemoveReason,
     SequenceAdded,
+    SequenceRemoved,
 )
 
 
@@ -23,9 +25,9 @@ class Tally:
     """Blocks are counted over all attention windows."""
 
     requests: int = 0
-    """Admitted."""
+    """Admitted; one that comes again after it was preempted is none."""
     prompt_tokens: int = 0
-    """Of all admitted."""
+    """Of all of these."""
     reused_primary: int = 0
     """Prompt tokens in full blocks that lay in primary in all windows."""
     reused_secondary: int = 0
@@ -37,7 +39,7 @@ class Tally:
     waited_batches: int = 0
     """How many batches later they were admitted, over all of them."""
     preempted: int = 0
-    """How often a running request was removed because there was no block for a sampled token."""
+    """How often a running request was removed to make room, to be admitted again."""
     recomputed_tokens: int = 0
     """Tokens that preempted requests had to compute again."""
     cut_short: int = 0
@@ -75,32 +77,32 @@ class Tally:
 
     def count(self, event: AnyEvent | Event) -> None:
         """Follow any event of a log."""
-        if isinstance(event, SequenceAdded):
-            self.admitted(event)
-        elif isinstance(event, AdmissionRefused):
+        if isinstance(event, AdmissionRefused):
             self.waited += 1
         else:
             self.follow(event)
 
     def follow(self, event: AnyEvent | Event) -> None:
-        """Follow what happens to blocks."""
-        if isinstance(event, BlocksMoved):
+        """Follow what happens to requests and blocks, but for refusals: who is refused may be tried again and again."""
+        if isinstance(event, SequenceAdded):
+            self._admitted(event)
+        elif isinstance(event, SequenceRemoved):
+            self.preempted += event.why == EndReason.PREEMPTED
+        elif isinstance(event, BlocksMoved):
             self._moved(event)
         elif isinstance(event, BlocksRemoved):
             self._removed(event)
 
-    def admitted(self, event: SequenceAdded) -> None:
-        """A request came in for the first time."""
+    def _admitted(self, event: SequenceAdded) -> None:
+        if event.resumed:
+            self.recomputed_tokens += event.num_tokens - event.reused
+            return
         secondary = max(event.reused_secondary)
         self.requests += 1
         self.prompt_tokens += event.num_tokens
         self.reused_primary += event.reused - event.reused_partial - secondary
         self.reused_secondary += secondary
         self.reused_partial += event.reused_partial
-
-    def admitted_again(self, event: SequenceAdded) -> None:
-        """A preempted request came in again."""
-        self.recomputed_tokens += event.num_tokens - event.reused
 
     def _moved(self, event: BlocksMoved) -> None:
         blocks = len(event.from_slots) // SLOT_BYTES

@@ -12,7 +12,7 @@ from events.log import LogEnd, LogReader
 from kvcache.config import PRIMARY_LIMITS, KVCacheConfig
 from kvcache.decide.reuse_levels import ORDERS
 from kvcache.settings.sources import Values, merged
-from kvcache.whatif.commands import Create
+from kvcache.whatif.commands import Admit, Create
 from kvcache.whatif.future import Future
 from kvcache.whatif.playback import Playback
 from kvcache.whatif.policies.clairvoyant import Clairvoyant, with_outlook
@@ -58,6 +58,10 @@ class Outcome:
     tally: Tally
     end: LogEnd | None = None
     """Of what was recorded: how the log ended when it was read."""
+    engine: str = ""
+    """Of what was recorded: who decided; empty: a manager of this library."""
+    passed_over: int = 0
+    """Of what was recorded: prompt tokens that were cached, and that this engine did not reuse."""
 
 
 def first_config(log: str | PathLike[str]) -> KVCacheConfig:
@@ -80,20 +84,23 @@ def play(
     chosen = list(trials)
     futures: dict[Any, Future] = {}
     players = [playback_of(log, trial, futures) for trial in chosen]
-    config, then, reader = None, Tally(), LogReader(Path(log))
+    created, passed_over, then, reader = None, 0, Tally(), LogReader(Path(log))
     for number, batch in enumerate(recorded(log, reader)):
         for command in batch.commands:
             if isinstance(command, Create):
-                config = command.config
+                created = command
+            elif isinstance(command, Admit):
+                passed_over += sum(each.passed_over for each in command.prompts if not each.resumed)
         for event in batch.events:
             then.count(event)
         for trial, player in zip(chosen, players, strict=True):
             with blaming(trial.policy):
                 player.play(batch)
         progress(number + 1)
-    if config is None:
+    if created is None:
         raise Unplayable(str(log), "it holds no cache yet")
-    outcomes = [Outcome(config, then, reader.end)]
+    config = created.config
+    outcomes = [Outcome(config, then, reader.end, created.engine, passed_over)]
     for trial, player in zip(chosen, players, strict=True):
         with blaming(trial.policy):
             outcomes.append(Outcome(trial.settings(config), player.finish()))

@@ -14,6 +14,7 @@ import pytest
 
 from events.log import LogReader
 from events.types import SequenceAdded
+from kvcache import KVCacheConfig, Recorder
 from kvcache.cli.whatif import alternatives, combinations
 from kvcache.errors import UsageError
 from tests.support.commands import Kvcache, Start, run_log
@@ -115,6 +116,24 @@ class TestResult:
         assert lines[-1].endswith(
             "those of requests that are too long for the cache, or unserved, count as not reused"
         )
+
+    def test_another_engine_decided(self, kvcache: Kvcache, tmp_path: Path) -> None:
+        """The table says who decided what was recorded, and how much of what was cached it did not take."""
+        config = KVCacheConfig(tokens_per_block=2, primary_blocks=20, max_sequence_length=20)
+        log = tmp_path / "log"
+        with Recorder(config, engine="mine 1", log=log) as recorder:
+            for name, blocks in (("a", [0, 1]), ("b", [2, 3])):
+                recorder.admitted(name, [1, 2, 3, 4, 5])
+                recorder.allocated(name, blocks)
+                recorder.stored(name, 2)
+                recorder.allocated(name, [blocks[-1] + 10])
+                recorder.flush()
+        done = found(kvcache("whatif", log, "--jobs", 1, "--json"))
+        assert (done["engine"], done["passed_over_tokens"]) == ("mine 1", 4)
+        assert (done["recorded"]["reused_tokens"], done["trials"][0]["reused_tokens"]) == (0, 4)
+        last = kvcache("whatif", log, "--jobs", 1).out.splitlines()[-2:]
+        assert last[0].startswith("recorded: what mine 1 decided; ")
+        assert last[1].startswith("4 tokens of prompts were cached and not reused, by a rule of the engine")
 
     def test_worth_of_hints(self, kvcache: Kvcache, log: Path) -> None:
         """What knowing only which blocks return is worth, of the way from lru to belady, worked out from the counts."""

