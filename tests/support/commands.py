@@ -124,6 +124,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
     def call(code: str) -> Done:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["<example>"])
         capfd.readouterr()
         exec(compile(code, "<example>", "exec"), {"__name__": "__main__"})
         return Done(0, *capfd.readouterr())
