@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Kvcache, Start
-from tests.support.waiting import wait_until
+from tests.support.waiting import WAIT, wait_until
 
 
 def arguments(directory: Path, *more: str) -> list[str]:
@@ -31,7 +31,7 @@ def killed(start: Start, directory: Path, more_bytes: int) -> None:
     """Begin a run and kill it when its log has grown so far, or a little later."""
     goal = size(directory) + more_bytes
     running = start(*arguments(directory, "--speed", "1", "--limit", "100"))
-    wait_until(lambda: size(directory) > goal or running.poll() is not None)
+    wait_until(lambda: size(directory) > goal or running.poll() is not None, seconds=10 * WAIT)
     running.kill()
     _, errors = running.communicate()
     assert running.returncode == -signal.SIGKILL, errors
