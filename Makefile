@@ -94,7 +94,7 @@ clean:
 
 .venv/.installed: pyproject.toml .venv/.installed-torch
 	@echo 'Installing kvcache: a few seconds'
-	@$(PIP) --editable '.[cli,hash,torch]'
+	@$(PIP) --editable '.[cli,hash,torch,zstd]'
 	@touch $@
 
 .venv/.installed-dev: pyproject.toml .venv/.installed

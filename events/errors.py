@@ -13,7 +13,8 @@
         ├── NotALog           a directory with something else in it, or nothing at all
         ├── LogOfOtherKind    it records something else than is asked for
         ├── LogTooNew         written by a newer version of this software
-        ├── ZstdMissing       it has, or is to have, compressed segments, and the extra for that is missing
+        ├── LogOutdated       an earlier version has compressed it, which this one converts and does not read
+        ├── ZstdMissing       it is compressed, and the extra for that is missing
         ├── LogDamaged        bytes that were once whole are not what was written
         ├── LogUnavailable    the system does not let us have a log there
         └── LogWriteFailed    the disk refuses to be written, or the log is closed
@@ -152,10 +153,16 @@ class LogTooNew(LogError):
     text = "{path} has format version {version}, which is newer than this software: upgrade it"
 
 
-class ZstdMissing(LogError):
-    """Segments that are compressed, or are to be, need a package that is not installed."""
+class LogOutdated(LogError):
+    """The log has segments that an earlier version has compressed, in a form that is converted and not read."""
 
-    text = "{path} cannot be read or made without zstd: pip install 'kvcache[zstd]'"
+    text = "{path} was compressed by an earlier version: convert the log with `kvcache log compress`"
+
+
+class ZstdMissing(LogError):
+    """The log is compressed, which needs a package that is not installed."""
+
+    text = "{path} is compressed, and cannot be read without zstd: pip install 'kvcache[zstd]'"
 
 
 @dataclass(eq=False, repr=False)

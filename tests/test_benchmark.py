@@ -181,11 +181,20 @@ def test_benchmark_refuses_a_peer_that_misses_blocks(tmp_path: Path, measured: C
 def test_benchmark_of_the_log_gives_everything_in_one_run(
     tmp_path: Path, measured: Callable[..., str]
 ) -> None:
-    """A short trace: what was appended, and as much written by itself; steps; replays, also from a snapshot."""
+    """A short trace: sizes; what was appended, and as much written by itself; steps; replays, also from a snapshot."""
     options = ["--requests", REQUESTS, "--repeat", 1, "--step-requests", 3, "--dir", tmp_path, "--json"]
     told = json.loads(measured(log.main, TRACE, *options))
-    assert list(told) == ["append", "steps", "replay"]
-    assert all(figure > 0 for part in told.values() for figure in part.values())
+    sizes = [name for name in told if name.startswith("sizes")]
+    assert [name for name in told if name not in sizes] == ["append", "steps", "replay", "replay, compressed"]
+    assert all(
+        figure > 0
+        for part in told.values()
+        for name, figure in part.items()
+        if name != "cpu_ms_per_megabyte_of_compression"
+    )
+    for name in sizes:
+        assert told[name]["part_of_zstd_at_once"] < 1.1
+        assert told[name]["bytes_per_token_compressed"] < 0.9 * told[name]["bytes_per_token"]
     append = told["append"]
     assert append["part_of_raw"] * append["raw_megabytes_per_second"] == pytest.approx(
         append["megabytes_per_second"]

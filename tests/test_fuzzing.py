@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ import pytest
 
 from events import codec
 from events.brokers.records import parse_record
-from events.errors import EventDecodeError, LogError
+from events.errors import EventDecodeError, LogError, LogOutdated
 from events.formats import trtllm_decode, vllm
 from events.log import LogReader, LogWriter
 from events.log.segments import segment_paths
@@ -235,7 +236,18 @@ def whole_log(path: Path) -> Path:
 def compressed(directory: Path) -> Path:
     """A segment of a log whose segments are compressed."""
     compress(directory)
-    return sorted(directory.glob("*.kvlogz"))[3]
+    return segment_paths(directory)[3]
+
+
+def convert(data: bytes, path: Path) -> None:
+    """Convert a log of which an earlier version has compressed a segment to this."""
+    directory = path.parent / "outdated"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(ROOT / "tests" / "golden" / "log_1z", directory)
+    sorted(directory.glob("*.kvlogz"))[3].write_bytes(data)
+    if compress(directory).left:
+        raise LogOutdated(directory)
+    list(LogReader(directory))
 
 
 def index_file(path: Path) -> list[bytes]:
@@ -292,6 +304,12 @@ READERS: dict[str, Reader] = {
     "a compressed segment": Reader(
         lambda data, path: log(data, path, name=compressed(path.parent / "log").name),
         lambda path: [compressed(whole_log(path)).read_bytes()],
+        (LogError,),
+        quick=10,
+    ),
+    "a segment that an earlier version has compressed": Reader(
+        convert,
+        lambda _: [sorted((ROOT / "tests" / "golden" / "log_1z").glob("*.kvlogz"))[3].read_bytes()],
         (LogError,),
         quick=10,
     ),

@@ -44,7 +44,7 @@ def beginnings(directory: Path) -> list[Beginning]:
             found.append(Beginning(header.log_id, header.epoch, header.base_seq))
         previous = header
     if segment_paths(directory)[:1] != oldest:
-        return beginnings(directory)  # What the log begins with was compressed or removed meanwhile.
+        return beginnings(directory)  # What the log begins with was removed meanwhile.
     # Of an epoch whose first batches were taken back by a crash, the numbers are used again by the next one.
     return sorted(found, key=lambda each: (each.epoch, each.seq))
 

@@ -5,8 +5,10 @@ batch: it is there as a whole or not at all. All numbers are little-endian, all 
 
 Segment header::
 
-    magic "KVEVLOG\0" | version u16 | event format u16 | 0 u32 | log id 16 bytes | epoch u64 |
+    magic "KVEVLOG\0" | version u16 | event format u16 | window u32 | log id 16 bytes | epoch u64 |
     segment number u64 | first seq u64 | payload CRC of the frame before u32 | header CRC u32
+
+`window` is how far compressed frames refer back, as a power of two (0: none is compressed).
 
 The header and its CRC keep their places in every version, so that a newer log is told from a damaged one.
 
@@ -27,6 +29,13 @@ Why so much of it:
   it was on disk by then (`BEHIND_SYNC`): a broken frame before such a one is damage, any other is an interrupted write;
 - no clock, and but for that flag nothing that depends on timing: unsynced, equal batches give equal files.
 
+Frames that are written together may be compressed together. Then they stand in a frame with `COMPRESSED`, whose payload
+is the next block of a zstd stream (`events.log.zstd`); seq, flags and the CRC before are those of the first frame in
+it, and in the place of the number of events is the size of the frames. So what is said above holds of such a frame as
+of any, and who looks for a torn end need not expand it. What it holds are frames as they would be written otherwise,
+but for `BEHIND_SYNC`. One with `BEGINS_STREAM`, as the first one of a segment is, is expanded without those before it.
+A reader expands no more than `MAX_EXPANDED` at a time, and remembers no more than the segment's window.
+
 A last frame with `CLOSED`, no payload, and the seq after the last batch says that the writer ended in order.
 """
 
@@ -38,10 +47,13 @@ from typing import NamedTuple
 from zlib import crc32
 
 MAGIC = b"KVEVLOG\0"
-VERSION = 1
-"""Of segments and frames. A reader refuses a newer one. (Of the events: `events.types.FORMAT_VERSION`.)"""
+VERSION = 2
+"""Of segments and frames; in 1, nothing is compressed. A reader refuses a newer one. (Of the events:
+`events.types.FORMAT_VERSION`.)"""
 SYNC = b"\xc1KVF"
 MAX_PAYLOAD = 1 << 30
+MAX_EXPANDED = 64 << 20
+"""Bytes of the frames in a compressed one."""
 
 CLOSED = 1
 """Flag: the end of an epoch, not a batch."""
@@ -49,8 +61,12 @@ AFTER_LOSS = 2
 """Flag: the batches before this one, back to the frame before, were dropped by a full queue."""
 BEHIND_SYNC = 4
 """Flag: all frames before this one were on disk when it was written."""
+COMPRESSED = 8
+"""Flag: the payload is a block of a zstd stream, and `events` says how many bytes the frames in it have."""
+BEGINS_STREAM = 16
+"""Flag: the block is the first one of a stream."""
 
-_SEGMENT = struct.Struct("<8sHH4x16sQQQI")
+_SEGMENT = struct.Struct("<8sHHI16sQQQI")
 _FRAME = struct.Struct("<4sIQIIII")
 _CRC = struct.Struct("<I")
 SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
@@ -62,6 +78,8 @@ class SegmentHeader(NamedTuple):
 
     version: int
     event_format: int
+    window_log: int
+    """How far compressed frames refer back; 0: there are none."""
     log_id: bytes
     epoch: int
     number: int
@@ -161,7 +179,7 @@ class Chain:
             return "the frame does not continue the one before"
         if header.seq != self.seq and not (header.flags & AFTER_LOSS and header.seq > self.seq):
             return f"the frame is of batch {header.seq}"
-        if header.payload_bytes > MAX_PAYLOAD:
+        if header.payload_bytes > MAX_PAYLOAD or (header.flags & COMPRESSED and header.events > MAX_EXPANDED):
             return "the frame is larger than any that is written"
         return None
 

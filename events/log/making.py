@@ -65,18 +65,18 @@ def check_segment(path: Path, reached: frames.Chain, end: int) -> None:
         raise LogWriteFailed(path, "what was written to it is not there", errno.ESTALE) from error
 
 
-def _intact(
-    segment: Segment, reached: frames.Chain, end: int
-) -> Iterator[tuple[bytes, ...] | tuple[bytes, memoryview]]:
-    """A segment's bytes up to there, frame by frame; LogDamaged if they are not those that were written."""
+def _intact(segment: Segment, reached: frames.Chain, end: int) -> Iterator[tuple[bytes, ...]]:
+    """A segment's bytes up to there; LogDamaged if they are not those that were written."""
     header = segment.header()
     if header is None:
         raise LogDamaged(segment.path, 0, None, "the segment has no header")
     yield (header.pack(),)
-    chain, seed = header.chain(), frames.seed_of(header.log_id, header.epoch)
+    chain, copied = header.chain(), segment.offset
     chain.enter(header)
-    while segment.offset < end and isinstance(found := segment.read(chain), Frame):
-        yield frames.pack_frame_header(found.header, seed), found.payload
+    while segment.offset < end and isinstance(segment.read(chain), Frame):
+        if segment.offset > copied:
+            yield (segment.data(copied, segment.offset - copied),)
+            copied = segment.offset
     # Where it has no frame yet, the number before its first one may be lower: those between were lost.
     if segment.offset != end or replace(chain, seq=reached.seq) != reached:
         raise LogDamaged(segment.path, segment.offset, chain.seq, "it is not what was written")

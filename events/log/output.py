@@ -18,6 +18,10 @@ What is written where no reader will find it does not count either: behind each 
 and the segment must be those that were opened, and the segment as long as it was made. If not, what stands there when
 writing is tried again is used if it holds all that was durable: somebody has put it back. Nothing else is written to.
 
+Where a log is compressed, the frames of one write are compressed together, in portions; each is on the disk as a whole
+or not at all. What was compressed and is to be written again is not compressed again: a stream has one beginning, and
+followers that have read what was written once find the same bytes in the same places.
+
 A log that is never synced counts what the system has taken. Each of its segments is synced once, when it ends: so after
 a power cut the last one only may lack something. What is copied after a failed sync is then what the system still has,
 if its checksums say that it is all of it.
@@ -30,22 +34,22 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 from events.codec import batch_without_tokens, encode_batch
 from events.errors import LogWriteFailed
 from events.log import frames
+from events.log.compressing import Block, Portion, checksum
 from events.log.durable import Lock, sync_file, write_all
 from events.log.making import check_segment, make_segment, renew_segment, unfinished_path
 from events.log.segments import segment_name
+from events.log.zstd import window_log
 from events.types import FORMAT_VERSION, EventBatch
 
-_payload_bytes_of = attrgetter("payload_bytes")
-_CRC_PIECE = 5120
-"""Up to so many bytes zlib keeps the GIL."""
+EXPANDED_TIMES = 8
+"""A segment ends, too, when its frames have so many times the bytes that its file may have: that is the most which is
+read to get from its beginning to any place in it."""
 
 
 class Record(NamedTuple):
@@ -70,6 +74,7 @@ class LogOutput:
         record_tokens: bool,
         segment_bytes: int,
         sync: bool,
+        window: int = 0,
         segment_seconds: float | None = None,
         segment_begun: Callable[[], None] = lambda: None,
     ) -> None:
@@ -79,6 +84,8 @@ class LogOutput:
         """Up to the last durable frame."""
         self._chain = chain
         """Up to the last frame that waits."""
+        # What refers back further than a segment reaches needs no memory. 0: nothing is compressed.
+        self._window_log = window and window_log(min(window, EXPANDED_TIMES * segment_bytes))
         self.set_epoch(chain.epoch)
         self._record_tokens, self._sync = record_tokens, sync
         self._segment_bytes = segment_bytes
@@ -98,17 +105,14 @@ class LogOutput:
         self._offset = 0
         """End of the last durable frame; if none is synced, of the last one that was written."""
         self._ahead = 0
-        """End of the last frame that waits."""
-        self._waiting: list[frames.FrameHeader] = []
-        """The frames behind the last durable one."""
+        """End of what waits."""
+        self._waiting: list[Portion] = []
+        """What is behind the last durable frame."""
         self._written = 0
-        """So many of them are in the file, unsynced."""
-        self._unwritten: list[bytes] = []
-        """The bytes of the others: header and payload of each."""
+        """So much of it is in the file, unsynced."""
         self.durable_seq = self._last_seq = chain.seq - 1
         """The last batch known to be on disk; of those before, all are that the log does not call lost."""
-        self.bytes_written = 0
-        self.batches_written = 0
+        self.bytes_written = self.batches_written = 0
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch to write, before anything is written."""
@@ -116,6 +120,8 @@ class LogOutput:
         self._reached.epoch = epoch
         self._chain = replace(self._reached)
         self._seed = frames.seed_of(self._reached.log_id, epoch)
+        self._block = Block(self._seed, self._window_log)
+        """Frames that wait to be compressed, behind all that wait to be written."""
 
     def encode(self, batch: EventBatch) -> Record:
         """The batch as it is written, without tokens if the log has none. Raises whatever encoding raises."""
@@ -134,7 +140,9 @@ class LogOutput:
         that `batches_written` counts are durable nevertheless. Then `roll_back` must be called before anything else.
         """
         for record in records:
-            self._add(record, 0)
+            # Those that were refused before wait already.
+            if record.seq >= self._chain.seq:
+                self._add(record, 0)
         self._put()
 
     def sync(self) -> None:
@@ -157,17 +165,14 @@ class LogOutput:
             return
         self._settle()
         self._sync = True
-        if not self._reached.closed:
+        if not self._chain.closed:
             self._add(Record(next_seq, 0, b""), frames.CLOSED)
         self._finish_segment()
 
     def roll_back(self) -> None:
-        """Go back to the last durable frame, after something was refused."""
+        """Go back to the last durable frame, after something was refused; what waits behind it is written again."""
         descriptor, self._descriptor = self._descriptor, None
-        self._waiting.clear()
-        self._unwritten.clear()
         self._written = 0
-        self._chain, self._ahead = replace(self._reached), self._offset
         if descriptor is not None:
             # If that is refused, too, it is a torn tail, which readers and recovery understand. Of a file that is done
             # with, it is for who goes on with the log of a process that was killed: he is not to find it whole.
@@ -187,7 +192,9 @@ class LogOutput:
         """Put a frame behind those waiting; begin a segment where it does not fit any more."""
         seq, events, payload, ts = record
         size = frames.FRAME_HEADER_BYTES + len(payload)
-        is_full = self._ahead + size > self._segment_bytes and self._ahead > frames.SEGMENT_HEADER_BYTES
+        if is_full := self._is_full(size):
+            self._compress()  # What waits for that takes less room then.
+            is_full = self._is_full(size)
         # Where the clock was set back, a segment would take as long as that and more.
         is_old = self._segment_ns is not None and abs(ts - self._begun_at) > self._segment_ns
         if self._path is None or ((is_full or is_old) and not flags & frames.CLOSED):
@@ -198,25 +205,50 @@ class LogOutput:
         chain = self._chain
         if seq != chain.seq:
             flags |= frames.AFTER_LOSS
-        if self._sync and not self._waiting:
-            flags |= frames.BEHIND_SYNC
-        header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, _crc32(payload))
+        if self._block.is_full or not self._block.takes(size, flags):
+            self._compress()
+        compressed = self._block.takes(size, flags)
+        if not compressed:
+            flags |= self._behind_sync()
+        header = frames.FrameHeader(len(payload), seq, events, flags, chain.crc, checksum(payload))
+        if compressed:
+            self._block.add(header, payload)
+        else:
+            self._wait(Portion((frames.pack_frame_header(header, self._seed), payload), header))
         chain.follow(header)
-        self._waiting.append(header)
-        self._unwritten += (frames.pack_frame_header(header, self._seed), payload)
-        self._ahead += size
+
+    def _behind_sync(self) -> int:
+        """The flag of what waits next: whether all before it is on disk."""
+        return frames.BEHIND_SYNC if self._sync and not self._waiting else 0
+
+    def _compress(self) -> None:
+        """Let the frames of the block wait for being written."""
+        portion = self._block.take(self._behind_sync())
+        if portion is not None:
+            self._wait(portion)
+
+    def _wait(self, portion: Portion) -> None:
+        self._waiting.append(portion)
+        self._ahead += portion.size
+
+    def _is_full(self, size: int) -> bool:
+        """Whether a frame of this size is to begin a segment."""
+        is_long = self._block.taken + size > EXPANDED_TIMES * self._segment_bytes
+        ahead = self._ahead + self._block.size
+        return ahead > frames.SEGMENT_HEADER_BYTES and (is_long or ahead + size > self._segment_bytes)
 
     def _put(self) -> None:
-        """Write the frames that wait."""
-        if not self._unwritten:
+        """Write what waits."""
+        self._compress()
+        new = self._waiting[self._written :]
+        if not new:
             return
         descriptor = self._opened()
         try:
-            write_all(descriptor, self._unwritten)
+            write_all(descriptor, [part for portion in new for part in portion.parts])
         except OSError:
             self._keep_whole_frames(descriptor)
             raise
-        self._unwritten.clear()
         self._written = len(self._waiting)
         if not self._sync:
             self._reach(self._written)
@@ -225,8 +257,8 @@ class LogOutput:
         """After a write that was cut short, as on a full disk: what came before the cut may stay."""
         with contextlib.suppress(OSError):
             written, whole = os.fstat(descriptor).st_size - self._offset, 0
-            for header in self._waiting:
-                written -= frames.FRAME_HEADER_BYTES + header.payload_bytes
+            for portion in self._waiting:
+                written -= portion.size
                 if written < 0:
                     break
                 whole += 1
@@ -244,20 +276,20 @@ class LogOutput:
         self._check_segment(descriptor)
 
     def _reach(self, count: int) -> None:
-        """So many of the waiting frames are durable."""
+        """So much of what waits is durable."""
         reached = self._waiting[:count]
         if not reached:
             return
-        self._reached.follow(reached[-1])
-        size = count * frames.FRAME_HEADER_BYTES + sum(map(_payload_bytes_of, reached))
+        self._reached.follow(reached[-1].last)
+        size = sum(portion.size for portion in reached)
         self._offset += size
         self.bytes_written += size
-        batches = count - self._reached.closed  # The closing mark is the last, and no batch.
-        self.batches_written += batches
         del self._waiting[:count]
         self._written = max(self._written - count, 0)
+        batches = [portion for portion in reached if not portion.last.flags & frames.CLOSED]
         if batches:
-            self._last_seq = reached[batches - 1].seq
+            self.batches_written += sum(portion.frames for portion in batches)
+            self._last_seq = batches[-1].last.seq
         if self._sync:
             self.durable_seq = self._last_seq
 
@@ -329,7 +361,7 @@ class LogOutput:
             raise self._misplaced(self._path, "it was moved or removed") from None
         if _identity(there) != _identity(own):
             raise self._misplaced(self._path, "another file has its name")
-        if not self._unwritten and own.st_size != self._ahead:
+        if self._written == len(self._waiting) and own.st_size != self._ahead:
             raise self._misplaced(self._path, "its size is not what was written to it")
 
     def _misplaced(self, path: Path, reason: str) -> LogWriteFailed:
@@ -342,7 +374,14 @@ class LogOutput:
         chain = self._chain
         assert chain.log_id is not None
         header = frames.SegmentHeader(
-            frames.VERSION, FORMAT_VERSION, chain.log_id, chain.epoch, chain.number, base_seq, chain.crc
+            frames.VERSION,
+            FORMAT_VERSION,
+            self._window_log,
+            chain.log_id,
+            chain.epoch,
+            chain.number,
+            base_seq,
+            chain.crc,
         )
         path = self._directory / segment_name(base_seq)
         self._unfinished = path
@@ -352,6 +391,7 @@ class LogOutput:
         self._reached.enter(header)
         chain.enter(header)
         self._offset = self._ahead = frames.SEGMENT_HEADER_BYTES
+        self._block = Block(self._seed, self._window_log)
         self.bytes_written += frames.SEGMENT_HEADER_BYTES
 
     def _discard_unfinished(self) -> None:
@@ -365,13 +405,3 @@ class LogOutput:
 def _identity(of: os.stat_result) -> tuple[int, int]:
     """Which file this is, as long as it is open."""
     return of.st_dev, of.st_ino
-
-
-def _crc32(payload: bytes) -> int:
-    """The checksum, without letting another thread run meanwhile: two switches take longer than the checksum."""
-    if len(payload) <= _CRC_PIECE:
-        return crc32(payload)
-    crc = 0
-    for start in range(0, len(payload), _CRC_PIECE):
-        crc = crc32(payload[start : start + _CRC_PIECE], crc)
-    return crc

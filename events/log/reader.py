@@ -34,7 +34,6 @@ from events.log.segments import (
     segment_paths,
 )
 from events.log.snapshots import Snapshot, readable, snapshots
-from events.log.stored import stored_size
 from events.packed import NAME_BYTES, are_keys, broken_column
 from events.types import FORMAT_VERSION, CacheCreated, EventBatch, FeedStarted
 
@@ -65,11 +64,11 @@ class LogEnd:
 class LogReader:
     """Iterates over the batches of a log directory, from the first one; a writer may be at work in it.
 
-    Iterating raises NotALog, LogDamaged, LogTooNew, ZstdMissing or LogOfOtherKind; batches before the bad place have
-    been yielded by then. With `follow` it waits for more at the end, until `stop()` returns True, which is asked every
-    `poll_seconds`. `start` is the number of the first batch wanted: segments before it are not read and may be missing;
-    where its own is missing, too, the first batch that is there comes first. Every iteration begins anew. `kind` is
-    that of logs which the caller understands (None: any); the beginning of an epoch of another one raises
+    Iterating raises NotALog, LogDamaged, LogTooNew, LogOutdated, ZstdMissing or LogOfOtherKind; batches before the bad
+    place have been yielded by then. With `follow` it waits for more at the end, until `stop()` returns True, which is
+    asked every `poll_seconds`. `start` is the number of the first batch wanted: segments before it are not read and may
+    be missing; where its own is missing, too, the first batch that is there comes first. Every iteration begins anew.
+    `kind` is that of logs which the caller understands (None: any); the beginning of an epoch of another one raises
     LogOfOtherKind.
 
     A log whose beginning was removed begins with the oldest snapshot: a batch with the whole state, as that with which
@@ -130,13 +129,13 @@ class LogReader:
         return None if self.snapshot is None else self.snapshot.about.first_ts
 
     def bytes_left(self) -> int:
-        """Bytes behind what was read so far, as they were written. For any thread; raises OSError."""
+        """Bytes of the files behind what was read so far. For any thread; raises OSError."""
         place, left = self._place, 0
         for path in segment_paths(self.directory):
             ahead = -1 if place is None else first_seq(path) - first_seq(place.path)
             if place is None or ahead >= 0:
                 with suppress(FileNotFoundError):
-                    left += stored_size(path) - (place.offset if place and not ahead else 0)
+                    left += path.stat().st_size - (place.offset if place and not ahead else 0)
         return max(left, 0)
 
     def __iter__(self) -> Iterator[EventBatch]:
@@ -177,7 +176,7 @@ class LogReader:
                 state = self._instead_of_missing(segment, chain)
                 header = segment.header()
                 misfits = header is not None and chain.refuses_segment(header) is not None
-                # What was compressed or removed meanwhile may not have been listed: what stands there now counts.
+                # What was removed meanwhile may have been listed: what stands there now counts.
                 if state is not None or (misfits and self._behind(previous) != path):
                     continue
                 end, step = yield from self._segment(segment, ahead)
@@ -236,7 +235,7 @@ class LogReader:
         about, path, size = snapshot.about, self.directory, 0
         for path in segment_paths(self.directory)[-1:]:
             with suppress(FileNotFoundError):
-                size = stored_size(path)
+                size = path.stat().st_size
         return LogEnd("clean" if about.closed else "open", snapshot.seq, path, size, about.next_seq)
 
     def _go_on_behind(self, snapshot: Snapshot) -> tuple[Chain, Path]:
@@ -278,6 +277,7 @@ class LogReader:
                 looked_again = False
                 self.closed = chain.closed
                 if found.header.seq >= wanted or chain.epoch != self._epoch:
+                    # Of a compressed frame, with the last one in it.
                     self.bytes_read += segment.offset - found.offset
                     if not found.header.flags & CLOSED:
                         yield self._batch(segment, found)

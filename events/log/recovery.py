@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from events.diagnostics import get_logger
-from events.errors import LogDamaged, LogExists, LogLocked, NoRegularFile, NotALog
+from events.errors import LogDamaged, LogExists, LogLocked, LogOutdated, NoRegularFile, NotALog
 from events.files.safe import check_directory, create_file, refuse_foreign
 from events.log import segments
 from events.log.closing import closed_chain
@@ -228,7 +228,7 @@ def _refuse_strangers(segment: segments.Segment, before: list[Path]) -> None:
 
 def _header_of(path: Path) -> SegmentHeader | None:
     """None: it may just not be kept any longer, or is damaged, which is for who reads it to say."""
-    with suppress(FileNotFoundError, LogDamaged), segments.Segment(path) as segment:
+    with suppress(FileNotFoundError, LogDamaged, LogOutdated), segments.Segment(path) as segment:
         return segment.header()
     return None
 

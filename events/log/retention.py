@@ -6,15 +6,14 @@ interrupted, what is left is a log: all of what was to be kept, and perhaps some
 
 The newest segment with a batch in it is always kept: it tells a writer where the log goes on.
 
-Limits are those of what is kept, compressed segments counted as they are on the disk, the segment that is being written
-as large as the largest, and time by the log's own clock: the age of a segment is how much later than its last batch the
-newest segment begins. That clock never goes back: where the engine's was set back, it stands still up to the next
-segment. Leases (`events.log.leases`) keep segments beyond the limits, until there is twice as much as these allow.
+Limits are those of what is kept, the segment that is being written counted as large as the largest, and time by the
+log's own clock: the age of a segment is how much later than its last batch the newest segment begins. That clock never
+goes back: where the engine's was set back, it stands still up to the next segment. Leases (`events.log.leases`) keep
+segments beyond the limits, until there is twice as much as these allow.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from events.log.head import stamp_of
 from events.log.leases import leased
 from events.log.segments import Frame, Segment, first_seq, remove_segment, segment_paths
 from events.log.snapshots import Snapshot, readable, snapshot_paths, snapshots
-from events.log.stored import COMPRESSED_SUFFIX
 
 _NS = 10**9
 
@@ -58,16 +56,9 @@ class Part:
     first: int
     """Its first batch."""
     bytes: int
-    """On the disk."""
-    whole: int
-    """As it was written."""
     ts: int
     """When its first batch was made, nanoseconds since 1970."""
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether its file is."""
-        return self.path.suffix == COMPRESSED_SUFFIX
+    is_compressed: bool
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,7 @@ class Kept:
         return limits.bytes is not None and self._bytes(kept) > limits.bytes
 
     def _bytes(self, kept: Sequence[Part]) -> int:
-        largest = max(part.whole for part in self.parts)
+        largest = max(part.bytes for part in self.parts)
         sizes = [each.size for each in self.snapshots if each.seq >= kept[0].first]
         before = self.snapshots[-1].size if self.snapshots else 0  # that which stands before the first one
         return sum(part.bytes for part in kept[:-1]) + largest + sum(sizes) + before
@@ -184,5 +175,5 @@ def _parts(directory: Path) -> Iterator[Part]:
             chain.enter(header)
             found = segment.read(chain)
             if isinstance(found, Frame) and found.header.events:
-                sizes = os.fstat(segment.descriptor).st_size, segment.size()
-                yield Part(segment.path, header.base_seq, *sizes, stamp_of(found.payload).ts)
+                ts, is_compressed = stamp_of(found.payload).ts, header.window_log > 0
+                yield Part(path, header.base_seq, segment.size(), ts, is_compressed)

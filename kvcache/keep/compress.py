@@ -1,39 +1,47 @@
-"""Compressing the segments of which the writer is done. What they say stays what it is, to the last byte.
+"""Compressing segments that were written otherwise: by an earlier version, without zstd, or with log.compression=none.
 
-A compressed segment gets its name when all of it is on the disk and has been read back, by code that has no part in
-making it (`kvcache.keep.raw`), and found equal; then the segment as it was written goes. Wherever that is interrupted,
-one of the two is there, or both, which are equal; the next go does the rest.
+A compressed segment takes the place of the other when all of it is on the disk and has been read back, by code that has
+no part in making it (`kvcache.keep.raw`), and found to hold the same frames. Wherever that is interrupted, one of the
+two is there; the next go does the rest.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
-from events.errors import LogDamaged, LogError, NotALog
+from events.errors import LogDamaged, LogError, NotALog, ZstdMissing
 from events.files.safe import create_file
+from events.log.compressing import Block
 from events.log.durable import sync_directory, sync_file, write_all
-from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, SegmentHeader
-from events.log.groups import group_of
-from events.log.segments import Frame, Segment, compressed_path, is_log, segment_paths
+from events.log.frames import (
+    BEHIND_SYNC,
+    FRAME_HEADER_BYTES,
+    SEGMENT_HEADER_BYTES,
+    VERSION,
+    FrameHeader,
+    SegmentHeader,
+    pack_frame_header,
+    seed_of,
+)
+from events.log.segments import OUTDATED_SUFFIX, SEGMENT_SUFFIX, Frame, Segment, is_log, segment_paths
 from events.log.snapshots import UNFINISHED_SUFFIX
-from events.log.stored import COMPRESSED_SUFFIX
-from events.log.zstd import require_zstd
+from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from kvcache.errors import invariant
 from kvcache.keep import raw
 from kvcache.keep.alone import alone
-from kvcache.keep.columns import Columns
+from kvcache.keep.outdated import expanded
 from kvcache.keep.writing import writing
-
-_GROUP_BYTES = 2 << 20
-"""Frames of so many bytes are gone where a byte is damaged. With half as much the log is larger by 3 to 9 %."""
 
 _ADVICE = (
     "make room or mend the disk, and compress it again: the log is whole, and what was compressed stays so"
 )
+Parts = Sequence[bytes | memoryview]
 
 
 @dataclass
@@ -41,36 +49,40 @@ class Compressed:
     """What was done."""
 
     segments: int = 0
-    whole: int = 0
-    """Bytes that these had."""
+    bytes_before: int = 0
     bytes: int = 0
-    """And that they have now."""
     left: int = 0
     """Segments that are damaged or that the disk does not give back, and so were left as they are."""
 
 
 def compress(directory: Path, progress: Callable[[int], None] = lambda _: None) -> Compressed:
-    """Compress all segments but the last one. A writer may be at work.
+    """Compress all segments but that which is written, where they are not compressed. A writer may be at work.
 
     `progress` is told the number of each batch. Raises NotALog, LogBeingKept if another process is at it, LogTooNew,
     ZstdMissing, NotWritten on a full disk, OSError; what was done is for good then.
     """
     if not is_log(directory):
         raise NotALog(directory)
-    require_zstd(directory)
+    if not has_zstd():
+        raise ZstdMissing(directory)
     with alone(directory):
-        for path in directory.glob(f"*{COMPRESSED_SUFFIX}{UNFINISHED_SUFFIX}"):
+        for path in directory.glob(f"*{SEGMENT_SUFFIX}{UNFINISHED_SUFFIX}"):
             path.unlink(missing_ok=True)
-        done, paths = Compressed(), segment_paths(directory)
+        done = Compressed()
+        for path in directory.glob(f"*{OUTDATED_SUFFIX}"):
+            _attempt(_restore, path, done)
+        paths = segment_paths(directory)
         headers = {path: _header(path) for path in paths}
         newest = dict[bytes, int]()
         for found in filter(None, headers.values()):
             newest[found.log_id] = max(found.number, newest.get(found.log_id, 0))
         for path in paths[:-1]:
             # What stands behind it by its name only may be no segment of this log, and it the one that is written.
-            is_last = (header := headers[path]) is not None and header.number == newest[header.log_id]
-            if path.suffix != COMPRESSED_SUFFIX and not is_last:
-                _compress(path, done, progress)
+            header = headers[path]
+            if path.suffix == OUTDATED_SUFFIX:
+                continue  # It is damaged.
+            if header is None or (not header.window_log and header.number < newest[header.log_id]):
+                _attempt(lambda path, done: _compress(path, done, progress), path, done)
         return done
 
 
@@ -81,70 +93,113 @@ def _header(path: Path) -> SegmentHeader | None:
     return None
 
 
-def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> None:
-    target = compressed_path(path)
-    unfinished = target.with_name(target.name + UNFINISHED_SUFFIX)
+def _attempt(work: Callable[[Path, Compressed], None], path: Path, done: Compressed) -> None:
+    """Put another file in the place of one, which is left as it is where it is damaged or gone."""
     try:
-        with Segment(path) as segment:
-            _write(unfinished, _groups(segment, progress))
-            whole, size = segment.size(), unfinished.stat().st_size
-            invariant(_is_equal(segment, unfinished), "a compressed segment is not what it was made of")
+        work(path, done)
     except BaseException as error:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            _unfinished(path).unlink(missing_ok=True)
         unreadable = getattr(error, "errno", None) in raw.UNREADABLE
-        if unreadable or isinstance(error, LogDamaged | FileNotFoundError):
-            done.left += path.exists()
-            return
-        raise
-    unfinished.replace(target)
-    sync_directory(path.parent)
-    path.unlink(missing_ok=True)
-    sync_directory(path.parent)
-    done.segments, done.whole, done.bytes = done.segments + 1, done.whole + whole, done.bytes + size
+        if not unreadable and not isinstance(error, LogDamaged | FileNotFoundError):
+            raise
+        done.left += path.exists()
 
 
-def _write(path: Path, groups: Iterator[bytes]) -> None:
+def _unfinished(path: Path) -> Path:
+    return path.with_suffix(SEGMENT_SUFFIX + UNFINISHED_SUFFIX)
+
+
+def _restore(path: Path, done: Compressed) -> None:
+    """Write a segment that format 1 had compressed as it was written first."""
+    target = path.with_suffix(SEGMENT_SUFFIX)
+    if not target.exists():
+        with path.open("rb") as file:
+            stored = file.read()
+        try:
+            data = expanded(path, stored)
+        except (ValueError, struct.error) as error:
+            raise LogDamaged(path, 0, None, f"the compressed segment is not whole: {error}") from None
+        _write(_unfinished(path), [[data]])
+        _unfinished(path).replace(target)
+        sync_directory(path.parent)
+    path.unlink()
+    sync_directory(path.parent)
+
+
+def _compress(path: Path, done: Compressed, progress: Callable[[int], None]) -> None:
+    with Segment(path) as segment:
+        _write(_unfinished(path), _portions(segment, progress))
+        before, size = segment.size(), _unfinished(path).stat().st_size
+    equal = all(one == other for one, other in zip_longest(_frames(path), _frames(_unfinished(path))))
+    invariant(equal, "a compressed segment is not what it was made of")
+    _unfinished(path).replace(path)
+    sync_directory(path.parent)
+    done.segments, done.bytes_before, done.bytes = (
+        done.segments + 1,
+        done.bytes_before + before,
+        done.bytes + size,
+    )
+
+
+def _write(path: Path, parts: Iterable[Parts]) -> None:
     """Write a file, and have it on the disk."""
     with writing(path, _ADVICE):
         descriptor = create_file(path)
     try:
-        for group in groups:
+        for each in parts:
             with writing(path, _ADVICE):
-                write_all(descriptor, [group])
+                write_all(descriptor, each)
         with writing(path, _ADVICE):
             sync_file(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _groups(segment: Segment, progress: Callable[[int], None]) -> Iterator[bytes]:
-    """A segment's groups: the header, the first frame, and then frames together. Raises LogDamaged."""
+def _portions(segment: Segment, progress: Callable[[int], None]) -> Iterator[Parts]:
+    """A segment's bytes, compressed. Raises LogDamaged."""
     header = segment.header()
     if header is None:
         raise LogDamaged(segment.path, 0, None, "the segment has no header")
-    whole, columns = segment.size(), Columns()
-    yield group_of(segment.data(0, SEGMENT_HEADER_BYTES), 0, whole, None)
-    chain, begin, payloads = header.chain(), SEGMENT_HEADER_BYTES, list[tuple[int, int]]()
+    yield [header._replace(version=VERSION, window_log=MAX_WINDOW_LOG).pack()]
+    chain, seed = header.chain(), seed_of(header.log_id, header.epoch)
+    block = Block(seed, MAX_WINDOW_LOG)
     chain.enter(header)
     while isinstance(found := segment.read(chain), Frame):
-        payloads.append((found.offset + FRAME_HEADER_BYTES - begin, segment.offset - begin))
-        # What retention asks of a segment is in its first frame.
-        is_first = found.offset == SEGMENT_HEADER_BYTES
-        if is_first or segment.offset - begin >= _GROUP_BYTES or segment.offset == whole:
-            data = segment.data(begin, segment.offset - begin)
-            yield group_of(data, begin, whole, columns.of(data, payloads))
-            begin, payloads = segment.offset, []
-            progress(found.header.seq)
-    if found is not None or begin == SEGMENT_HEADER_BYTES:
+        frame = found.header
+        size = FRAME_HEADER_BYTES + frame.payload_bytes
+        if (block.is_full or not block.takes(size, frame.flags)) and (portion := block.take(BEHIND_SYNC)):
+            yield portion.parts
+            progress(frame.seq)
+        if block.takes(size, frame.flags):
+            block.add(_without_sync(frame), found.payload)
+        else:
+            yield [pack_frame_header(frame, seed), found.payload]
+    if portion := block.take(BEHIND_SYNC):
+        yield portion.parts
+    if found is not None or segment.offset == SEGMENT_HEADER_BYTES:
         raise LogDamaged(segment.path, segment.offset, chain.seq, "it does not hold whole frames")
 
 
-def _is_equal(segment: Segment, compressed: Path) -> bool:
-    """Whether a compressed segment, read back, is the segment."""
-    with raw.File(compressed) as file:
-        size = segment.size()
-        return file.size() == size and all(
-            file.read(offset, _GROUP_BYTES) == segment.data(offset, _GROUP_BYTES)
-            for offset in range(0, size, _GROUP_BYTES)
-        )
+def _without_sync(header: FrameHeader) -> FrameHeader:
+    return header._replace(flags=header.flags & ~BEHIND_SYNC)
+
+
+def _frames(path: Path) -> Iterator[tuple[raw.Frame, bytes | memoryview]]:
+    """The frames of a segment, but for what they say of those before them."""
+    with raw.File(path) as file:
+        header = file.header(raw.SEGMENT_MAGIC)
+        assert header is not None
+        offset = raw.HEADER_BYTES
+        while (frame := file.frame(offset, header.seed)) is not None:
+            payload = file.payload(offset, frame) or b""
+            offset += raw.FRAME_HEADER_BYTES + frame.bytes
+            block = memoryview(payload)
+            if frame.flags & raw.COMPRESSED:
+                block = memoryview(file.expanded(header, frame, payload) or b"")
+            while frame.flags & raw.COMPRESSED and (inner := raw.parse_frame(block, header.seed)) is not None:
+                end = raw.FRAME_HEADER_BYTES + inner.bytes
+                yield inner, block[raw.FRAME_HEADER_BYTES : end]
+                block = block[end:]
+            if not frame.flags & raw.COMPRESSED:
+                yield frame._replace(flags=frame.flags & ~raw.BEHIND_SYNC), block

@@ -22,7 +22,6 @@ import msgspec
 from events.diagnostics import get_logger
 from events.errors import LogBeingKept, LogError, type_and_place
 from events.log.retention import Kept, Limits
-from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 
 _CODE = "import sys; sys.path.append(sys.argv[1]); from kvcache.keep.process import main; main(*sys.argv[2:])"
@@ -35,22 +34,14 @@ _END_SECONDS = 1.0
 _log = get_logger(__name__)
 
 
-class _Wanted(msgspec.Struct):
-    """What the process is to do."""
-
-    limits: Limits | None
-    """None: neither to make snapshots nor to remove anything."""
-    compress: bool
-
-
 class Keeper:
-    """Has a log kept within its limits (None: it is kept whole, without snapshots), and compressed where wanted."""
+    """Has a log kept within its limits, and snapshots of it made."""
 
-    def __init__(self, directory: Path, limits: Limits | None, *, compress: bool = False) -> None:
+    def __init__(self, directory: Path, limits: Limits) -> None:
         self._directory, self._limits = directory, limits
         # -P: what lies in the working directory is none of its modules.
         self._command = [sys.executable, "-P", "-c", _CODE, str(_ROOT)]
-        self._command += [str(directory.absolute()), msgspec.json.encode(_Wanted(limits, compress)).decode()]
+        self._command += [str(directory.absolute()), msgspec.json.encode(limits).decode()]
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._again = False
@@ -62,7 +53,7 @@ class Keeper:
         Where bytes are limited, what was asked before is waited for: nothing else keeps the log from growing faster
         than it is cut. Otherwise this does not wait.
         """
-        if self._limits is not None and self._limits.bytes is not None:
+        if self._limits.bytes is not None:
             self.wait()
         self._again = True
         if self._thread is not None and self._thread.is_alive():
@@ -151,19 +142,21 @@ def _end(process: subprocess.Popen[bytes], timeout: float | None = None) -> None
         process.wait(timeout)
 
 
-def main(directory: str, wanted: str) -> None:
+def main(directory: str, limits: str) -> None:
     """What the process does: each time a line comes, it keeps the log, and answers with one: empty, or what failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # It is for the engine, with which this ends.
-    task = msgspec.json.decode(wanted, type=_Wanted)
+    wanted = msgspec.json.decode(limits, type=Limits)
     while select.select([sys.stdin], [], [], _IDLE_SECONDS)[0] and sys.stdin.readline():
-        sys.stdout.write(f"{_kept(Path(directory), task)}\n")
+        sys.stdout.write(f"{_kept(Path(directory), wanted)}\n")
         sys.stdout.flush()
 
 
-def _kept(directory: Path, wanted: _Wanted) -> str:
+def _kept(directory: Path, limits: Limits) -> str:
     """Keep it, and say what failed."""
     try:
-        _keep(directory, wanted)
+        if limits.bytes is None:
+            _be_nice()  # Nobody waits for it.
+        prune(directory, limits)
     except LogBeingKept:
         return ""  # Somebody else is at it.
     except Exception as error:  # noqa: BLE001 - whatever it is, one line has to say it
@@ -171,16 +164,6 @@ def _kept(directory: Path, wanted: _Wanted) -> str:
         own = type(error).__module__.partition(".")[0] in ("events", "kvcache")
         return " ".join(str(error).split()) if own else type_and_place(error)
     return ""
-
-
-def _keep(directory: Path, wanted: _Wanted) -> None:
-    if wanted.limits is None or wanted.limits.bytes is None:
-        _be_nice()  # Nobody waits for it.
-    if wanted.limits is not None:
-        prune(directory, wanted.limits)
-    # Behind that: snapshots are made faster of what is not compressed, and what goes need not be.
-    if wanted.compress:
-        compress(directory)
 
 
 def _be_nice() -> None:

@@ -11,22 +11,24 @@ import os
 import re
 import stat
 import struct
+import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 from zlib import crc32
 
-from events.errors import LogDamaged, LogTooNew
+from events.errors import LogDamaged, LogOutdated, LogTooNew, ZstdMissing
 from events.types import FORMAT_VERSION
-from kvcache.keep.raw_groups import Groups
 
 SEGMENT_MAGIC = b"KVEVLOG\0"
 SNAPSHOT_MAGIC = b"KVEVSNP\0"
-COMPRESSED = ".kvlogz"
-VERSION = 1
-ENDS_EPOCH, AFTER_LOSS, BEHIND_SYNC = 1, 2, 4
+OUTDATED = ".kvlogz"
+VERSION = 2
+ENDS_EPOCH, AFTER_LOSS, BEHIND_SYNC, COMPRESSED, BEGINS_STREAM = 1, 2, 4, 8, 16
 HEADER_BYTES, FRAME_HEADER_BYTES = 64, 36
-MAX_PAYLOAD = 1 << 30
+MAX_PAYLOAD, MAX_EXPANDED = 1 << 30, 64 << 20
+MAX_WINDOW, _MIN_WINDOW = 27, 10
 UNREADABLE = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 """How the system says that the disk does not have what a file holds."""
 MAX_EPOCH = (1 << 23) - 2
@@ -47,6 +49,8 @@ class Header(NamedTuple):
     """The number of the first batch; of a snapshot, of its only one."""
     before: int
     """Checksum of the payload before."""
+    window: int = 0
+    """How far compressed frames refer back, as a power of two."""
 
     @property
     def seed(self) -> int:
@@ -71,13 +75,26 @@ class Frame(NamedTuple):
         """Whether it is the mark of an orderly end, and no batch."""
         return bool(self.flags & ENDS_EPOCH)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why no writer makes such a one; None: one may."""
+        too_large = self.bytes > MAX_PAYLOAD or (self.flags & COMPRESSED and self.events > MAX_EXPANDED)
+        return "the frame is larger than any that is written" if too_large else None
+
+
+def parse_frame(data: bytes | memoryview, seed: int) -> Frame | None:
+    """The header of the frame that these bytes begin with; None if that is not whole."""
+    if len(data) < FRAME_HEADER_BYTES:
+        return None
+    sync, *fields, crc = _FRAME.unpack_from(data)
+    return Frame(*fields) if sync == _SYNC and crc == crc32(data[: _FRAME.size - 4], seed) else None
+
 
 def segments(directory: Path) -> list[Path]:
-    """The segments, by number: names are 20 digits and a suffix. One that is there twice was just compressed."""
-    # First those as they were written: what is compressed in between is then in both lists, and not in neither.
-    plain = {int(path.stem): path for path in _names(directory, ".kvlog")}
-    compressed = {int(path.stem): path for path in _names(directory, COMPRESSED)}
-    return [path for _, path in sorted((compressed | plain).items())]
+    """The segments, by number: names are 20 digits and a suffix. One that is there twice was just converted."""
+    converted = {int(path.stem): path for path in _names(directory, ".kvlog")}
+    outdated = {int(path.stem): path for path in _names(directory, OUTDATED)}
+    return [path for _, path in sorted((outdated | converted).items())]
 
 
 def snapshots(directory: Path) -> list[Path]:
@@ -86,8 +103,8 @@ def snapshots(directory: Path) -> list[Path]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a segment is there, in either form."""
-    return os.path.lexists(path) or os.path.lexists(path.with_suffix(COMPRESSED))
+    """Whether a segment is there."""
+    return os.path.lexists(path)
 
 
 def _names(directory: Path, suffix: str) -> list[Path]:
@@ -96,24 +113,12 @@ def _names(directory: Path, suffix: str) -> list[Path]:
 
 
 class File:
-    """A segment or a snapshot, open for reading; a segment that was compressed since its name was read, compressed.
-
-    Raises LogDamaged if it is no file, or nothing of what is compressed is whole; LogTooNew, ZstdMissing, OSError.
-    """
+    """A segment or a snapshot, open for reading. Raises LogDamaged if it is no file, LogOutdated, OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._open(path)
-        except FileNotFoundError as gone:
-            if path.suffix != ".kvlog":
-                raise
-            try:
-                self._open(path.with_suffix(COMPRESSED))
-            except FileNotFoundError:
-                raise gone from None
-
-    def _open(self, path: Path) -> None:
+        self._stream: Any = None
+        """Expands the next compressed frame; None: only one that begins a stream can be expanded."""
         # SECURITY: neither a link to some other file nor a pipe that never ends.
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -124,14 +129,14 @@ class File:
                 f"{path.name} is a symbolic link, which is not followed: put the file itself in its place"
             )
             raise OSError(error.errno, advice, str(path)) from None
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
-            os.close(self._descriptor)
-            raise LogDamaged(path, 0, None, "it is not a regular file")
-        try:
-            self._groups = Groups(path, self._read) if COMPRESSED in path.name else None
-        except BaseException:
-            os.close(self._descriptor)
-            raise
+        if stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path.suffix != OUTDATED:
+            return
+        os.close(self._descriptor)
+        raise (
+            LogOutdated(path)
+            if path.suffix == OUTDATED
+            else LogDamaged(path, 0, None, "it is not a regular file")
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +148,7 @@ class File:
         """Whether a copy with the same header has its name by now, as after a failed sync; that is read from now on."""
         try:
             there = self.path.lstat()
-            if self._groups is not None or os.path.samestat(there, os.fstat(self._descriptor)):
+            if os.path.samestat(there, os.fstat(self._descriptor)):
                 return False
             with File(self.path) as copy:
                 same = copy.read(0, HEADER_BYTES) == self.read(0, HEADER_BYTES)
@@ -154,31 +159,11 @@ class File:
             return False
 
     def size(self) -> int:
-        """Bytes in the file now; of a compressed segment, as it was written."""
-        return os.fstat(self._descriptor).st_size if self._groups is None else self._groups.size
+        """Bytes in the file now."""
+        return os.fstat(self._descriptor).st_size
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to `count` bytes from there; fewer only at the end."""
-        return self._read(offset, count) if self._groups is None else self._groups.read(offset, count)
-
-    @property
-    def is_compressed(self) -> bool:
-        """Whether it is a compressed segment, which nobody writes any more."""
-        return self._groups is not None
-
-    @property
-    def held(self) -> int:
-        """Bytes that it has, without what is missing from a compressed segment."""
-        return self.size() if self._groups is None else self._groups.held
-
-    def _behind_hole(self, offset: int) -> int:
-        return offset if self._groups is None else self._groups.behind_hole(offset)
-
-    def is_lost(self, offset: int) -> bool:
-        """Whether what stood there was compressed, and is not intact."""
-        return self._groups is not None and self._groups.is_lost(offset)
-
-    def _read(self, offset: int, count: int) -> bytes:
         try:
             data = os.pread(self._descriptor, count, offset)
             while (
@@ -194,34 +179,50 @@ class File:
         data = self.read(0, HEADER_BYTES)
         if len(data) < HEADER_BYTES:
             return None
-        found, version, event_format, _, *fields, crc = _HEADER.unpack(data)
+        found, version, event_format, window, *fields, crc = _HEADER.unpack(data)
         if found != magic or crc != crc32(data[:-4]):
             return None
         for given, known in ((version, VERSION), (event_format, FORMAT_VERSION)):
             if given > known:
                 raise LogTooNew(self.path, given)
-        return Header(*fields)
+        return Header(*fields)._replace(window=window)
 
     def frame(self, offset: int, seed: int) -> Frame | None:
         """The header of the frame that begins there; None if that is not whole."""
-        data = self.read(offset, FRAME_HEADER_BYTES)
-        if len(data) < FRAME_HEADER_BYTES:
-            return None
-        sync, *fields, crc = _FRAME.unpack(data)
-        return Frame(*fields) if sync == _SYNC and crc == crc32(data[:-4], seed) else None
+        return parse_frame(self.read(offset, FRAME_HEADER_BYTES), seed)
 
     def payload(self, offset: int, frame: Frame) -> bytes | None:
         """The payload of the frame that begins there; None if it is not whole."""
         begin = offset + FRAME_HEADER_BYTES
-        end = self.size() if self._groups is None else self._groups.end(offset)
-        if frame.bytes > end - begin:
+        if frame.bytes > self.size() - begin:
             return None
         data = self.read(begin, frame.bytes)
         return data if crc32(data) == frame.crc else None
 
+    def expanded(self, header: Header, frame: Frame, payload: bytes) -> bytes | None:
+        """The frames in a compressed one; None: it does not hold any. They are expanded in the order of the file."""
+        try:
+            zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+        except ImportError:
+            raise ZstdMissing(self.path) from None
+        if frame.flags & BEGINS_STREAM:
+            limit = {zstd.DecompressionParameter.window_log_max: max(header.window, _MIN_WINDOW)}
+            self._stream = zstd.ZstdDecompressor(options=limit)
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return None
+        try:
+            data: bytes = stream.decompress(payload, frame.events + 1)
+        except (zstd.ZstdError, EOFError):
+            return None
+        if len(data) != frame.events or stream.eof:
+            return None
+        self._stream = stream
+        return data
+
     def frames_from(self, offset: int, seed: int) -> Iterator[tuple[int, Frame]]:
         """All places from there on where a whole header of a frame stands."""
-        while len(chunk := self.read(offset := self._behind_hole(offset), _CHUNK)) >= FRAME_HEADER_BYTES:
+        while len(chunk := self.read(offset, _CHUNK)) >= FRAME_HEADER_BYTES:
             at = chunk.find(_SYNC)
             while at >= 0:
                 frame = self.frame(offset + at, seed)

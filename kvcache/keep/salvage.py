@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from events.errors import LogDamaged, LogError, LogExists, NotALog
+from events.log.compressing import BLOCK_BYTES
 from events.log.durable import Lock, replace_file, sync_directory, sync_file
 from events.log.frames import Chain
-from events.log.output import LogOutput
+from events.log.output import LogOutput, Record
 from events.log.recovery import claim
 from events.log.segments import Segment, is_log
+from events.log.zstd import MAX_WINDOW_LOG, has_zstd
 from events.types import EventBatch
 from kvcache.keep import raw
 from kvcache.keep.losses import Continuity, Loss, behind_loss
@@ -26,7 +28,7 @@ from kvcache.keep.raw_snapshot import RawSnapshot, read_snapshot
 from kvcache.keep.scan import Damage, Found, Scan, State
 from kvcache.keep.writing import writing
 
-_SEGMENT_BYTES = 64 << 20
+_SEGMENT_BYTES, _WINDOW = 64 << 20, 1 << MAX_WINDOW_LOG
 _UNFINISHED = ".salvaging"
 """Behind the name of the new log, until it is whole."""
 _ADVICE = (
@@ -165,6 +167,9 @@ class _Copy:
         self._directory, self._lock = directory, lock
         self._chain = Chain()
         self._output: LogOutput | None = None
+        self._records: list[Record] = []
+        self._waiting = 0
+        """Bytes of the records, which are to be written."""
         self._begun: RawSnapshot | None = None
         """With which the log begins, as long as nothing stands behind it."""
         self.last_seq: int | None = None
@@ -217,14 +222,26 @@ class _Copy:
                 record_tokens=True,
                 segment_bytes=_SEGMENT_BYTES,
                 sync=False,
+                window=_WINDOW if has_zstd() else 0,
             )
-        with writing(self._directory, _ADVICE):
-            self._output.write([self._output.encode(batch)])
+        record = self._output.encode(batch)
+        self._records.append(record)
+        self._waiting += len(record.payload)
+        if self._waiting >= BLOCK_BYTES:
+            self._write()
         self.last_seq = batch.seq
+
+    def _write(self) -> None:
+        """Write what waits, which is compressed together."""
+        if self._output is not None:
+            with writing(self._directory, _ADVICE):
+                self._output.write(self._records)
+        self._records, self._waiting = [], 0
 
     def close(self, epoch: int, next_seq: int) -> None:
         """Write the mark of an orderly end, if the epoch is the one that is being written."""
         if self._output is not None and epoch == self._chain.epoch:
+            self._write()
             with writing(self._directory, _ADVICE):
                 self._output.close(next_seq)
             self._output = None
@@ -243,6 +260,7 @@ class _Copy:
 
     def finish(self) -> None:
         """End the epoch without a mark."""
+        self._write()
         if self._output is not None:
             self._output.disown()
             self._output = None

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -20,6 +21,7 @@ from events.types import FORMAT_VERSION, CacheCreated, EventBatch
 from kvcache.keep import raw
 from kvcache.keep.raw_snapshot import RawSnapshot, usable_snapshots
 
+_NOT_EXPANDED = "a compressed frame does not hold what was written"
 _SHORT = "the segment header is cut short"
 _TIMES_LOOKED_AT = 16
 """Behind damage, payloads are looked at that together have so many times the bytes of their segment, and no more."""
@@ -89,6 +91,8 @@ class Scan:
         self._ended = False
         """A writer may begin another segment behind the last one; it is not for us."""
         self._key_bytes = NAME_BYTES
+        self._block, self._behind_frame = memoryview(b""), 0
+        """Frames that were expanded and not read yet; where the file goes on behind the frame that was read last."""
         self._patience = 0
         """Bytes of payloads that are looked at behind damage of this segment."""
 
@@ -196,6 +200,8 @@ class Scan:
         """Why this cannot be the next segment."""
         if header.epoch > raw.MAX_EPOCH:
             return "no log has so many epochs"
+        if header.window > raw.MAX_WINDOW:
+            return "no log refers back so far"
         if not self._is_named(file, header):
             return "the file name is not that of this segment"
         if header.number != self._number:
@@ -210,7 +216,7 @@ class Scan:
 
     def _is_elsewhere(self, file: raw.File, header: raw.Header) -> bool:
         """Whether what is in a segment belongs into another place, or has been read."""
-        if header.epoch > raw.MAX_EPOCH or not self._is_named(file, header):
+        if header.epoch > raw.MAX_EPOCH or header.window > raw.MAX_WINDOW or not self._is_named(file, header):
             return True
         foreign = self._log_id not in (None, header.log_id)
         return foreign or header.number < self._number or header.epoch < self._epoch
@@ -234,7 +240,7 @@ class Scan:
 
     def _frames(self, file: raw.File, header: raw.Header) -> Iterator[Found | Damage]:
         offset: int | None = raw.HEADER_BYTES
-        self._patience = _TIMES_LOOKED_AT * file.held
+        self._patience, self._block = _TIMES_LOOKED_AT * file.size(), memoryview(b"")
         while offset is not None:
             found = self._frame(file, header, offset)
             if isinstance(found, _Wrong) and file.renewed():
@@ -249,25 +255,49 @@ class Scan:
                 self.seq, self._crc = frame.seq + (not frame.ends_epoch), frame.crc
                 self._closed = frame.ends_epoch
                 yield found
-                offset += raw.FRAME_HEADER_BYTES + frame.bytes
+                offset = offset if self._block else self._behind_frame
             else:
+                self._block = memoryview(b"")
                 yield Damage(file.path, offset, self.seq, found.reason)
                 offset = self._go_on(file, header, found)
 
     def _frame(self, file: raw.File, header: raw.Header, offset: int) -> Found | _Wrong:
-        """The frame there, if it is the next one."""
+        """The frame there, or the next one in the compressed frame there, if it is the next one."""
+        if self._block:
+            return self._in_block(file, header, offset)
         frame = file.frame(offset, header.seed)
-        if frame is None and file.is_lost(offset):
-            return _Wrong(offset, "a group of compressed frames is not intact")
         if frame is None:
             short = file.size() - offset < raw.FRAME_HEADER_BYTES
             return _Wrong(offset, "a frame header is cut short" if short else "a frame header is not intact")
         refusal = self._refusal(frame)
         if refusal is not None:
             return _Wrong(offset, refusal, "misplaced")
-        payload = file.payload(offset, frame) if frame.bytes <= raw.MAX_PAYLOAD else None
+        payload = file.payload(offset, frame)
         if payload is None:
             return _Wrong(offset, "a frame's payload is cut short or not intact")
+        self._behind_frame = offset + raw.FRAME_HEADER_BYTES + frame.bytes
+        if frame.flags & raw.COMPRESSED:
+            self._block = memoryview(file.expanded(header, frame, payload) or b"")
+            return self._in_block(file, header, offset)
+        return self._found(file, header, offset, frame, payload)
+
+    def _in_block(self, file: raw.File, header: raw.Header, offset: int) -> Found | _Wrong:
+        """The next frame of what was expanded. What is wrong there was written so."""
+        frame = raw.parse_frame(self._block, header.seed)
+        if frame is None or frame.flags & (raw.COMPRESSED | raw.ENDS_EPOCH):
+            return _Wrong(offset, _NOT_EXPANDED, "nonsense")
+        end = raw.FRAME_HEADER_BYTES + frame.bytes
+        payload, refusal = self._block[raw.FRAME_HEADER_BYTES : end], self._refusal(frame)
+        if refusal is not None or len(payload) < frame.bytes or crc32(payload) != frame.crc:
+            return _Wrong(offset, refusal or _NOT_EXPANDED, "nonsense")
+        found = self._found(file, header, offset, frame, payload)
+        if isinstance(found, Found):
+            self._block = self._block[end:]
+        return found
+
+    def _found(
+        self, file: raw.File, header: raw.Header, offset: int, frame: raw.Frame, payload: bytes | memoryview
+    ) -> Found | _Wrong:
         batch = None if frame.ends_epoch else self._decode(file.path, frame, payload)
         if isinstance(batch, str):
             return _Wrong(offset, batch, "nonsense")
@@ -281,7 +311,7 @@ class Scan:
             return "the frame does not continue the one before"
         if frame.seq != self.seq and not (frame.flags & raw.AFTER_LOSS and frame.seq > self.seq):
             return f"the frame is of batch {frame.seq}"
-        return None if frame.bytes <= raw.MAX_PAYLOAD else "the frame is larger than any that is written"
+        return frame.refusal
 
     def _is_end(self, file: raw.File, header: raw.Header, wrong: _Wrong) -> bool:
         """Whether nothing was lost where no frame can be read."""
@@ -294,7 +324,7 @@ class Scan:
             frame.seq > self.seq and frame.flags & raw.BEHIND_SYNC
             for _, frame in file.frames_from(wrong.offset + 1, header.seed)
         )
-        if not is_last or wrong.what != "broken" or file.is_compressed or any(later):
+        if not is_last or wrong.what != "broken" or any(later):
             return False
         self.kind, self._ended = "torn", True
         return True
@@ -304,8 +334,10 @@ class Scan:
         begin = wrong.offset + (wrong.what != "misplaced")
         self._crc, self._closed = None, False
         for offset, frame in file.frames_from(begin, header.seed):
-            if frame.seq < self.seq or frame.bytes > raw.MAX_PAYLOAD:
+            if frame.seq < self.seq or frame.refusal is not None:
                 continue
+            if frame.flags & raw.COMPRESSED and not frame.flags & raw.BEGINS_STREAM:
+                continue  # It is of a stream of which something is lost.
             # Headers by the thousand, each for all of the segment, were not left by any accident.
             self._patience -= frame.bytes
             if self._patience < 0:
@@ -315,7 +347,7 @@ class Scan:
                 return offset
         return None
 
-    def _decode(self, path: Path, frame: raw.Frame, payload: bytes) -> EventBatch | str:
+    def _decode(self, path: Path, frame: raw.Frame, payload: bytes | memoryview) -> EventBatch | str:
         """The batch, or why it is none."""
         try:
             batch = msgspec.msgpack.decode(payload, type=EventBatch)

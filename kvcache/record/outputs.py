@@ -15,7 +15,6 @@ from events.codec import batch_without_tokens
 from events.errors import LogWriteFailed
 from events.log import LogWriter
 from events.log.retention import Limits
-from events.log.zstd import require_zstd
 from events.size import batch_bytes
 from events.types import EpochStarted, EventBatch, Gap
 from kvcache._version import __version__
@@ -172,15 +171,11 @@ class Outputs:
 def open_log(
     directory: Path, config: LogConfig, *, log_id: bytes | None = None, resume: bool = False
 ) -> LogWriter:
-    """A log writer as configured. Raises ZstdMissing where it is to be compressed, and what `LogWriter` raises."""
+    """A log writer as configured. Raises what `LogWriter` raises."""
     written = config.model_dump()
     limits = Limits(*(written.pop(f"retain_{unit}") for unit in ("bytes", "seconds", "segments")))
-    snapshots, compress = written.pop("snapshots"), written.pop("compress")
-    if compress:
-        require_zstd(directory)
-    if snapshots or limits or compress:
-        kept = limits if snapshots or limits else None
-        keeper = Keeper(directory, kept, compress=compress)
+    if written.pop("snapshots") or limits:
+        keeper = Keeper(directory, limits)
         written["segment_begun"], written["closed"] = keeper.look, keeper.close
         written["segment_seconds"] = limits.seconds and limits.seconds / _SEGMENTS_KEPT
     if limits.bytes is not None:

@@ -27,7 +27,7 @@ from tests.support.places import ROOT
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of many segments. Not to be changed."""
     directory = tmp_path_factory.mktemp("logs") / "log"
-    return run_log(directory, *SIZES, "--set", "log.segment_bytes=16000")
+    return run_log(directory, *SIZES, "--set", "log.segment_bytes=16000", "--set", "log.compression=none")
 
 
 @pytest.fixture

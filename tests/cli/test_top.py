@@ -270,7 +270,7 @@ def until(condition: Callable[[], bool]) -> Iterator[object]:
 def long_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log of many segments and two epochs."""
     directory = tmp_path_factory.mktemp("long") / "log"
-    settings = ("--set", "log.segment_bytes=65536", "--concurrency", 3)
+    settings = ("--set", "log.segment_bytes=65536", "--set", "log.compression=none", "--concurrency", 3)
     run_log(directory, "--primary-blocks", 120, "--secondary-blocks", 60, *settings)
     return run_log(directory, "--primary-blocks", 120, "--secondary-blocks", 60, *settings, "--continue")
 

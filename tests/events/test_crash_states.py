@@ -19,8 +19,12 @@ from events import EventBatch, LogWriteFailed
 from events.log import LogReader, LogWriter, recorder
 from events.log.recovery import recover
 from tests.oracles.crash_model import Disk, File, Recording, State, put
-from tests.support.logs.logs import LOG_ID, batch, segments, settle
+from tests.support.logs.logs import LOG_ID, batch, form, segments, settle
 from tests.support.seeds import seeds
+
+__all__ = ["form"]
+
+pytestmark = pytest.mark.usefixtures("form")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
 
@@ -144,8 +148,9 @@ def recorded(root: Path, content: list[EventBatch], run: Run, **options: Any) ->
 
 
 def sized(seq: int, size: int) -> EventBatch:
-    """A batch of somewhat more than `size` bytes, all of them its own."""
-    return batch(seq, [seq * 100_000 + at for at in range(size // 4)])
+    """A batch of somewhat more than `size` bytes, all of them its own, which nothing makes smaller."""
+    rng = random.Random(seq)
+    return batch(seq, [rng.randrange(2**31) for _ in range(size // 4)])
 
 
 SHORT = [sized(seq, size) for seq, size in enumerate((16, 900, 16, 400, 1600, 16, 200, 600))]

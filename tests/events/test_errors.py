@@ -17,6 +17,7 @@ from events.errors import (
     LogExists,
     LogLocked,
     LogOfOtherKind,
+    LogOutdated,
     LogTooNew,
     LogUnavailable,
     LogWriteFailed,
@@ -52,6 +53,7 @@ EXAMPLES: list[tuple[EventsError, dict[str, object], str]] = [
     (LogOfOtherKind(PATH, "feed"), {"path": PATH, "kind": "feed"}, "records what engines told"),
     (LogOfOtherKind(PATH, "cache"), {"path": PATH, "kind": "cache"}, "the log of a cache"),
     (ZstdMissing(PATH), {"path": PATH}, "pip install 'kvcache[zstd]'"),
+    (LogOutdated(PATH), {"path": PATH}, "kvcache log compress"),
     (LogTooNew(PATH, 9), {"path": PATH, "version": 9}, "upgrade"),
     (
         LogDamaged(PATH, 64, 3, "torn apart"),

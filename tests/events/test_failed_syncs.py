@@ -17,17 +17,33 @@ from unittest.mock import patch
 import pytest
 
 from events import EventBatch, LogWriteFailed
-from events.log import LogReader, LogWriter, recorder
+from events.log import LogReader, LogWriter, compressing, recorder
 from events.log.head import LogHead
+from events.log.retention import Kept
 from events.log.segments import segment_name
 from kvcache.keep.compress import compress
 from kvcache.keep.scan import Damage, Found, Scan
 from tests.support.logs.held_disk import HoldDisk
-from tests.support.logs.logs import LOG_ID, batch, frame_offsets, read_log, segments, settle, write_log
+from tests.support.logs.logs import (
+    LOG_ID,
+    batch,
+    form,
+    frame_offsets,
+    read_log,
+    segments,
+    settle,
+    write_log,
+    write_synced,
+)
 from tests.support.seeds import seeds
 from tests.support.waiting import WAIT, wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc")
+__all__ = ["form"]
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="names of open files are asked of /proc"),
+    pytest.mark.usefixtures("form"),
+]
 
 CONTENT = [batch(seq, range(seq * 7 % 90)) for seq in range(30)]
 
@@ -251,7 +267,7 @@ class TestFollowers:
         """It is beyond the end of the copy, and gets the next batch, once, when that is there."""
         fails = [False]
         disk = refusing(lambda _: fails[0], forgets=forgets)
-        [seven] = segments(write_log(tmp_path / "seven", CONTENT[:7]))
+        [seven] = segments(write_log(tmp_path / "seven", CONTENT[:7], compression="none"))
         limit = seven.stat().st_size if segments_follow else 1 << 20
         with LogWriter(tmp_path / "log", segment_bytes=limit) as log:
             for item in CONTENT[:6]:
@@ -297,7 +313,7 @@ class TestFollowers:
 
     def replaced_while_read(self, log: Path) -> Callable[[], None]:
         """What may be there at the next look: the file is cut off, in its place a longer one, and one behind that."""
-        source = write_log(log.with_name("whole"), CONTENT[:12], segment_bytes=1500)
+        source = write_synced(log.with_name("whole"), CONTENT[:12], segment_bytes=1500, fsync="never")
         first, *others = segments(source)
         log.mkdir()
         path, data = log / first.name, first.read_bytes()
@@ -385,7 +401,7 @@ def test_a_full_disk_while_copying(tmp_path: Path, refusing: Callable[..., Disk]
     with LogWriter(tmp_path / "log") as log:
         for item in CONTENT[:5]:
             log.append(item)
-        log.flush()
+            log.flush()
         fails[0] = True
         log.append(CONTENT[5])
         with pytest.raises(LogWriteFailed, match=os.strerror(errno.EIO)):
@@ -419,9 +435,10 @@ def test_a_segment_begun_again(tmp_path: Path, refusing: Callable[..., Disk]) ->
 
 
 def test_what_came_before_a_refused_write(
-    tmp_path: Path, refusing: Callable[..., Disk], hold_disk: HoldDisk
+    tmp_path: Path, refusing: Callable[..., Disk], hold_disk: HoldDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole frames in front of it are synced; where that fails, the file is done with as after any other sync."""
+    monkeypatch.setattr(compressing, "BLOCK_BYTES", 1)
     real, fails, refused = os.writev, [False], list[int]()
     disk = refusing(lambda _: fails[0])
     frames: list[int] = []
@@ -460,7 +477,7 @@ def test_compressing_meanwhile(tmp_path: Path, refusing: Callable[..., Disk]) ->
     """The segment that is replaced is the last one, which is not touched."""
     fails = [False]
     disk = refusing(lambda _: fails[0])
-    with LogWriter(tmp_path / "log", segment_bytes=700) as log:
+    with LogWriter(tmp_path / "log", segment_bytes=700, compression="none") as log:
         for item in CONTENT:
             fails[0] = item.seq % 4 == 1
             log.append(item)
@@ -471,4 +488,4 @@ def test_compressing_meanwhile(tmp_path: Path, refusing: Callable[..., Disk]) ->
             settle(log)
     assert disk.in_vain == 0
     assert read_log(tmp_path / "log")[0] == CONTENT
-    assert sum(path.suffix == ".kvlogz" for path in segments(tmp_path / "log")) > 3
+    assert sum(part.is_compressed for part in Kept(tmp_path / "log").parts) > 3

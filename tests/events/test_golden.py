@@ -19,10 +19,13 @@ import pytest
 from events import AnyEvent, EventBatch, Gap
 from events.codec import decode_batch, encode_batch, to_dict, to_json
 from events.log import LogWriter
+from events.log.frames import VERSION
 from tests.oracles.json_reader import from_json
 from tests.oracles.packer import frame, pack, segment_header, with_bytes
-from tests.support.logs.logs import LOG_ID, TIME, read_log
+from tests.support.logs.logs import LOG_ID, TIME, plain, read_log
 from tests.support.logs.sample_events import EVENTS, GOLDEN, KEY_BYTES
+
+__all__ = ["plain"]
 
 
 def test_every_event_type_has_a_golden_encoding() -> None:
@@ -76,14 +79,14 @@ def test_fields_with_defaults_may_be_missing(name: str) -> None:
     assert from_json(json.dumps({"seq": 5, "ts": TIME, "events": [fields]})) == batch
 
 
-def golden_segment() -> bytes:
+def golden_segment(version: int = 1) -> bytes:
     """A log of two batches, a loss of two, a batch that tells of it, and an orderly end."""
     epoch = 0
     first = pack([0, TIME, [["ContextComputed", 1, 2]]])
     second = pack([1, TIME + 1, [["ContextComputed", 1, 3], ["ContextComputed", 1, 4]]])
     third = pack([4, TIME + 2, [["Gap", 2, 3, "the log could not keep up"]]])
     return (
-        segment_header(LOG_ID, epoch, number=0, base_seq=0)
+        segment_header(LOG_ID, epoch, number=0, base_seq=0, version=version)
         + frame(LOG_ID, epoch, 0, first, 1, flags=4)
         + frame(LOG_ID, epoch, 1, second, 2, previous_crc=crc32(first))
         + frame(LOG_ID, epoch, 4, third, 1, previous_crc=crc32(second), flags=2 | 4)
@@ -107,8 +110,9 @@ def test_golden_segment_is_read() -> None:
     assert (end.kind, end.last_seq, end.next_seq, end.offset) == ("clean", 4, 5, len(golden_segment()))
 
 
+@pytest.mark.usefixtures("plain")
 def test_writer_makes_the_golden_segment(tmp_path: Path, hold_disk: Any) -> None:
-    """The writer, given those batches and losing two, writes those bytes."""
+    """The writer, given those batches and losing two, writes those bytes, but for the version."""
     first, second, third = read_log(GOLDEN / "log")[0]
     with LogWriter(tmp_path, log_id=LOG_ID, overflow="drop", max_queued_batches=2) as log:
         with hold_disk():
@@ -117,4 +121,4 @@ def test_writer_makes_the_golden_segment(tmp_path: Path, hold_disk: Any) -> None
         log.flush()
         assert log.take_gap() == third.events[0]
         assert log.append(third)
-    assert (tmp_path / NAME).read_bytes() == golden_segment()
+    assert (tmp_path / NAME).read_bytes() == golden_segment(VERSION)

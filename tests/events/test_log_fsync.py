@@ -17,9 +17,13 @@ from events.log.frames import MAX_PAYLOAD
 from kvcache.manager import KVCacheManager
 from tests.support.commands import RunPython
 from tests.support.engines import strategies
-from tests.support.logs.logs import batch, batches, read_log, segments, write_log
+from tests.support.logs.logs import batch, batches, plain, read_log, segments, write_log
 from tests.support.logs.syncs import record_syncs
 from tests.support.waiting import WAIT, wait_until
+
+__all__ = ["plain"]
+
+pytestmark = pytest.mark.usefixtures("plain")
 
 
 class Disk:

@@ -15,8 +15,12 @@ from structlog.testing import capture_logs
 from events import LogWriteFailed
 from events.log import LogWriter, recorder
 from events.log.output import LogOutput, Record
-from tests.support.logs.logs import batch, batches, read_log, segments, settle, write_log
+from tests.support.logs.logs import batch, batches, form, read_log, segments, settle, write_log
 from tests.support.waiting import wait_until
+
+__all__ = ["form"]
+
+pytestmark = pytest.mark.usefixtures("form")
 
 Change = Callable[[Path, Path], None]
 

@@ -233,7 +233,7 @@ def test_more_epochs_than_have_numbers_are_damage(tmp_path: Path) -> None:
 def test_newer_formats_are_refused_as_such(tmp_path: Path) -> None:
     """A newer segment version, event format or CacheCreated says "upgrade", not "damaged"."""
     for header, version in (
-        (segment_header(LOG_ID, 0, 0, 0, version=2), 2),
+        (segment_header(LOG_ID, 0, 0, 0, version=3), 3),
         (segment_header(LOG_ID, 0, 0, 0, event_format=9), 9),
     ):
         with pytest.raises(LogTooNew) as raised:

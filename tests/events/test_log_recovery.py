@@ -14,6 +14,7 @@ from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
+    form,
     frame_offsets,
     read_log,
     segments,
@@ -22,6 +23,8 @@ from tests.support.logs.logs import (
 )
 from tests.support.logs.snapshots import snapshot
 from tests.support.seeds import seeds
+
+__all__ = ["form"]
 
 
 def test_first_epoch(tmp_path: Path) -> None:
@@ -60,9 +63,10 @@ def test_epochs_without_batches_leave_no_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", seeds(range(4), quick=1))
 @pytest.mark.parametrize("segment_bytes", [600, 1 << 20])
+@pytest.mark.usefixtures("form")
 def test_continues_after_a_cut_anywhere(tmp_path: Path, segment_bytes: int, part: int) -> None:
     """Wherever writing stopped in the last segment, whole frames stay, the rest is put aside, and writing goes on."""
-    write_log(tmp_path / "log", batches(4), segment_bytes=segment_bytes)
+    write_synced(tmp_path / "log", batches(4), segment_bytes=segment_bytes, fsync="never")
     last = segments(tmp_path / "log")[-1]
     data, base = last.read_bytes(), int(last.stem)
     offsets = frame_offsets(data)
@@ -152,7 +156,7 @@ def test_half_a_closing_mark_is_none(tmp_path: Path, cut: int) -> None:
 
 def test_newer_log_is_refused(tmp_path: Path) -> None:
     """A log of a newer version is not continued, and unlocked again."""
-    (tmp_path / f"{0:020d}.kvlog").write_bytes(segment_header(LOG_ID, 0, 0, 0, version=2))
+    (tmp_path / f"{0:020d}.kvlog").write_bytes(segment_header(LOG_ID, 0, 0, 0, version=3))
     for _ in range(2):
         with pytest.raises(LogTooNew):
             LogWriter(tmp_path, resume=True)

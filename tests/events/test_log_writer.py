@@ -36,7 +36,10 @@ from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
+    form,
+    frames_of,
     large_batch,
+    plain,
     read_log,
     segments,
     settle,
@@ -47,6 +50,8 @@ from tests.support.logs.syncs import record_syncs
 from tests.support.places import ROOT
 from tests.support.seeds import seeds
 from tests.support.waiting import WAIT, wait_until
+
+__all__ = ["form", "plain"]
 
 
 class TestFiles:
@@ -109,6 +114,7 @@ class TestFiles:
             assert calls == ["sync file", "rename"]
             assert [stat.S_ISDIR(status.st_mode) for status in synced] == [True]
 
+    @pytest.mark.usefixtures("plain")
     def test_segments_begin_where_the_limit_is_reached(self, tmp_path: Path) -> None:
         """No segment is larger than its limit unless one batch is; names are the first batch's number."""
         content = [*batches(15), large_batch(15, 3000), *batches(15, 16)]
@@ -120,14 +126,30 @@ class TestFiles:
         assert f"{15:020d}.kvlog" in [path.name for path in segments(tmp_path)]
         assert not list(tmp_path.glob("*.tmp"))
 
+    def test_segments_end_where_they_would_be_read_for_long(self, tmp_path: Path) -> None:
+        """However well it is compressed, a segment holds no more than eight times what its file may have."""
+        content = [large_batch(seq, 1000) for seq in range(60)]
+        write_log(tmp_path, content, segment_bytes=4096)
+        assert read_log(tmp_path)[0] == content
+        first, second, *_ = (int(path.stem) for path in segments(tmp_path))
+        sizes = [36 + len(payload) for _, payload in frames_of(tmp_path)[first : second + 1]]
+        assert sum(sizes[:-1]) <= 8 * 4096 < sum(sizes)
+        assert all(path.stat().st_size < 4096 for path in segments(tmp_path))
+
     @pytest.mark.parametrize("segment_bytes", [600, 1 << 20])
-    def test_equal_batches_give_equal_files(self, tmp_path: Path, segment_bytes: int) -> None:
-        """How batches were grouped can be seen in one flag alone, and when they were written nowhere."""
+    def test_equal_batches_give_equal_frames(self, tmp_path: Path, segment_bytes: int, form: str) -> None:
+        """How batches were grouped can be seen in one flag alone, and when they were written nowhere.
+
+        Grouping shows in compressed files, and not in what they hold.
+        """
         write_log(tmp_path / "at once", batches(30), segment_bytes=segment_bytes)
         with LogWriter(tmp_path / "one by one", log_id=LOG_ID, segment_bytes=segment_bytes) as log:
             for item in batches(30):
                 log.append(item)
                 log.flush()
+        assert frames_of(tmp_path / "at once") == frames_of(tmp_path / "one by one")
+        if form == "compressed":
+            return
         pairs = zip(segments(tmp_path / "at once"), segments(tmp_path / "one by one"), strict=True)
         assert all(a.name == b.name and without_syncs(a) == without_syncs(b) for a, b in pairs)
 
@@ -439,7 +461,7 @@ from tests.support.logs.logs import LOG_ID, batches
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-def write(directory, limit, heals):
+def write(directory, compression, limit, heals):
     failures = []
     def attempt(call):
         try:
@@ -447,7 +469,7 @@ def write(directory, limit, heals):
         except LogWriteFailed as error:
             failures.append(error.errno)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    log = LogWriter(directory, log_id=LOG_ID)
+    log = LogWriter(directory, log_id=LOG_ID, compression=compression)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited[1]))
     for item in batches(50):
         log.append(item)
@@ -463,16 +485,19 @@ def write(directory, limit, heals):
 
 print(json.dumps([write(*case) for case in json.loads(sys.argv[1])]))
 """
-FULL_DISKS = list(itertools.product([30, 64, 100, 1000, 1500, 4000], [True, False]))
-"""How long files may get, and whether there is room again."""
-FullDisks = dict[tuple[int, bool], tuple[Path, int, int, list[int]]]
+FULL_DISKS = [
+    *itertools.product(["none"], [30, 64, 100, 1000, 1500, 4000], [True, False]),
+    *itertools.product(["zstd"], [30, 64, 100, 1000], [True, False]),
+]
+"""How logs are written, how long files may get, and whether there is room again."""
+FullDisks = dict[tuple[str, int, bool], tuple[Path, int, int, list[int]]]
 
 
 @pytest.fixture(scope="module")
 def full_disks(tmp_path_factory: pytest.TempPathFactory) -> FullDisks:
     """The logs of a process whose files must not get long, and what it says of each: written, dropped, failures."""
     root = tmp_path_factory.mktemp("full")
-    places = [root / f"{limit}-{heals}" for limit, heals in FULL_DISKS]
+    places = [root / f"{how}-{limit}-{heals}" for how, limit, heals in FULL_DISKS]
     cases = [(str(place), *case) for place, case in zip(places, FULL_DISKS, strict=True)]
     run = subprocess.run(
         [sys.executable, "-c", FULL_DISK, json.dumps(cases)],
@@ -528,21 +553,22 @@ REFUSALS: list[tuple[int, int, Any]] = [
 class TestFailingDisk:
     """What happens when the system refuses to write."""
 
-    @pytest.mark.parametrize(("limit", "heals"), FULL_DISKS)
-    def test_full_disk(self, tmp_path: Path, full_disks: FullDisks, limit: int, *, heals: bool) -> None:
+    @pytest.mark.parametrize(("how", "limit", "heals"), FULL_DISKS)
+    def test_full_disk(
+        self, tmp_path: Path, full_disks: FullDisks, how: str, limit: int, *, heals: bool
+    ) -> None:
         """What fits is readable; the rest is written when there is room, or counted as dropped when there is none."""
-        place, written, dropped, failures = full_disks[limit, heals]
+        place, written, dropped, failures = full_disks[how, limit, heals]
         assert failures == [errno.EFBIG] * (2 if heals else 4)
         assert written + dropped == 50
         content, end = read_log(place)
         assert content == batches(written)
         if heals:
             assert (written, end.kind) == (50, "clean")
-            logs = (segments(each)[0] for each in (place, write_log(tmp_path / "whole", batches(50))))
-            assert len(set(map(without_syncs, logs))) == 1
+            assert frames_of(place) == frames_of(write_log(tmp_path / "whole", batches(50)))
             return
         assert end.kind == "open"
-        if limit > 64:
+        if limit > 64 and how == "none":
             size = segments(place)[0].stat().st_size
             assert limit - 200 < size <= limit
         with LogWriter(place, resume=True) as log:
@@ -550,9 +576,9 @@ class TestFailingDisk:
 
     @pytest.mark.parametrize("case", seeds(range(len(REFUSALS)), quick=42))
     def test_refused_call_is_made_good(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: int
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: int, form: str
     ) -> None:
-        """Whichever call fails, at the first or a later time, in the end the files are those of a sound disk."""
+        """Whichever call fails, at the first or a later time, in the end the frames are those of a sound disk."""
         spared, segment_bytes, call = REFUSALS[case]
         with LogWriter(tmp_path / "log", log_id=LOG_ID, segment_bytes=segment_bytes) as log:
             with monkeypatch.context() as patch:
@@ -571,6 +597,9 @@ class TestFailingDisk:
             assert log.batches_written == 18
             assert log.bytes_written == sum(path.stat().st_size for path in segments(tmp_path / "log"))
         write_log(tmp_path / "sound", batches(18), segment_bytes=segment_bytes)
+        assert frames_of(tmp_path / "log") == frames_of(tmp_path / "sound")
+        if form == "compressed":
+            return
         contents = [
             {path.name: without_syncs(path) for path in (tmp_path / name).glob("*.kvlog*")}
             for name in ("log", "sound")
@@ -784,6 +813,7 @@ def appearances(directory: Path, tokens: list[int]) -> int:
     return sum(content.count(form) for content in contents for form in forms)
 
 
+@pytest.mark.usefixtures("plain")
 def test_tokens_are_on_disk_only_if_asked_for(tmp_path: Path) -> None:
     """With record_tokens=False no token id is in any file, packed or spelled; with True all are."""
     planted = [1_234_567_891, 1_357_924_680]

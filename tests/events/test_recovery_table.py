@@ -25,6 +25,7 @@ from tests.support.logs.logs import (
     LOG_ID,
     batch,
     batches,
+    form,
     frame_offsets,
     read_log,
     segments,
@@ -33,6 +34,10 @@ from tests.support.logs.logs import (
 )
 from tests.support.logs.snapshots import snapshot
 from tests.support.seeds import seeds
+
+__all__ = ["form"]
+
+pytestmark = pytest.mark.usefixtures("form")
 
 
 def unclosed(log: Path) -> None:
@@ -67,6 +72,7 @@ def broken_in_a_group(log: Path) -> None:
     with LogWriter(log, resume=True, fsync="never") as writer:
         for each in batches(4, 8):
             writer.append(each)
+            writer.flush()
     unclosed(log)
     path = segments(log)[-1]
     data = path.read_bytes()
@@ -107,7 +113,7 @@ def duplicated(log: Path) -> None:
 
 def newer(log: Path) -> None:
     next_segment(64)(log)
-    segments(log)[-1].write_bytes(segment_header(LOG_ID, 1, 9, 8, version=2))
+    segments(log)[-1].write_bytes(segment_header(LOG_ID, 1, 9, 8, version=3))
 
 
 def foreign(log: Path) -> None:
@@ -219,6 +225,7 @@ def test_a_clock_that_went_back_is_no_matter(tmp_path: Path) -> None:
         assert writer.epoch_started.clean
         for each in content[3:]:
             writer.append(each)
+            writer.flush()
     assert read_log(tmp_path)[0] == content
 
 

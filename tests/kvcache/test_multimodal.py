@@ -37,6 +37,7 @@ from kvcache.replay import replay
 from tests.support.engines import strategies
 from tests.support.engines.inside import sequence_of
 from tests.support.logs.kept import states_of
+from tests.support.logs.logs import frames_of
 
 H1, H2 = b"\x11" * 32, b"\x22" * 32
 
@@ -392,7 +393,7 @@ def test_log_replays_at_every_batch(
     told = [event for event in events if isinstance(event, SymbolsInterned)]
     assert told
     assert all(bool(event.pages) == tokens for event in told)
-    written = b"".join(path.read_bytes() for path in (tmp_path / "log").glob("*.kvlog"))
+    written = b"".join(payload for _, payload in frames_of(tmp_path / "log"))
     assert (b"image-" in written) == (bytes([1]) * 32 in written) == tokens
 
 

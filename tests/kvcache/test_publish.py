@@ -24,11 +24,12 @@ from sinks import SinkError
 from sinks.base import SinkUnavailable, SinkURLError
 from sinks.file import FileOptions, FileSink
 from tests.support.feeds.publishing import Collector, Running, Told, once, sinks, write
+from tests.support.logs.logs import plain
 from tests.support.logs.planted import as_root, plant
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-__all__ = ["sinks"]
+__all__ = ["plain", "sinks"]
 
 
 def _runs(publisher: Publisher) -> bool:
@@ -70,6 +71,7 @@ class TestWhereSinksBegin:
         once(log, "x:a", state_dir=tmp_path / "state")
         assert sinks["a"].seqs[before:] == [batch.seq for batch in LogReader(log)]
 
+    @pytest.mark.usefixtures("plain")
     def test_batches_that_a_crash_took_back(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """Where the next epoch uses their numbers again, the sink gets those of the next epoch."""
         log = tmp_path / "log"
@@ -192,6 +194,7 @@ class TestHoles:
         assert isinstance(running.error, LogDamaged)
         assert sinks["a"].names == set()
 
+    @pytest.mark.usefixtures("plain")
     def test_a_torn_tail_is_waited_at(self, tmp_path: Path, sinks: dict[str, Any]) -> None:
         """What the engine's next start cuts off was never told, and what it writes then is."""
         log = tmp_path / "log"

@@ -10,15 +10,17 @@ import pytest
 from events.log import LogReader
 from kvcache.cli.publish import _line, to_json
 from tests.support.feeds.publishing import Collector, FoldingCollector, Running, sinks, write
+from tests.support.logs.logs import plain
 from tests.support.waiting import wait_until
 
-__all__ = ["sinks"]
+__all__ = ["plain", "sinks"]
 
 
 def size_of(log: Path) -> int:
     return sum(path.stat().st_size for path in log.glob("*.kvlog"))
 
 
+@pytest.mark.usefixtures("plain")
 def test_what_is_read_and_what_is_left_is_all_there_is(tmp_path: Path) -> None:
     """At each batch, over segments and epochs; the marks of orderly ends are read with what follows them."""
     log = tmp_path / "log"
@@ -57,6 +59,7 @@ def test_removed_segments_are_not_left(tmp_path: Path) -> None:
     assert reader.bytes_left() == before - size
 
 
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("folds", [True, False])
 def test_progress(tmp_path: Path, sinks: dict[str, Any], folds: bool) -> None:
     """A sink in the middle of a log: what is left shrinks to nothing. One that folds is not open until then."""

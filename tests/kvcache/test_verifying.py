@@ -29,7 +29,7 @@ from tests.support.seeds import seeds
 
 __all__ = ["pair"]
 
-READERS = ("raw.py", "raw_groups.py", "raw_snapshot.py", "scan.py", "losses.py")
+READERS = ("raw.py", "raw_snapshot.py", "scan.py", "losses.py")
 TOGETHER = 5
 """Seeds of one test of random damage: in some of them it is found."""
 

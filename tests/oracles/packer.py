@@ -68,9 +68,10 @@ def segment_header(
     previous_crc: int = 0,
     version: int = 1,
     event_format: int = 1,
+    window: int = 0,
 ) -> bytes:
     """The 64 bytes at the start of a segment."""
-    data = b"KVEVLOG\0" + struct.pack("<HHI", version, event_format, 0) + log_id
+    data = b"KVEVLOG\0" + struct.pack("<HHI", version, event_format, window) + log_id
     data += struct.pack("<QQQI", epoch, number, base_seq, previous_crc)
     return data + struct.pack("<I", crc32(data))
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
+from events.log import compressing
 from events.log.retention import Limits
 from events.log.segments import first_seq, segment_paths
 from kvcache.keep.compress import compress
@@ -34,9 +35,10 @@ def log_with_snapshots(seed: int, log: Path) -> Path:
 
 
 def compressed_copy(plain: Path, log: Path) -> Path:
-    """A copy of which all segments but the last are compressed."""
+    """A copy of which all segments but the last are compressed, in many small frames."""
     shutil.copytree(plain, log)
-    assert compress(log).segments == len(segment_paths(log)) - 1 > 5
+    with patch.object(compressing, "BLOCK_BYTES", 300):
+        assert compress(log).segments == len(segment_paths(log)) - 1 > 5
     return log
 
 

@@ -58,7 +58,7 @@ def write_frames(directory: Path, batches: Sequence[EventBatch], epochs: Sequenc
         if batch.seq in epochs or epoch < 0:
             epoch += 1
             seed, path = frames.seed_of(LOG_ID, epoch), directory / segment_name(batch.seq)
-            header = SegmentHeader(frames.VERSION, FORMAT_VERSION, LOG_ID, epoch, epoch, batch.seq, crc)
+            header = SegmentHeader(frames.VERSION, FORMAT_VERSION, 0, LOG_ID, epoch, epoch, batch.seq, crc)
             path.write_bytes(header.pack())
             expected = batch.seq
         payload = encode_batch(batch)

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from events import LogUnavailable, LogWriteFailed
 from events.log import LogReader, LogWriter, recorder
-from tests.support.logs.logs import LOG_ID, batch, batches, large_batch, segments, settle, write_log
+from tests.support.logs.logs import LOG_ID, batch, batches, large_batch, segments, settle, write_synced
 
 NAMES = ("open", "write", "writev", "pwrite", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "mkdir")
 CONTENT = [*batches(4), *(large_batch(seq, 32 * seq) if seq % 3 else batch(seq) for seq in range(4, 12))]
@@ -82,7 +82,7 @@ class Calls:
 
 def make_torn(log: Path) -> None:
     """What a writer has left that was killed."""
-    write_log(log, CONTENT[:4], log_id=LOG_ID)
+    write_synced(log, CONTENT[:4], log_id=LOG_ID, fsync="never")
     [path] = segments(log)
     path.write_bytes(path.read_bytes()[: -36 - 50])
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from events import (
     AllocateReason,
@@ -19,10 +21,27 @@ from events import (
 )
 from events.ids import BlockIndex, GroupIndex, Handle, LevelIndex
 from events.log import LogEnd, LogReader, LogWriter
-from events.log.frames import BEHIND_SYNC
+from events.log.frames import BEHIND_SYNC, FrameHeader
+from events.log.segments import Frame, Segment
 from tests.support.columns import pack_i32, pack_i64, pack_u32
 
 LOG_ID = bytes(range(16))
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compressed: each batch is a frame of its own, which stands in the file as it is."""
+    monkeypatch.setattr(LogWriter, "_window", lambda *_: 0)
+
+
+@pytest.fixture(params=["compressed", "plain"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Either way in which logs are written."""
+    if request.param == "plain":
+        monkeypatch.setattr(LogWriter, "_window", lambda *_: 0)
+    return str(request.param)
+
+
 TIME = 1_700_000_000_000_000_000
 
 
@@ -102,6 +121,22 @@ def without_syncs(segment: Path) -> bytes:
         del data[at + 32 : at + 36]  # the header's checksum
         data[at + 32 : at + 32] = bytes(4)
     return bytes(data)
+
+
+def frames_of(directory: Path) -> list[tuple[FrameHeader, bytes]]:
+    """All frames of a log, but for what says which of them were on disk when others were written."""
+    return [frame for path in segments(directory) for frame in frames_in(path)]
+
+
+def frames_in(path: Path) -> Iterator[tuple[FrameHeader, bytes]]:
+    """Those of a segment."""
+    with Segment(path) as segment:
+        header = segment.header()
+        assert header is not None
+        chain = header.chain()
+        chain.enter(header)
+        while isinstance(frame := segment.read(chain), Frame):
+            yield frame.header._replace(flags=frame.header.flags & ~BEHIND_SYNC), bytes(frame.payload)
 
 
 def segments(directory: Path) -> list[Path]:

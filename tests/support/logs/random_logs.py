@@ -113,7 +113,12 @@ class Program:
 
     def open_log(self, **options: Any) -> LossyLog:
         return LossyLog(
-            self.directory, record_tokens=self.with_tokens, fsync="never", **self.log_options, **options
+            self.directory,
+            record_tokens=self.with_tokens,
+            fsync="never",
+            compression="none",  # How batches are grouped shows in what is compressed.
+            **self.log_options,
+            **options,
         )
 
     def begin(self, state: Any) -> None:
