@@ -61,9 +61,11 @@ from events.types import FeedUnknown as FeedUnknown
 from events.types import Gap as Gap
 from events.types import GroupCreated as GroupCreated
 from events.types import GroupExported as GroupExported
+from events.types import HitDeferred as HitDeferred
 from events.types import MoveReason as MoveReason
 from events.types import Namespace as Namespace
 from events.types import PoolCreated as PoolCreated
+from events.types import PoolShared as PoolShared
 from events.types import RemoveReason as RemoveReason
 from events.types import RequestId as RequestId
 from events.types import SequenceAdded as SequenceAdded
@@ -71,6 +73,11 @@ from events.types import SequenceExported as SequenceExported
 from events.types import SequenceForked as SequenceForked
 from events.types import SequenceRemoved as SequenceRemoved
 from events.types import SequenceRewound as SequenceRewound
+from events.types import SharingGroup as SharingGroup
+from events.types import SlotsLeft as SlotsLeft
+from events.types import SlotsNamed as SlotsNamed
+from events.types import SlotsTaken as SlotsTaken
+from events.types import SlotsUnnamed as SlotsUnnamed
 from events.types import StateExported as StateExported
 from events.types import SymbolPage as SymbolPage
 from events.types import SymbolsForgotten as SymbolsForgotten

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from events.ids import GroupIndex, Handle, LevelIndex
-from events.packed import Checksums, Keys, Numbers, Slots, Tokens
+from events.packed import Checksums, Counts, Handles, Keys, Numbers, Slots, Tokens
 
 RequestId = str | int
 LEVEL_NAMES = ("primary", "secondary")
@@ -198,3 +198,24 @@ class TransferExported(Part, frozen=True):
     slots: Slots
     handle: Handle | None
     """The sequence that it is made for; None: it only makes room."""
+
+
+class SharingGroup(Part, frozen=True):
+    """A group of layers without slots of its own, and what it has in the pool of the first group."""
+
+    kind: str
+    """What of a prefix of p tokens must be named so that the group can go on behind it. ``full``: all of its blocks;
+    ``sliding``: those of the last `window` tokens; ``chunked``: those from the last multiple of `window` on; ``state``:
+    position p; ``uncached``: nothing, nobody finds what it has."""
+    tokens_per_block: int
+    window: int = 0
+    layers: int = 0
+    """How many."""
+    named: Slots = b""
+    """Slots, one for each name."""
+    keys: Keys = b""
+    positions: Counts = b""
+    handles: Handles = b""
+    """Sequences, one for each entry of a table."""
+    indices: Counts = b""
+    slots: Slots = b""

@@ -58,6 +58,12 @@ from events.kinds.sequences import SequenceForked as SequenceForked
 from events.kinds.sequences import SequenceRemoved as SequenceRemoved
 from events.kinds.sequences import SequenceRewound as SequenceRewound
 from events.kinds.sequences import TokensAppended as TokensAppended
+from events.kinds.sharing import HitDeferred as HitDeferred
+from events.kinds.sharing import PoolShared as PoolShared
+from events.kinds.sharing import SlotsLeft as SlotsLeft
+from events.kinds.sharing import SlotsNamed as SlotsNamed
+from events.kinds.sharing import SlotsTaken as SlotsTaken
+from events.kinds.sharing import SlotsUnnamed as SlotsUnnamed
 from events.reasons import AllocateReason as AllocateReason
 from events.reasons import EndReason as EndReason
 from events.reasons import MoveReason as MoveReason
@@ -75,6 +81,7 @@ from events.structs import RequestId as RequestId
 from events.structs import Retention as Retention
 from events.structs import RetentionRange as RetentionRange
 from events.structs import SequenceExported as SequenceExported
+from events.structs import SharingGroup as SharingGroup
 from events.structs import SymbolPage as SymbolPage
 from events.structs import TransferExported as TransferExported
 
@@ -82,6 +89,8 @@ PRIMARY = LevelIndex(0)
 SECONDARY = LevelIndex(1)
 FULL, SLIDING, CROSS = "full", "sliding", "cross"
 """Kinds of groups (`GroupCreated.kind`)."""
+CHUNKED, STATE, UNCACHED = "chunked", "state", "uncached"
+"""Further kinds of groups that share a pool (`SharingGroup.kind`)."""
 CROSS_WINDOW = 0
 """Stands for cross attention, which has no window, wherever groups are told apart by their windows."""
 
@@ -117,6 +126,12 @@ AnyEvent = (
     | SymbolsInterned
     | SymbolsForgotten
     | AdmissionRefused
+    | PoolShared
+    | SlotsTaken
+    | SlotsLeft
+    | SlotsNamed
+    | SlotsUnnamed
+    | HitDeferred
     | FeedStarted
     | WorkerSeen
     | FeedReceived

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcache.layout import Layout
     from kvcache.manager import KVCacheManager
     from kvcache.prefixes.index import PrefixIndex
+    from kvcache.record.positional import LayerGroup
     from kvcache.recorder import Recorder
     from kvcache.results import Admission
 
@@ -31,6 +32,7 @@ __all__ = [
     "Admission",
     "KVCacheConfig",
     "KVCacheManager",
+    "LayerGroup",
     "Layout",
     "LogConfig",
     "MultimodalItem",
@@ -49,6 +51,7 @@ _HOMES = {
     "CROSS_WINDOW": "events.types",
     "KVCacheConfig": "kvcache.config",
     "KVCacheManager": "kvcache.manager",
+    "LayerGroup": "kvcache.record.positional",
     "Layout": "kvcache.layout",
     "LogConfig": "kvcache.config",
     "MultimodalItem": "kvcache.inputs.multimodal",

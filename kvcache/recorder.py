@@ -38,6 +38,7 @@ from kvcache.errors import (
 from kvcache.fold.check import check
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece
+from kvcache.fold.positional_fold import shared_slots
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.slots import DEFAULT_PRIORITY
 from kvcache.guard import Guard, closing, exclusive, forwarded_to
@@ -59,6 +60,7 @@ from kvcache.record.journal import Journal, cache_created
 from kvcache.record.mirror import Mirror
 from kvcache.record.monitor import Monitor
 from kvcache.record.outputs import LogTarget, Outputs
+from kvcache.record.positional import LayerGroup, PositionalCalls, pool_shared
 from kvcache.record.steps import Steps
 from kvcache.record.told_state import ToldState
 from sinks import Sink, SinkContext, SinkRunner
@@ -111,14 +113,14 @@ class _Storing(NamedTuple):
     """Those at the beginning that are cached already."""
 
 
-class Recorder:
+class Recorder(PositionalCalls):
     """Records what an engine with a cache manager of its own decides, and mirrors its cache.
 
     `config` says what its cache is: `tokens_per_block` (a power of two), `primary_blocks`, `max_sequence_length`, and
     if it keeps blocks in host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is who decides, as in
     "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
     `name_bytes`: it names blocks itself, by so many bytes each (8, 16 or 32); None: names are made here, as
-    `config.block_hash` says. One thread makes all calls.
+    `config.block_hash` says. `groups`: further layers, whose blocks lie in the same pool. One thread makes all calls.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Recorder:
         sinks: Items[str | Sink | SinkRunner] = (),
         first_block_id: int = 0,
         name_bytes: int | None = None,
+        groups: Items[LayerGroup] = (),
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
@@ -143,11 +146,12 @@ class Recorder:
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
         self._guard = Guard()
+        shared = pool_shared(groups, named=name_bytes is not None)
         context = SinkContext(created.key_bytes, config.tokens_per_block, config.model, fold=ToldState)
         self._salts = context.salts
         outputs = Outputs.open(log, sinks, context, config.log)
         try:
-            self._journal = Journal(created, outputs)
+            self._journal = Journal(created, outputs, shared=shared)
             self._assemble(outputs, layout, wall_ns)
             self._journal.make_good()
             self._journal.flush(started)
@@ -329,7 +333,8 @@ class Recorder:
         request_id, blocks = checked_request_id(request_id), checked_natural(needed, "needed")
         self._checker.refuse_running(request_id)
         level, window = self._group.levels[PRIMARY], self._group.window
-        left = level.available if available is None else checked_natural(available, "available")
+        held, _ = shared_slots(self.state)
+        left = level.available - held if available is None else checked_natural(available, "available")
         with self._guard:
             self._whole.note_refusal(request_id, OutOfBlocks(0, (blocks,), (left,), (window,)))
 
@@ -649,7 +654,8 @@ class Recorder:
     def _refuse_group(self, group: int) -> None:
         if group != 0:
             raise Unsupported(
-                f"group {group}", "a recorder has one so far, group 0, of layers with full attention"
+                f"group {group}",
+                "this call is about group 0; of others tell taken, left, named and unnamed",
             )
 
     def _level(self, level: str) -> LevelIndex:

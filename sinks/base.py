@@ -28,7 +28,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import msgspec
 
 from events.errors import FieldsError, option_name, shortened, without_login
-from events.types import CacheCreated, EventBatch, StateExported
+from events.types import CacheCreated, EventBatch, PoolShared, StateExported
 from sinks.histogram import Histogram
 from sinks.salts import PlainSalts
 
@@ -152,7 +152,7 @@ class CacheFold(Protocol):
     def fold(self, batch: EventBatch) -> None:
         """Take in the batch after the last one, or one that begins an epoch. Raises where it does not fit."""
 
-    def told(self) -> tuple[CacheCreated, StateExported]:
+    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
         """The state, as events with which another fold can begin."""
 
 

@@ -274,6 +274,16 @@ def _worker_seen(e: ev.WorkerSeen, known: Known) -> str:
     return f"{_worker(e.worker, known)}{topic}{rank} complete={_yes(e.complete)}"
 
 
+def _indexed(e: ev.SlotsTaken | ev.SlotsLeft) -> str:
+    """How many blocks, and where they are in the table."""
+    return f"{_blocks(e.slots)} at={_ends(unpack_u32(e.indices))}"
+
+
+def _ends(numbers: Sequence[int] | Any) -> str:
+    """The first and the last of some numbers."""
+    return "..".join(dict.fromkeys([str(each) for each in (*numbers[:1], *numbers[-1:])]))
+
+
 def _level(level: int) -> str:
     return LEVEL_NAMES[level] if PRIMARY <= level < len(LEVEL_NAMES) else f"level{level}"
 
@@ -338,6 +348,25 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ev.AdmissionRefused: lambda e, known: (
         f"request={text(e.request_id)} needed={_per_group(e.needed)} available={_per_group(e.available)}"
     ),
+    ev.PoolShared: lambda e, known: (
+        f"groups={len(e.groups)}"
+        f" {','.join([f'{text(each.kind)}:{each.tokens_per_block}' for each in e.groups])}"
+        f" named={_per_group([len(each.named) // SLOT_BYTES for each in e.groups])}"
+        f" held={_per_group([len(each.slots) // SLOT_BYTES for each in e.groups])}"
+    ),
+    ev.SlotsTaken: lambda e, known: (
+        f"{_whose(e.handle, known)} group={e.group} {_indexed(e)}{' reused' * e.reused}"
+    ),
+    ev.SlotsLeft: lambda e, known: f"{_whose(e.handle, known)} group={e.group} {_indexed(e)}",
+    ev.SlotsNamed: lambda e, known: (
+        f"{_whose(e.handle, known)} group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))}"
+        f" at={_ends(unpack_u32(e.positions))}"
+    ),
+    ev.SlotsUnnamed: lambda e, known: (
+        f"group={e.group} {_blocks(e.slots)}{_names(names_of_keys(e.keys, known.key_bytes))} why={e.why}"
+        f"{'' if e.handle is None else ' for ' + _whose(e.handle, known)}"
+    ),
+    ev.HitDeferred: lambda e, known: f"request={text(e.request_id)} group={e.group}",
     ev.FeedStarted: lambda e, known: f"endpoints={','.join(map(text, e.endpoints))}",
     ev.WorkerSeen: _worker_seen,
     ev.FeedReceived: lambda e, known: (

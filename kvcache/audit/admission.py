@@ -10,6 +10,7 @@ import numpy.typing as npt
 from events.types import Namespace, RequestId
 from kvcache.audit.columns import Ids
 from kvcache.audit.reasons import Reason
+from kvcache.audit.sharing import Lacking
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +35,8 @@ class Admission:
     """`Reason` per block, of its `tokens`."""
     windows: npt.NDArray[np.int8]
     """Per block the window (as an index) that the reason is about; -1: none in particular."""
+    lacking: Lacking | None = None
+    """What a further group lost of it."""
     facts: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
     """For who asked for details: what was known of each block."""
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(Reason), np.int64))

@@ -11,6 +11,7 @@ from kvcache.audit.columns import Ids
 from kvcache.audit.history import History
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
+from kvcache.audit.sharing import Lacking
 from kvcache.audit.window import Window
 
 
@@ -28,6 +29,9 @@ def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids)
     else:
         reasons[reused:full], windows[reused:full] = _why_not(history, ids[reused:])
     reasons[:reused] = Reason.PRIMARY
+    lacking = _lacking(history, ids, reused)
+    if lacking is not None:
+        reasons[lacking.first_block : lacking.stop_block] = Reason.NOT_SERVABLE
     return Admission(
         number=sequence.number,
         request_id=event.request_id,
@@ -41,7 +45,20 @@ def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids)
         ids=ids,
         reasons=reasons,
         windows=windows,
+        lacking=lacking,
     )
+
+
+def _lacking(history: History, ids: Ids, reused: int) -> Lacking | None:
+    """What a group that shares the pool lost of the leading blocks that full attention has."""
+    if not history.shared.groups or not history.reuse or history.names is None:
+        return None
+    gone = np.flatnonzero(history.windows[0].of["level"][ids] < 0)
+    stop = int(gone[0]) if len(gone) else len(ids)
+    if stop <= reused:
+        return None
+    history.names.reach(len(history.contents))
+    return history.shared.lacking(history.names["name"][ids[:stop]], reused, history.tokens_per_block)
 
 
 def _why_not(history: History, ids: Ids) -> tuple[Ids, Ids]:

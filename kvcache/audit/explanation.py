@@ -79,6 +79,10 @@ class Part:
     """The request that needed the room."""
     computed_by: RequestId | None = None
     """The running request that was computing it."""
+    group: int | None = None
+    """The group that shares the pool of full attention and lost it; `gone` and `gone_for` are about what it lost."""
+    kind: str = ""
+    """That group's."""
 
 
 @dataclass(slots=True)
@@ -226,7 +230,15 @@ def _parts(history: History, admission: Admission) -> list[Part]:
 
 
 def _said(part: Part) -> tuple[object, ...]:
-    return part.reason, part.window, part.stored_by, part.gone, part.gone_for, part.computed_by
+    return (
+        part.reason,
+        part.window,
+        part.stored_by,
+        part.gone,
+        part.gone_for,
+        part.computed_by,
+        part.group,
+    )
 
 
 def _part(history: History, admission: Admission, first: int, stop: int, reason: Reason, group: int) -> Part:
@@ -238,6 +250,10 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
     known = reason.is_reuse or reason.is_lost or reason in (Reason.NOT_SERVABLE, Reason.NOT_REUSED)
     lost = reason.is_lost
+    lacking = admission.lacking if reason == Reason.NOT_SERVABLE else None
+    if lacking is not None:
+        lost = lacking.gone_batch >= 0
+        facts |= {"gone_batch": lacking.gone_batch, "gone_at": lacking.gone_at, "gone_by": lacking.gone_by}
     return Part(
         first,
         stop,
@@ -251,6 +267,8 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
         gone=Moment(facts["gone_batch"], facts["gone_at"]) if lost else None,
         gone_for=_request(history, facts["gone_by"]) if lost else None,
         computed_by=_request(history, facts["computed_by"]),
+        group=None if lacking is None else lacking.group,
+        kind="" if lacking is None else lacking.kind,
     )
 
 

@@ -15,7 +15,7 @@ from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.sequences import RunningTokens
 from events.types import PRIMARY, SECONDARY, SLIDING, EventBatch, MoveReason, RequestId
 from kvcache.audit.admission import Admission
-from kvcache.audit.columns import Ids
+from kvcache.audit.columns import Columns, Ids
 from kvcache.audit.explaining import explain, facts_of, note_reused
 from kvcache.audit.exported import cached_in
 from kvcache.audit.history import History
@@ -76,6 +76,9 @@ class HistoryFold(History):
             ev.CacheCleared: self._on_cleared,
             ev.AdmissionRefused: self._on_refused,
             ev.SymbolsInterned: self._on_interned,
+            ev.PoolShared: self._on_shared,
+            ev.SlotsNamed: self._on_named,
+            ev.SlotsUnnamed: self._on_unnamed,
         }
 
     def fold(self, batch: EventBatch) -> None:
@@ -87,7 +90,11 @@ class HistoryFold(History):
     def _fold(self, batch: EventBatch) -> None:
         self.batch, self.now = batch.seq, batch.ts
         events = known_events(batch)
-        self._failed = any(type(event) is ev.TransferFailed for event in events)
+        kinds = set(map(type, events))
+        self._failed = ev.TransferFailed in kinds
+        if ev.PoolShared in kinds and self.names is None:
+            # Further groups are known by names alone.
+            self.names = Columns(name=(np.uint64, 0))
         for event in self._self_attention.of(events):
             handler = self._handlers.get(type(event))
             if handler is not None:
@@ -118,12 +125,14 @@ class HistoryFold(History):
         # Where every window attends to everything, what is cached can be reused, and our manager does.
         slides = any(group.kind == SLIDING for group in event.groups)
         self.not_taken = Reason.NOT_REUSED if event.engine and not slides else Reason.NOT_SERVABLE
+        self.shared.end(self.batch, self.now)
         before, self.windows = self.windows, [Window(group) for group in event.groups]
         for old, new in zip(before, self.windows, strict=False):
             new.of = old.of
 
     def _on_exported(self, event: ev.StateExported) -> None:
         """What is not in it is gone: batches were lost before it, or the cache began with it."""
+        self.shared.end(self.batch, self.now)
         running = {each.handle: self.running.get(each.handle) for each in event.sequences}
         self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
@@ -191,7 +200,19 @@ class HistoryFold(History):
 
     def _on_cleared(self, event: ev.CacheCleared) -> None:
         self._lose_all(Reason.COPY_FAILED if self._failed else Reason.CLEARED)
+        self.shared.clear(self.batch, self.now)
         self._tell_lost()
+
+    def _on_shared(self, event: ev.PoolShared) -> None:
+        self.shared.begin(event, len(self.windows), self.key_bytes)
+
+    def _on_named(self, event: ev.SlotsNamed) -> None:
+        self.shared.groups[event.group - len(self.windows)].name(event.keys)
+
+    def _on_unnamed(self, event: ev.SlotsUnnamed) -> None:
+        by = self.running[event.handle].number if event.handle in self.running else -1
+        group = self.shared.groups[event.group - len(self.windows)]
+        group.unname(event.keys, self.batch, self.now, by)
 
     # -- requests
 

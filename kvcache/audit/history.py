@@ -10,6 +10,7 @@ from kvcache.audit.contents import ContentIds
 from kvcache.audit.epochs import EpochClock
 from kvcache.audit.reasons import Reason
 from kvcache.audit.running import Running
+from kvcache.audit.sharing import SharedGroups
 from kvcache.audit.window import Window
 
 
@@ -35,6 +36,8 @@ class History:
         """Per content its name as the log has it (`name`); None unless somebody asks for them."""
         self.served_names = Columns(name=(np.uint64, 0))
         """Per content that was reused its name; 0 where the log has none."""
+        self.shared = SharedGroups()
+        """Further groups, whose slots lie in the pool of the first one."""
         self.epochs = EpochClock()
         self.batch, self.now = -1, 0
         """The batch that is folded, and its wall clock in ns."""

@@ -16,6 +16,7 @@ from events.packed import names_of_keys
 from events.types import PRIMARY, EventBatch, RequestId
 from kvcache.fold.contents import AnyGroup
 from kvcache.fold.places import Places
+from kvcache.fold.positional import PositionalGroup
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.state import CacheState
 from kvcache.replay import Progress, Replayed
@@ -23,6 +24,7 @@ from kvcache.replay import Progress, Replayed
 _ALWAYS = (
     ev.CacheCreated,
     ev.StateExported,
+    ev.PoolShared,
     ev.CacheCleared,
     ev.SequenceForked,
     ev.SequenceRewound,
@@ -49,6 +51,8 @@ class Occupant(NamedTuple):
     """Of a cached block: 16 hex digits; None: it has none."""
     landed: bool = True
     """Whether its bytes are there."""
+    of_group: int | None = None
+    """The further group that has the slot, whose blocks the place counts; None: none has."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +143,28 @@ def occupant_of(state: CacheState, index: int, level: int, slot: int) -> Occupan
         if slot in table:
             requests.append(sequence.request_id)
             block = table.index(slot)
+    if block is None and not group.is_cached(level, slot) and (index, level) == (0, PRIMARY):
+        return next((_sharer(state, each, slot) for each in state.positional if each.uses(slot)), Occupant())
     if not group.is_cached(level, slot):
         return Occupant(tuple(requests), block)
     run, at, landed = _cached(group, level, slot)
     size = group.tree.key_bytes
     name = names_of_keys(bytes(run.keys[at * size : (at + 1) * size]), size).hex() if size else None
     return Occupant(tuple(requests), run.start + at, True, name, landed)
+
+
+def _sharer(state: CacheState, group: PositionalGroup, slot: int) -> Occupant:
+    """Who has a slot of the first group's pool in a further group."""
+    held = [
+        (handle, at) for handle, table in group.tables.items() for at, own in table.items() if own == slot
+    ]
+    requests = tuple([state.sequences[handle].request_id for handle, _ in held])
+    names = group.names.get(slot, {})
+    places = [at for _, at in held] + [
+        -(-end // group.created.tokens_per_block) - 1 for end in names.values()
+    ]
+    name = names_of_keys(next(iter(names)), group.key_bytes).hex() if names else None
+    return Occupant(requests, places[0], bool(names), name, of_group=group.index)
 
 
 def _cached(group: AnyGroup, level: int, slot: int) -> tuple[Run, int, bool]:

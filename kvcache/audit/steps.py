@@ -9,6 +9,7 @@ from events.packed import HANDLE_BYTES, SLOT_BYTES, unpack_u32
 from events.structs import LEVEL_NAMES
 from events.types import EventBatch
 from kvcache.audit.rows import OccupancyRow, StepRow
+from kvcache.fold.positional_fold import shared_slots
 from kvcache.fold.state import CacheState
 from kvcache.replay import known_events
 
@@ -71,10 +72,13 @@ def _appended(event: ev.TokensAppended) -> int:
 def occupancy(state: CacheState) -> list[OccupancyRow]:
     """Of each level of each window, by what its blocks are."""
     windows = () if state.created is None else state.created.groups
-    rows = []
+    rows = list[OccupancyRow]()
     for created, group in zip(windows, state.groups, strict=True):
         for name, level in zip(LEVEL_NAMES, group.levels, strict=True):
             blank, unreferenced = len(level.blank), level.unreferenced
+            if not rows:
+                held, idle = shared_slots(state)
+                blank, unreferenced = blank - held - idle, unreferenced + idle
             held = level.size - blank - unreferenced
             rows.append(OccupancyRow(created.window, name, level.size, held, unreferenced, blank))
     return rows

@@ -65,7 +65,7 @@ def _stay(name: str, stay: Stay, when: When) -> Told:
             _range(part.first, part.stop - 1),
             f"{part.stop - part.first:,}",
             *([f"{part.window:,}" if part.window is not None else ""] * several),
-            IN_WORDS[part.reason],
+            _what(part),
             _details(part, stay.admitted, when),
         ]
         for part in stay.parts
@@ -73,6 +73,12 @@ def _stay(name: str, stay: Stay, when: When) -> Told:
     columns = ["blocks", "tokens", "count", *(["window"] * several), "what", "details"]
     heading = f"request {name}: {stay.num_tokens:,} prompt tokens, admitted in {_moment(stay.admitted, when)}"
     return Told(heading, _facts(stay, when), columns, rows)
+
+
+def _what(part: Part) -> str:
+    if part.group is None:
+        return IN_WORDS[part.reason]
+    return f"cached, but lost in {group_in_words(part.group, part.kind)}"
 
 
 def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
@@ -112,6 +118,8 @@ def _moments(stored: tuple[Stored, ...], when: When) -> str:
 
 def _details(part: Part, now: Moment, when: When) -> str:
     said = []
+    if part.group is not None and part.gone is None:
+        said.append("what is needed there had never been kept")
     if part.gone is not None:
         said.append(f"{duration(max(0, now.at - part.gone.at) / 1e9)} before, in {_moment(part.gone, when)}")
         if part.gone_for is not None:
@@ -135,6 +143,11 @@ def _slots(slots: tuple[int, ...]) -> str:
     said = ", ".join(_range(first, last) for first, last in ranges[:_MOST_RANGES])
     noun = "slot" if len(slots) == 1 else "slots"
     return f"{noun} {said}" + ", …" * (len(ranges) > _MOST_RANGES)
+
+
+def group_in_words(group: int, kind: str) -> str:
+    """A group that shares the pool of full attention."""
+    return f"group {group} ({kind})"
 
 
 def namespace_in_words(namespace: Namespace) -> str:

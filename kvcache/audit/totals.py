@@ -69,6 +69,8 @@ class Audit:
     """Per block that was computed again because it had been evicted: since it went."""
     lost_by_priority: Counter[int] = field(default_factory=Counter)
     """Tokens computed again because of evictions, by the priority of the blocks."""
+    lost_by_group: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Tokens that full attention had cached, by number and kind of the further group that had not what they need."""
     worst: list[Eviction] = field(default_factory=list)
     levels: tuple[LevelLives, LevelLives] = field(default_factory=lambda: (LevelLives(), LevelLives()))
     lifetimes: Ages = field(default_factory=Ages)
@@ -143,6 +145,9 @@ class Totals(Listener):
         audit.by_namespace.setdefault(admission.namespace, np.zeros(len(Reason), np.int64))[:] += (
             admission.counts
         )
+        if (lacking := admission.lacking) is not None:
+            lost = (lacking.stop_block - lacking.first_block) * admission.tokens_per_block
+            audit.lost_by_group[lacking.group, lacking.kind] += lost
         audit.over_time.add(history.epochs.of(admission.at), admission.counts)
 
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:

@@ -13,7 +13,7 @@ from events.types import EventBatch
 from kvcache.audit.histogram import Ages
 from kvcache.audit.prefixes import Prefix
 from kvcache.audit.reasons import IN_WORDS, LOSSES, Reason
-from kvcache.audit.telling import namespace_in_words
+from kvcache.audit.telling import group_in_words, namespace_in_words
 from kvcache.audit.totals import MOST_USES, Audit, audit_batches
 from kvcache.audit.verdict import verdict_on
 from kvcache.cli import moments, times, told, told_audit
@@ -134,6 +134,10 @@ def _show_reasons(audit: Audit, out: Output) -> None:
         if (tokens := int(audit.reasons[reason]))
     ]
     out.table(["prompt tokens", "count", "share"], rows, right=["count", "share"])
+    for (group, kind), tokens in sorted(audit.lost_by_group.items()):
+        out.line(
+            f"  lost in {group_in_words(group, kind)}: {count(tokens, 'token')} that full attention had cached"
+        )
 
 
 def _show_time(audit: Audit, when: Times, out: Output) -> None:

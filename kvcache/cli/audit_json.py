@@ -36,6 +36,10 @@ def to_json(audit: Audit) -> dict[str, Any]:
             {**_namespace_json(namespace), "reasons": reasons_json(tokens)}
             for namespace, tokens in audit.by_namespace.items()
         ],
+        "lost_by_group": [
+            {"group": group, "kind": kind, "tokens": tokens}
+            for (group, kind), tokens in sorted(audit.lost_by_group.items())
+        ],
         "over_time": _time_json(audit),
         "evictions": _evictions_json(audit),
         "levels": {

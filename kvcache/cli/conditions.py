@@ -129,7 +129,7 @@ class OfSequences:
             return not self._handles.isdisjoint(array("q", handles))
         if (transfers := getattr(event, "transfers", None)) is not None:
             return not self._transfers.isdisjoint(array("q", transfers))
-        return isinstance(event, ev.AdmissionRefused) and str(event.request_id) == self._id
+        return isinstance(event, ev.AdmissionRefused | ev.HitDeferred) and str(event.request_id) == self._id
 
 
 class NamingBlock:
@@ -140,11 +140,13 @@ class NamingBlock:
 
     def __call__(self, event: ev.AnyEvent) -> bool:
         """Whether the event names the block."""
+        if isinstance(event, ev.SlotsNamed | ev.SlotsUnnamed):
+            return self._within(event.keys, self._known.key_bytes)
         if isinstance(event, ev.BlocksStored):
             return self._within(event.keys, self._known.key_bytes) or self._within(event.parent, NAME_BYTES)
         if isinstance(event, ev.BlocksFilled):
             return self._within(event.keys, self._known.key_bytes) or self._within(event.parents, NAME_BYTES)
-        if isinstance(event, ev.StateExported):
+        if isinstance(event, ev.StateExported | ev.PoolShared):
             return any(self._within(group.keys, self._known.key_bytes) for group in event.groups)
         if isinstance(event, ev.FeedStored | ev.FeedRemoved):
             hashes = (*event.block_hashes, getattr(event, "parent_block_hash", None))

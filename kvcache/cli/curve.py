@@ -219,6 +219,9 @@ def _facts(found: Found) -> list[tuple[str, str]]:
     rows = [("prompts", f"{prompts.admissions:,} with {asked}, {different}")]
     if prompts.windows > 1:
         rows.append(("window", f"{prompts.window:,}, with full attention; sliding ones are not looked at"))
+    if prompts.shared:
+        told = "full attention alone: other layers take blocks of the same pool, and may lose what it keeps"
+        rows.append(("groups", told))
     if prompts.gaps:
         lost = f"; {prompts.skipped:,} prompts are left out, since their tokens cannot be known"
         missing = f"batches are missing in {count(prompts.gaps, 'place')}, and the prompts in them"

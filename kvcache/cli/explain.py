@@ -130,6 +130,8 @@ def _part_json(part: Part) -> dict[str, Any]:
         "stored": [{"first_block": each.first_block, **_moment_json(each.moment)} for each in part.stored],
         "gone": _moment_json(part.gone),
         **request,
+        "group": part.group,
+        "group_kind": part.kind or None,
     }
 
 

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.tokens.rich import RichTokens
 from events.tokens.symbols import SymbolTable, has_symbols
 from events.types import CROSS, EventBatch, Gap, Namespace, SequenceAdded
+from kvcache.audit.sharing import SharedGroups
+from kvcache.audit.telling import group_in_words
 from kvcache.cli import moments, times, told
 from kvcache.cli.messages import printable
 from kvcache.cli.moments import UpTo
@@ -24,6 +28,7 @@ from kvcache.cli.replay import describe_point
 from kvcache.cli.times import Times, iso
 from kvcache.decide.lookup import lookup
 from kvcache.errors import Unsupported, UsageError
+from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.inputs.requests import namespace_of
 from kvcache.inputs.tokens import pack_tokens
@@ -201,6 +206,7 @@ def _show(replayed: Replayed, found: Match, out: Output) -> None:
         [
             ("would reuse", f"{count(found.reused_tokens, 'token')}: {share(part)}"),
             ("", levels),
+            *_lost(replayed.state, found),
             ("would compute", count(computed, "token")),
             *_unseen(found),
         ]
@@ -229,6 +235,22 @@ def _unseen(found: Match) -> Iterator[tuple[str, str]]:
                 f"window {window:,}",
                 f"sees nothing before block {first:,} from there on, and needs none of it",
             )
+
+
+def _lost(state: CacheState, found: Match) -> Iterator[tuple[str, str]]:
+    """What of it a further group could not go on behind."""
+    if not found.blocks or not state.positional or state.created is None:
+        return
+    groups, size = SharedGroups(), state.tokens_per_block
+    for event in export_shared(state):
+        groups.begin(event, len(state.groups), state.created.key_bytes)
+    names = np.frombuffer(bytes.fromhex("".join([each.name for each in found.blocks])), np.uint64)
+    if (lacking := groups.lacking(names, 0, size)) is not None:
+        left = count(lacking.first_block * size, "token")
+        yield (
+            "of that",
+            f"{left}, as {group_in_words(lacking.group, lacking.kind)} has not what follows needs",
+        )
 
 
 def _rows(blocks: Iterable[MatchedBlock], size: int, *, with_window: bool) -> Iterator[tuple[str, ...]]:

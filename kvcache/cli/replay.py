@@ -12,6 +12,7 @@ from events.log import LogReader
 from events.structs import LEVEL_NAMES
 from events.types import PRIMARY, SECONDARY, Gap
 from kvcache.audit.phrases import describe_end as describe_end
+from kvcache.audit.telling import group_in_words
 from kvcache.cli import moments, times, told
 from kvcache.cli.levels import levels_json, levels_table
 from kvcache.cli.log_end import end_json
@@ -93,6 +94,16 @@ def to_json(replayed: Replayed, *, verified: bool) -> dict[str, Any]:
         "batches": replayed.batches,
         "events": replayed.events,
         "groups": _groups_json(state),
+        "sharing": [
+            {
+                "group": each.index,
+                "kind": each.created.kind,
+                "window": each.created.window,
+                "held": len(each.holders),
+                "named": len(each.names),
+            }
+            for each in state.positional
+        ],
         "for_routers": dict(zip(LEVEL_NAMES, _for_routers(state), strict=True)),
         "num_sequences": len(state.sequences),
         "num_transfers": len(state.transfers),
@@ -135,6 +146,9 @@ def _show(title: str, replayed: Replayed, out: Output, *, verified: bool) -> Non
     facts = [("sequences", f"{len(state.sequences):,} running")]
     if state.created is not None and state.created.engine:
         facts.append(("decided by", printable(state.created.engine)))
+    for each in state.positional:
+        kind, has = each.created.kind, f"{len(each.holders):,} blocks held, {len(each.names):,} named"
+        facts.append(("shares primary", f"{group_in_words(each.index, kind)}: {has}"))
     for window, group in zip(windows, state.groups, strict=True):
         leaves, runs, namespaces = _tree(group)
         where = f" of window {window:,}" * several

@@ -125,6 +125,8 @@ def _type(change: SlotChange) -> str:
 def _in_words(occupant: Occupant) -> str:
     if occupant.block is None:
         return "blank"
+    if occupant.of_group is not None:
+        return f"{_in_words(occupant._replace(of_group=None))}, in group {occupant.of_group}"
     holders = f"held by {_holders(occupant)}" if occupant.requests else "held by nobody"
     if not occupant.cached:
         return f"block {occupant.block:,}, not cached yet, {holders}"
@@ -180,4 +182,5 @@ def _occupant_json(occupant: Occupant) -> dict[str, Any]:
         "cached": occupant.cached,
         "name": occupant.name,
         "landed": occupant.landed,
+        "of_group": occupant.of_group,
     }

@@ -13,7 +13,7 @@ from events.packed import TOKEN_BYTES, names_of_keys, unpack_names
 from events.structs import GroupCreated
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM, chain_symbols
 from events.tokens.symbols import SymbolTable, has_symbols
-from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, SequenceAdded
+from events.types import CROSS, FULL, CacheCreated, EventBatch, Gap, PoolShared, SequenceAdded
 from kvcache.errors import Unsupported, UsageError
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting
@@ -69,6 +69,8 @@ class LoggedPrompts:
         self.gaps = 0
         self.windows = 0
         """How many the last cache has."""
+        self.shared = False
+        """Whether layers of other kinds take blocks of the same pool."""
         self.reused_primary = 0
         """Tokens in full blocks that the log's own cache served from primary."""
         self.reused_secondary = 0
@@ -118,6 +120,8 @@ class LoggedPrompts:
                 self._create(event)
             elif isinstance(event, Gap):
                 self.gaps += 1
+            elif isinstance(event, PoolShared):
+                self.shared = True
             elif isinstance(event, SequenceAdded):
                 if event.num_tokens and not event.tokens:
                     raise NoTokens(batch.seq)

@@ -20,6 +20,7 @@ from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.life import SlotState, States, slot_states
 from kvcache.fold.pin import Pin
+from kvcache.fold.positional_fold import check_positional
 from kvcache.fold.prefix_tree import Node, Root, Run, runs_below
 from kvcache.fold.sequence import DETACHED, Sequence
 from kvcache.fold.sliding_check import arriving, check_places, check_references
@@ -70,6 +71,7 @@ def check_slots(state: Contents) -> None:
         "request ids and handles disagree",
     )
     _check_readers(state)
+    check_positional(state)
     _check_decoding(state)
     if state.tokens_recorded:
         _check_symbols(state)

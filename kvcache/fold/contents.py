@@ -15,6 +15,7 @@ from kvcache.errors import invariant
 from kvcache.fold.counting_group import CountingGroup
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.pin import Pin
+from kvcache.fold.positional import PositionalGroup
 from kvcache.fold.prefix_tree import Node
 from kvcache.fold.sequence import Sequence, decode_on
 from kvcache.fold.shape import counts_uses
@@ -47,6 +48,8 @@ class Contents:
         self.epoch = 0
         self.created: ev.CacheCreated | None = None
         self.groups: list[AnyGroup] = []
+        self.positional: list[PositionalGroup] = []
+        """Further groups, which have slots in the pool of the first one."""
         self.hashing: HashAlgorithm = ALGORITHMS["none"]
         self.tokens_per_block = 1
         self.longest = self.longest_input = 0

@@ -23,6 +23,7 @@ from events.packed import NAME_BYTES
 from kvcache.fold.checksums import landed_checksums
 from kvcache.fold.contents import AnyGroup, Contents
 from kvcache.fold.counting_group import CountingGroup
+from kvcache.fold.positional_fold import add_positional
 from kvcache.fold.prefix_tree import Run
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.sliding_group import SlidingGroup
@@ -39,6 +40,7 @@ def fingerprint(state: Contents) -> bytes:
         _add_group(digest, group)
     for handle in sorted(state.sequences):
         _add_sequence(digest, state.sequences[handle])
+    add_positional(digest, state)
     for number, pin in sorted(state.pins.items()):
         digest.update(array("q", [number, pin.named, *map(len, pin.slots)]))
         for slots in pin.slots:

@@ -17,8 +17,8 @@ from events.ids import MAX_NUMBER
 from events.packed import TOKEN_BYTES
 from events.tokens.names import ALGORITHMS
 from kvcache.errors import InvariantViolated, invariant
-from kvcache.fold.encoder_fold import EncoderFold
 from kvcache.fold.exported_state import install
+from kvcache.fold.positional_fold import PositionalFold
 from kvcache.fold.sequence import Sequence
 from kvcache.fold.shape import check_created, longest_input, longest_sequence
 
@@ -26,7 +26,7 @@ REMEMBERED_REFUSALS = 4096
 """A request that was refused longer ago may be noted again."""
 
 
-class CacheState(EncoderFold):
+class CacheState(PositionalFold):
     """Everything the cache knows. Starts empty; `CacheCreated` gives it its shape."""
 
     def __init__(self, *, tokens_recorded: bool = True) -> None:
@@ -63,6 +63,12 @@ class CacheState(EncoderFold):
             ev.SymbolsInterned: self.symbols.intern,
             ev.SymbolsForgotten: self.symbols.forget,
             ev.AdmissionRefused: self._note_refusal,
+            ev.PoolShared: self._share_pool,
+            ev.SlotsTaken: self._take_slots,
+            ev.SlotsLeft: self._leave_slots,
+            ev.SlotsNamed: self._name_slots,
+            ev.SlotsUnnamed: self._unname_slots,
+            ev.HitDeferred: _ignore,
             **dict.fromkeys(FEED_EVENTS, _refuse),
         }
 
@@ -80,6 +86,7 @@ class CacheState(EncoderFold):
         self.hashing = ALGORITHMS[event.hash_algorithm]
         self.tokens_per_block = event.tokens_per_block
         self.groups = [self.make_group(index) for index in range(len(event.groups))]
+        self.positional = []
         self.sequences.clear()
         self.handles.clear()
         self.transfers.clear()
@@ -99,6 +106,7 @@ class CacheState(EncoderFold):
     def _install(self, event: ev.StateExported) -> None:
         self.running.forget_row()
         self.awaiting_onboard.clear()
+        self.positional = []
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
@@ -111,6 +119,7 @@ class CacheState(EncoderFold):
         for sequence in self.sequences.values():
             sequence.path_ends = self.roots(sequence.namespace)
         self._forget_names_of_pins()
+        self._forget_positional_names()
         self.changed_blocks += sum(map(sum, removed)) + sum(unnamed)
 
     # -- sequences
@@ -174,6 +183,7 @@ class CacheState(EncoderFold):
         sequence = self.sequences.pop(event.handle)
         del self.handles[sequence.request_id]
         self.rich.pop(event.handle, None)
+        self._end_positional(event.handle)
         if sequence.encoder is not None:
             sequence.encoder.holders -= 1
         self.running.forget_row()

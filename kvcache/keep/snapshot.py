@@ -15,6 +15,7 @@ from events.types import AnyEvent, EpochStarted, EventBatch
 from kvcache.errors import invariant
 from kvcache.fold.exported_state import export
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed, fitting, fold
 
@@ -61,7 +62,7 @@ def state_batch(replayed: Replayed, started: EpochStarted) -> EventBatch:
     state = replayed.state
     assert state.created is not None
     assert replayed.last_ts is not None
-    events: tuple[AnyEvent, ...] = (started, state.created, export(state))
+    events: tuple[AnyEvent, ...] = (started, state.created, export(state), *export_shared(state))
     with fitting(replayed.last_seq):
         again = CacheState()
         for event in events:

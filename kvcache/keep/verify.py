@@ -11,8 +11,9 @@ from events.feed_events import FEED_EVENTS
 from events.log import LogEnd
 from events.log.segments import is_log
 from events.told.state import FeedState
-from events.types import EventBatch, StateExported
+from events.types import EventBatch, PoolShared, StateExported
 from kvcache.fold.exported_state import export
+from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.keep import raw
 from kvcache.keep.losses import Continuity
@@ -116,8 +117,11 @@ class _Fold:
             snapshot = read_snapshot(path)
         except FileNotFoundError:
             return  # It is not kept any longer.
-        state = next((event for event in snapshot.batch.events if isinstance(event, StateExported)), None)
-        if state == export(self._cache.state) and snapshot.beside.fingerprint == self._cache.fingerprint:
+        state = tuple(
+            [event for event in snapshot.batch.events if isinstance(event, StateExported | PoolShared)]
+        )
+        now = (export(self._cache.state), *export_shared(self._cache.state))
+        if state == now and snapshot.beside.fingerprint == self._cache.fingerprint:
             self._found.snapshots += 1
         else:
             self._found.problems.append(

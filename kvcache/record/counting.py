@@ -15,6 +15,7 @@ from events import types as ev
 from events.bus import EventBus
 from events.packed import SLOT_BYTES
 from events.types import PRIMARY, SECONDARY, AllocateReason, MoveReason, RemoveReason
+from kvcache.fold.positional_fold import shared_slots
 from kvcache.fold.state import CacheState
 from kvcache.record.first_uses import FirstUses
 from kvcache.record.own_tokens import OwnTokens
@@ -107,6 +108,11 @@ class StatsCounter:
                 primary.unreferenced,
                 secondary.unreferenced,
             )
+        if state.positional:
+            held, idle = shared_slots(state)
+            begin = self._gauges[0].start
+            counts[begin] -= held + idle
+            counts[begin + 2] += idle
         # Copied only, since this runs at every step; a reader makes a `Stats` of it.
         self._published = counts[:]
 

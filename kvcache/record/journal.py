@@ -7,10 +7,11 @@ import msgspec
 from events.bus import EventBus
 from events.ids import epoch_of, first_number
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
-from events.types import CacheCreated, Event, EventBatch, StateExported
+from events.types import CacheCreated, Event, EventBatch, PoolShared, StateExported
 from kvcache.config import KVCacheConfig
 from kvcache.errors import Unsupported
 from kvcache.fold.exported_state import export
+from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.layout import Layout
 from kvcache.record.counting import StatsCounter
@@ -53,6 +54,7 @@ class Journal:
         outputs: Outputs,
         event_buffer_max_size: int = 0,
         first: StateExported | None = None,
+        shared: PoolShared | None = None,
     ) -> None:
         if not outputs.records_tokens and not created.key_bytes:
             raise Unsupported(
@@ -72,6 +74,8 @@ class Journal:
         self._exported_seq = -1
         """The last batch that holds the whole state."""
         self._start(created, first)
+        if shared is not None:
+            self.emit(shared)
 
     def _start(self, created: CacheCreated, first: StateExported | None) -> None:
         """The first events of an epoch: what began, and the state that a fold can begin with (`first`, or empty)."""
@@ -117,7 +121,8 @@ class Journal:
         """Hand over what happened as one batch, stamped `now`; an empty one is not made."""
         if self._state_due:
             self._state_due = False
-            self.bus.publish(export(self.state))  # says what is, so there is nothing to apply
+            for event in (export(self.state), *export_shared(self.state)):
+                self.bus.publish(event)  # says what is, so there is nothing to apply
             self._exported_seq = self._next_seq
         if not self.bus.pending:
             return None

@@ -55,6 +55,12 @@ class Mirror:
     def refuse_taken(self, blocks: Blocks, slots: array[int], request_id: RequestId) -> None:
         """Raise `Contradiction` unless these blocks are free."""
         level = self.group.levels[PRIMARY]
+        for group in self._state.positional:
+            for block, slot in zip(blocks, slots, strict=True):
+                if group.uses(slot):
+                    use = "a request holds it" if slot in group.holders else "it has a name"
+                    told = f"block {block} is given to request {shown(request_id)}, and {use} in group {group.index}"
+                    raise Contradiction(told, request_id, int(block))
         if not slots or level.are_blank(slots):
             return
         name, seen = shown(request_id), set[int]()

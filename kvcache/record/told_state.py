@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from events.types import CacheCreated, EventBatch, StateExported
+from events.types import CacheCreated, EventBatch, PoolShared, StateExported
 from kvcache.errors import invariant
 from kvcache.fold.exported_state import export
+from kvcache.fold.positional_fold import export_shared
 from kvcache.fold.state import CacheState
 from kvcache.replay import Replayed
 
@@ -19,9 +20,9 @@ class ToldState:
         """Take in a batch. Raises what `kvcache.replay` does of batches that do not fit."""
         self._replayed.fold(batch, verify=False)
 
-    def told(self) -> tuple[CacheCreated, StateExported]:
+    def told(self) -> tuple[CacheCreated | StateExported | PoolShared, ...]:
         """What an epoch that goes on from here begins with."""
         created = self._replayed.state.created
         invariant(created is not None, "no cache has begun")
         assert created is not None
-        return created, export(self._replayed.state)
+        return created, export(self._replayed.state), *export_shared(self._replayed.state)

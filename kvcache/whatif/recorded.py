@@ -116,6 +116,8 @@ class _Prompts:
         elif isinstance(event, ev.StateExported):
             if event.sequences or any(group.runs for group in event.groups):
                 self._refuse("it begins with a cache that holds something already")
+        elif isinstance(event, ev.PoolShared):
+            self._refuse("layers of other kinds take blocks of the same pool, and theirs are not played")
         elif self.config is None and not isinstance(event, ev.EpochStarted):
             self._refuse("its beginning is missing")
 

@@ -286,16 +286,43 @@ def test_a_directory_in_use_is_refused(make: Make, tmp_path: Path, warnings: Cal
     first.shutdown()
 
 
-def test_engines_with_other_layers_are_recorded_in_part(
-    make: Make, tmp_path: Path, warnings: Callable[[], list[str]]
-) -> None:
-    """Those with full attention, and it is said."""
+def test_engines_with_other_layers(make: Make, tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    """Have these recorded, too."""
     kinds = (toy_vllm.FullAttentionManager, SlidingWindowManager)
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}}, kinds=kinds)
-    assert "Of 2 groups of layers" in warnings()[0]
     scheduler.serve(Request("a", PROMPT))
+    assert attached(scheduler).attached
     scheduler.shutdown()
-    assert replay(tmp_path / "log", verify=True).events > 5
+    assert len(warnings()) == 1, "that it is recorded"
+    replayed = replay(tmp_path / "log", verify=True)
+    assert replayed.events > 5
+    [group] = replayed.state.positional
+    assert (group.created.kind, group.created.window, group.created.layers) == (
+        "sliding",
+        2 * toy_vllm.SIZE,
+        2,
+    )
+
+
+@pytest.mark.parametrize("case", ["unknown layers", "another pool", "odd hashes"])
+def test_other_layers_that_cannot_be_recorded(
+    make: Make, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Are a warning, and nothing is recorded."""
+    other = toy_vllm.OddManager if case == "unknown layers" else SlidingWindowManager
+    if case == "unknown layers":
+        kinds = sys.modules["vllm.v1.core.single_type_kv_cache_manager"]
+        monkeypatch.setattr(kinds, "SlidingWindowManager", toy_vllm.MambaManager)
+    elif case == "another pool":
+        monkeypatch.setattr(other, "block_pool", property(lambda _: None, lambda *_: None), raising=False)
+    hashing = "odd" if case == "odd hashes" else "sha256"
+    given = {"kvcache": {"log": str(tmp_path / "log")}}
+    scheduler = make(additional=given, kinds=(toy_vllm.FullAttentionManager, other), hashing=hashing)
+    [warning] = warnings()
+    assert "layers" in warning
+    assert not hasattr(scheduler, "_kvcache_attached")
+    assert scheduler.serve(Request("a", PROMPT))
+    assert not (tmp_path / "log").exists()
 
 
 NAMES = [("sha256", "engine_256"), ("xxhash", "engine_128"), ("odd", "v2_sha256_64")]

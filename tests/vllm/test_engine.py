@@ -51,10 +51,11 @@ def test_a_recorded_engine_gives_the_same_tokens(stock: Any, tmp_path: Path) -> 
     [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
         {"max_num_batched_tokens": 64, "prefix_caching_hash_algo": "xxhash"},
+        {"hybrid": True, "num_gpu_blocks_override": 88},
     ],
 )
 def test_other_engines_give_the_same_tokens(settings: dict[str, Any], tmp_path: Path) -> None:
-    """With drafts, and with prompts that are computed in chunks."""
+    """With drafts, with prompts that are computed in chunks, and of a hybrid model."""
     given = json.dumps(settings)
     compare(told(in_vllm(GENERATE, tmp_path / "stock", given)), tmp_path, given)
 

@@ -33,3 +33,14 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "played",
     )
     assert all(seen[name] for name in least), seen
+
+
+@pytest.mark.parametrize("first", seeds(range(0, 1000, PROGRAMS), quick=1))
+def test_all_groups_of_hybrid_models_are_what_vllm_has(first: int) -> None:
+    """Likewise with sliding windows, chunks, states and more full attention in one pool: names and tables of each."""
+    seen = told(in_vllm("tests.support.engines.vllm_programs", first, first + PROGRAMS, "hybrid"))
+    assert seen["programs"] == PROGRAMS
+    least = ("admitted", "hits", "copies", "refused", "preempted", "aborted", "ahead", "lost in a group")
+    events = ("PoolShared", "SlotsTaken", "SlotsLeft", "SlotsNamed", "SlotsUnnamed")
+    kinds = [f"further {kind}" for kind in ("sliding", "state", "chunked")]
+    assert all(seen.get(name) for name in (*least, *events, *kinds)), seen

@@ -21,6 +21,7 @@ from events.log import LogWriter
 from events.tokens.names import NAMED_BY_ENGINE
 from kvcache import KVCacheConfig, Recorder
 from kvcache.errors import Unsupported
+from kvcache.integrations.vllm.groups import HybridRecording, layer_groups
 from kvcache.integrations.vllm.recording import Recording
 from kvcache.integrations.vllm.settings import Wanted, wanted
 from kvcache.record.outputs import open_log
@@ -85,27 +86,31 @@ def _recorded_group(scheduler: Any, manager: Any) -> int:
     size, unit = managers[full[0]].block_size, manager.block_pool.hash_block_size
     if size & (size - 1) or size % unit:
         raise Unsupported(f"blocks of {size} tokens", "a --block-size that is a power of two can be recorded")
-    if len(managers) > 1:
-        _log.warning(
-            "Of %d groups of layers the KV cache of one is recorded, which has full attention: "
-            "where another one lost what a hit needs, the log cannot say so",
-            len(managers),
-        )
     return int(full[0])
 
 
 def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
     """Open what is asked for, and listen."""
     config, names = _config(asked, scheduler, group), _name_bytes(scheduler.vllm_config)
+    others = layer_groups(scheduler, group)
+    if others and names is None:
+        raise Unsupported("layers of several kinds with such hashes", "set --prefix-caching-hash-algo sha256")
     log = None if asked.log is None else open_log(asked.log, config.log, resume=True)
     with ExitStack() as failed:
         if log is not None:
             failed.callback(log.close)
         recorder = Recorder(
-            config, engine=engine, log=log, sinks=asked.sinks, first_block_id=1, name_bytes=names
+            config,
+            engine=engine,
+            log=log,
+            sinks=asked.sinks,
+            first_block_id=1,
+            name_bytes=names,
+            groups=others,
         )
         failed.callback(recorder.close)
-        recording = Recording(recorder, scheduler.kv_cache_manager, group, named=names is not None)
+        made = HybridRecording if others else Recording
+        recording = made(recorder, scheduler.kv_cache_manager, group, named=names is not None)
         Attached(scheduler, recording, log)
         failed.pop_all()
 
@@ -158,7 +163,11 @@ class Attached:
 
     def _listen(self, manager: Any, recording: Recording) -> None:
         self._follow(manager.block_pool, "get_new_blocks", recording.taken)
-        self._follow_allocations(manager, recording.allocated)
+        if isinstance(recording, HybridRecording):
+            self._follow(manager, "allocate_slots", recording.allocated)
+            recording.listen(self._follow, self._precede, manager)
+        else:
+            self._follow_allocations(manager, recording.allocated)
         self._precede(manager, "free", recording.freed)
         self._precede(manager, "pop_blocks_for_free", recording.freed)
         self._follow(manager, "reset_prefix_cache", recording.reset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,14 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -79,17 +86,29 @@ def _config(
     )
 
 
-def _groups(block_size: int, window: int | None) -> list[KVCacheGroupSpec]:
+def _groups(
+    block_size: int, window: int | None, others: Sequence[str], drafts: int
+) -> list[KVCacheGroupSpec]:
     shape: dict[str, Any] = {
         "block_size": block_size,
         "num_kv_heads": 2,
         "head_size": 32,
         "dtype": torch.float32,
     }
-    groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
-    if window is not None:
-        groups.append(KVCacheGroupSpec(["sliding"], SlidingWindowSpec(sliding_window=window, **shape)))
-    return groups
+    made = {
+        "full": lambda: FullAttentionSpec(**shape),
+        "sliding": lambda: SlidingWindowSpec(sliding_window=window or 2 * block_size, **shape),
+        "chunked": lambda: ChunkedLocalAttentionSpec(attention_chunk_size=2 * block_size, **shape),
+        "state": lambda: MambaSpec(
+            block_size=block_size,
+            shapes=((4, 4),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+            num_speculative_blocks=drafts,
+        ),
+    }
+    kinds = ["full", *(["sliding"] if window is not None else []), *others]
+    return [KVCacheGroupSpec([f"{kind}{at}"], made[kind]()) for at, kind in enumerate(kinds)]
 
 
 class StockVLLM:
@@ -113,6 +132,8 @@ class StockVLLM:
         reserve_all: bool = True,
         by_priority: bool = False,
         tells_events: bool = False,
+        others: Sequence[str] = (),
+        retention: int | None = 0,
     ) -> None:
         scheduling = SchedulerConfig(
             max_num_seqs=in_flight,
@@ -130,11 +151,14 @@ class StockVLLM:
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead
         self.config.cache_config.num_gpu_blocks = blocks
+        self.config.cache_config.prefix_cache_retention_interval = retention
         made = AsyncScheduler if runs_ahead else Scheduler
         self.scheduler = made(
             vllm_config=self.config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=_groups(block_size, window)
+                num_blocks=blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=_groups(block_size, window, others, drafts),
             ),
             structured_output_manager=StructuredOutputManager(self.config),
             block_size=block_size,
@@ -259,14 +283,23 @@ class StockVLLM:
                 self.hits += counted.hits + counted.preempted_hits
                 self.queries += counted.queries + counted.preempted_queries
 
-    def names(self) -> Iterator[tuple[int, bytes]]:
-        """All that is cached of the first group: a block, and its name."""
-        for block in self.scheduler.kv_cache_manager.block_pool.blocks:
-            key = block.block_hash
-            if key is not None and key[-4:] == bytes(4):
-                yield block.block_id, bytes(key[:-4])
+    def names(self, group: int = 0) -> Iterator[tuple[int, bytes]]:
+        """All that is cached of a group: a block, and its name."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for block in pool.blocks:
+            for key in {block.block_hash, *pool.cached_block_hashes_by_block.get(block.block_id, ())}:
+                if key is not None and key[-4:] == group.to_bytes(4, "big"):
+                    yield block.block_id, bytes(key[:-4])
 
-    def tables(self) -> dict[str, list[int]]:
-        """The blocks of each request that has some."""
-        blocks = self.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+    def positions(self) -> dict[tuple[int, bytes], int]:
+        """How many tokens each block's first name stands for."""
+        return {
+            (block.block_id, bytes(block.block_hash[:-4])): block.block_hash_num_tokens
+            for block in self.scheduler.kv_cache_manager.block_pool.blocks
+            if block.block_hash is not None
+        }
+
+    def tables(self, group: int = 0) -> dict[str, list[int]]:
+        """The blocks of each request that has some; 0 stands for none."""
+        blocks = self.scheduler.kv_cache_manager.coordinator.single_type_managers[group].req_to_blocks
         return {name: [block.block_id for block in table] for name, table in blocks.items() if table}

@@ -67,8 +67,23 @@ class FullAttentionManager:
         self.num_cached_block: dict[str, int] = {}
 
 
-class SlidingWindowManager(FullAttentionManager):
-    """Of layers that forget."""
+class SlidingWindowManager:
+    """Of layers that forget, and that have nothing here."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size, self.sliding_window = block_size, 2 * block_size
+        self.num_cached_block: dict[str, int] = {}
+        self.kv_cache_group_id, self.kv_cache_spec = 1, SimpleNamespace(prefix_cacheable=True)
+        self.req_to_blocks: dict[str, list[Any]] = {}
+        self.block_pool: Any = None
+
+
+class MambaManager(SlidingWindowManager):
+    """Of layers with states."""
+
+
+class OddManager(SlidingWindowManager):
+    """Of layers that nobody knows."""
 
 
 class Pool:
@@ -87,6 +102,18 @@ class Pool:
         """How many there are."""
         return len(self.free)
 
+    def cache_full_blocks(self, request: Request, **_: Any) -> None:
+        """Name blocks."""
+
+    cache_partial_block = cache_full_blocks
+
+    def _insert_block_hash(self, key: bytes, block: Any, num_tokens: int) -> None:
+        """Give one name."""
+
+    def _remove_cached_block_hashes(self, block: Any) -> list[bytes]:
+        """Take names away."""
+        return []
+
 
 class Manager:
     """Gives out blocks, names them, and finds none again."""
@@ -94,6 +121,8 @@ class Manager:
     def __init__(self, blocks: int, block_size: int, managers: list[Any]) -> None:
         self.coordinator = SimpleNamespace(single_type_managers=managers, enable_partial_hash_hits=False)
         self.block_pool, self.enable_caching = Pool(blocks, block_size), True
+        for each in managers[1:]:
+            each.block_pool = self.block_pool
         self.empty_kv_cache_blocks = SimpleNamespace(blocks=((),) * len(managers))
         self.tables: dict[str, list[Any]] = {}
 
@@ -128,6 +157,9 @@ class Manager:
         """Forget the names."""
         return not self.tables
 
+    def remove_skipped_blocks(self, request_id: str, _: int) -> None:
+        """Forget what a window has left behind."""
+
     def evict_blocks(self, blocks: set[int]) -> None:
         """Forget some."""
 
@@ -144,7 +176,7 @@ class Scheduler:
         *,
         blocks: int = 20,
         block_size: int = SIZE,
-        kinds: tuple[type[FullAttentionManager], ...] = (FullAttentionManager,),
+        kinds: tuple[type[Any], ...] = (FullAttentionManager,),
         additional: object = None,
         hashing: str = "sha256",
         **parallel: Any,
@@ -215,7 +247,13 @@ def install(
     modules: dict[str, dict[str, Any]] = {
         "vllm": {"__version__": version},
         "vllm.utils.hashing": {"get_hash_fn_by_name": _hash_of},
-        "vllm.v1.core.single_type_kv_cache_manager": {"FullAttentionManager": FullAttentionManager},
+        "vllm.v1.core.single_type_kv_cache_manager": {
+            "FullAttentionManager": FullAttentionManager,
+            "SlidingWindowManager": SlidingWindowManager,
+            "ChunkedLocalAttentionManager": type("ChunkedLocalAttentionManager", (), {}),
+            "MambaManager": MambaManager,
+            "RSWAManager": type("RSWAManager", (FullAttentionManager,), {}),
+        },
         **({SCHEDULER: {"Scheduler": made}} if scheduler else {}),
     }
     for name, contents in modules.items():

@@ -2,8 +2,8 @@
 
     python -m tests.support.engines.vllm_generate MODEL [SETTINGS]
 
-prints what it gave and counted, as a line of JSON. `SETTINGS` are those of `vllm.LLM`, in JSON. Whether it is recorded,
-the environment says.
+prints what it gave and counted, as a line of JSON. `SETTINGS` are those of `vllm.LLM`, in JSON, and `hybrid`: whether
+every other layer has a sliding window. Whether it is recorded, the environment says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ from vllm import LLM, SamplingParams
 from tests.support.engines.vllm_model import write_model
 
 TURNS, CHATS, BLOCK = 2, 6, 32
+HYBRID = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "sliding_window": 2 * BLOCK,
+    "query_pre_attn_scalar": 32,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 
 def serve(model: str, **settings: Any) -> dict[str, Any]:
@@ -36,7 +48,6 @@ def serve(model: str, **settings: Any) -> dict[str, Any]:
         dtype="float32",
         max_model_len=1024,
         block_size=BLOCK,
-        num_gpu_blocks_override=48,
         max_num_seqs=4,
         enforce_eager=True,
         disable_log_stats=False,
@@ -62,5 +73,6 @@ def serve(model: str, **settings: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    model = write_model(Path(sys.argv[1]))
-    print(json.dumps(serve(str(model), **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))))
+    given = {"num_gpu_blocks_override": 48, **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}")}
+    model = write_model(Path(sys.argv[1]), **(HYBRID if given.pop("hybrid", False) else {}))
+    print(json.dumps(serve(str(model), **given)))

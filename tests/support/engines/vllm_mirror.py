@@ -8,6 +8,7 @@ from pathlib import Path
 from events.log import LogReader
 from kvcache.audit.totals import Audit, audit_batches
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.positional import PositionalGroup
 from kvcache.fold.prefix_tree import runs_below
 from kvcache.fold.state import CacheState
 from kvcache.replay import replay
@@ -46,7 +47,30 @@ def compare(engine: StockVLLM) -> bool:
         if not engine.flies:
             had = engine.scheduler.requests[name].num_tokens
             assert sequences[name].num_tokens == had, (name, sequences[name].num_tokens, had)
+    for group in recorder.state.positional:
+        _compare_group(engine, group)
     return sum(there.values()) > len(there)
+
+
+def _compare_group(engine: StockVLLM, group: PositionalGroup) -> None:
+    """A further group has the names, positions and tables that vLLM's has; numbers of blocks are its own."""
+    recorder, number = engine.attached.recorder, group.index
+    ids = recorder._ids
+    names = {(ids.id_of(slot), key) for slot, names in group.names.items() for key in names}
+    assert names == set(engine.names(number)), (number, len(names))
+    positions = engine.positions()
+    for slot, known in group.names.items():
+        for key, position in known.items():
+            assert positions.get((ids.id_of(slot), key), position) == position
+    tables = {
+        recorder.state.sequences[handle].request_id: {at: ids.id_of(slot) for at, slot in table.items()}
+        for handle, table in group.tables.items()
+    }
+    there = {
+        name: {at: block for at, block in enumerate(table) if block}
+        for name, table in engine.tables(number).items()
+    }
+    assert tables == {name: table for name, table in there.items() if table}
 
 
 def compare_log(engine: StockVLLM, log: Path) -> Audit:

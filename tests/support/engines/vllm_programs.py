@@ -1,6 +1,6 @@
 """Random programs for vLLM's own scheduler with a recorder beside it: after each step both say the same.
 
-    python -m tests.support.engines.vllm_programs FIRST LAST
+    python -m tests.support.engines.vllm_programs FIRST LAST [hybrid]
 
 prints a line of JSON: how often what happened. Runs where vLLM is installed.
 """
@@ -19,6 +19,11 @@ from typing import NamedTuple
 
 from events.log import LogReader
 from events.types import EndReason, SequenceRemoved
+from kvcache.audit.admission import Admission
+from kvcache.audit.fold import HistoryFold
+from kvcache.audit.history import History
+from kvcache.audit.listener import Listener
+from kvcache.audit.reasons import Reason
 from kvcache.integrations.vllm.plugin import register
 from kvcache.whatif.trial import Trial, play
 from tests.support.engines.stock_vllm import StockVLLM
@@ -36,6 +41,16 @@ ADAPTERS: tuple[tuple[str, int, str] | None, ...] = (
     ("y", 2, "/y"),
     ("x", 3, "/other"),
 )
+HYBRIDS = (
+    ("sliding",),
+    ("state",),
+    ("state", "state"),
+    ("sliding", "state"),
+    ("chunked",),
+    ("state", "state", "sliding"),
+    ("full", "sliding"),
+)
+"""What there is beside full attention."""
 HASHES = ("sha256", "xxhash", "sha256_cbor")
 
 
@@ -46,6 +61,8 @@ class Shape(NamedTuple):
     blocks: int
     block_size: int
     window: int | None
+    others: tuple[str, ...]
+    retention: int | None
     drafts: int
     chunked: bool
     hashing: str
@@ -54,18 +71,25 @@ class Shape(NamedTuple):
     by_priority: bool
 
 
-def shape_of(rng: random.Random) -> Shape:
-    """Choose one."""
+def shape_of(rng: random.Random, *, hybrid: bool = False) -> Shape:
+    """Choose one. `hybrid`: with layers of several kinds."""
     runs_ahead, drafts = rng.random() < 0.5, rng.choice((0, 0, 2, 3))
     size = rng.choice((2, 4, 16))
+    blocks = rng.choice((24, 48, 200))
     window = rng.choice((None, None, None, 2 * size))
+    others: tuple[str, ...] = ()
+    if hybrid:
+        others, window = rng.choice(HYBRIDS), None
+        size, blocks = max(size, 4), max(blocks, 48)
     chunked = rng.random() < 0.8
     return Shape(
         runs_ahead,
-        rng.choice((24, 48, 200)),
+        blocks,
         size,
         window,
-        0 if window else drafts,
+        others,
+        rng.choice((0, 0, None)) if hybrid else 0,
+        0 if window or set(others) - {"state"} else drafts,
         chunked,
         rng.choice(HASHES),
         rng.random() < 0.5,
@@ -77,18 +101,23 @@ def shape_of(rng: random.Random) -> Shape:
 class Program:
     """An engine, and what comes to its users' minds."""
 
-    def __init__(self, seed: int, directory: Path, *, recorded: bool = True) -> None:
+    def __init__(self, seed: int, directory: Path, *, recorded: bool = True, hybrid: bool = False) -> None:
         self.rng = random.Random(seed)
-        self.shape = shape_of(self.rng)
+        self.shape = shape_of(self.rng, hybrid=hybrid)
         self.seen = Counter[str]()
+        self.skipping = set[str]()
+        """Requests that look nothing up."""
         shape = self.shape
-        self.log, self.longest = directory / "log", min(128, (shape.blocks - 1) * shape.block_size // 2)
+        room = (shape.blocks - 1) * shape.block_size // (1 + len(shape.others))
+        self.log, self.longest = directory / "log", min(128, room // 2)
         settings = {"log": {"record_tokens": shape.record_tokens}}
         self.engine = StockVLLM(
             write_model(directory / "model"),
             shape.blocks,
             block_size=shape.block_size,
             window=shape.window,
+            others=shape.others,
+            retention=shape.retention,
             runs_ahead=shape.runs_ahead,
             drafts=shape.drafts,
             tokens_per_step=self.rng.choice((16, 48)) if shape.chunked else 128,
@@ -146,6 +175,8 @@ class Program:
         output = rng.randrange(1, max(2, min(40, longest - len(tokens))))
         skip = rng.random() < 0.1
         self.numbers += 1
+        if skip:
+            self.skipping.add(f"r{self.numbers}")
         self.engine.add(
             f"r{self.numbers}",
             tokens,
@@ -158,6 +189,8 @@ class Program:
 
     def _compare_log(self) -> None:
         audit = compare_log(self.engine, self.log)
+        if self.shape.others and self.shape.record_tokens:
+            self._compare_reasons()
         self.seen["admitted"] += audit.requests
         ends = [
             each.why
@@ -178,15 +211,44 @@ class Program:
         self.seen["priorities"] += self.shape.by_priority
         self.seen["sliding"] += self.shape.window is not None
         self.seen["drafts"] += self.shape.drafts > 0
+        for kind in self.shape.others:
+            self.seen[f"further {kind}"] += 1
+        for batch in LogReader(self.log):
+            for each in batch.events:
+                if type(each).__module__ == "events.kinds.sharing":
+                    self.seen[type(each).__name__] += 1
+
+    def _compare_reasons(self) -> None:
+        """Of what full attention had, all that was not reused had been lost in another group, as the log says."""
+        missed = _Missed(self.skipping)
+        history = HistoryFold(missed)
+        for batch in LogReader(self.log):
+            history.fold(batch)
+        assert missed.unexplained == 0, missed.unexplained
+        self.seen["lost in a group"] += missed.lost_tokens
 
 
-def main(first: int, last: int) -> None:
+class _Missed(Listener):
+    """Counts tokens that full attention had cached."""
+
+    def __init__(self, skipping: set[str]) -> None:
+        self._skipping = skipping
+        self.unexplained = self.lost_tokens = 0
+
+    def admitted(self, history: History, admission: Admission) -> None:
+        """Look at one."""
+        if admission.request_id not in self._skipping:
+            self.unexplained += int(admission.counts[Reason.NOT_REUSED])
+            self.lost_tokens += int(admission.counts[Reason.NOT_SERVABLE])
+
+
+def main(first: int, last: int, hybrid: bool) -> None:
     """Run these seeds."""
     register()
     seen = Counter[str]()
     for seed in range(first, last):
         with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(sys.stderr):
-            program = Program(seed, Path(directory))
+            program = Program(seed, Path(directory), hybrid=hybrid)
             try:
                 program.run()
             except BaseException:
@@ -198,4 +260,4 @@ def main(first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), "hybrid" in sys.argv[3:])

@@ -1,0 +1,148 @@
+"""Groups of layers that share the pool of the first group: which slots they have, and what is found there.
+
+Such a group has no prefix tree. A sequence has a slot for some indices of its table only, a slot has names, each of the
+first `position` tokens of some sequence, and nothing follows from one name for another. A slot is used while a sequence
+has it, or a name is left; the first group counts it as blank then.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+
+from events import types as ev
+from events.ids import GroupIndex
+from events.types import CHUNKED, FULL, SLIDING, STATE, UNCACHED
+from kvcache.errors import invariant
+
+KINDS = (FULL, SLIDING, CHUNKED, STATE, UNCACHED)
+MOST_TOKENS = 2**30
+"""Positions and sizes of blocks that can be."""
+
+
+class PositionalGroup:
+    """The slots of one group, by sequence and index, and their names."""
+
+    __slots__ = ("created", "holders", "idle", "index", "key_bytes", "names", "tables")
+
+    def __init__(self, index: int, created: ev.SharingGroup, key_bytes: int) -> None:
+        self.index, self.key_bytes = GroupIndex(index), key_bytes
+        self.created = ev.SharingGroup(created.kind, created.tokens_per_block, created.window, created.layers)
+        self.names: dict[int, dict[bytes, int]] = {}
+        """By slot, of each of its names how many tokens it stands for."""
+        self.tables: dict[int, dict[int, int]] = {}
+        """By handle and index: a slot."""
+        self.holders: Counter[int] = Counter()
+        """By slot: how many entries of tables have it; none is kept for 0."""
+        self.idle = 0
+        """Slots that have names, and that no sequence has."""
+
+    def uses(self, slot: int) -> bool:
+        """Whether a sequence has a slot, or it can be found."""
+        return slot in self.holders or slot in self.names
+
+    def used(self) -> set[int]:
+        """All slots that are not free."""
+        return self.holders.keys() | self.names.keys()
+
+    def ends_in(self, slot: int, index: int) -> bool:
+        """Whether a name of a slot stands for tokens that end in the block with this index."""
+        size = self.created.tokens_per_block
+        return any(-(-position // size) == index + 1 for position in self.names.get(slot, {}).values())
+
+    def keys_of(self, event: ev.SlotsNamed | ev.SlotsUnnamed) -> Iterator[tuple[int, bytes]]:
+        """The slots and keys of an event."""
+        slots, size, keys = array("i", event.slots), self.key_bytes, event.keys
+        invariant(len(keys) == len(slots) * size > 0, "slots have other names than there are")
+        return zip(slots, [keys[at : at + size] for at in range(0, len(keys), size)], strict=True)
+
+    def take(self, handle: int, rows: Iterator[tuple[int, int]]) -> None:
+        """A sequence gets slots at indices at which it has none."""
+        table = self.tables.setdefault(handle, {})
+        for index, slot in rows:
+            invariant(index not in table, "a sequence gets a second slot at one index")
+            table[index] = slot
+            self.idle -= slot in self.names and slot not in self.holders
+            self.holders[slot] += 1
+
+    def leave(self, handle: int, rows: Iterator[tuple[int, int]]) -> None:
+        """A sequence leaves slots."""
+        table = self.tables[handle]
+        for index, slot in rows:
+            invariant(table.pop(index, None) == slot, "a sequence leaves a slot that it has not got")
+            self._drop(slot)
+        if not table:
+            del self.tables[handle]
+
+    def end(self, handle: int) -> None:
+        """A sequence has ended."""
+        for slot in self.tables.pop(handle, {}).values():
+            self._drop(slot)
+
+    def _drop(self, slot: int) -> None:
+        self.holders[slot] -= 1
+        if not self.holders[slot]:
+            del self.holders[slot]
+            self.idle += slot in self.names
+
+    def name(self, event: ev.SlotsNamed) -> None:
+        """Slots can be found."""
+        own = self.tables[event.handle].values()
+        for (slot, key), position in zip(self.keys_of(event), array("I", event.positions), strict=True):
+            names = self.names.setdefault(slot, {})
+            invariant(
+                slot in own and 0 < position <= MOST_TOKENS, "a sequence names a slot that it has not got"
+            )
+            invariant(key not in names, "a slot has a name already")
+            names[key] = position
+
+    def unname(self, event: ev.SlotsUnnamed) -> None:
+        """Slots cannot be found by names any more."""
+        for slot, key in self.keys_of(event):
+            names = self.names[slot]
+            invariant(names.pop(key, None) is not None, "a slot loses a name that it has not got")
+            if not names:
+                del self.names[slot]
+                self.idle -= slot not in self.holders
+
+    def forget_names(self) -> None:
+        """Nothing can be found any more."""
+        self.names.clear()
+        self.idle = 0
+
+    def install(self, exported: ev.SharingGroup) -> None:
+        """Take in what an exported group has, after it was made."""
+        size, keys, slots = self.key_bytes, exported.keys, array("i", exported.named)
+        invariant(len(keys) == len(slots) * size, "slots have other names than there are")
+        for at, (slot, position) in enumerate(zip(slots, array("I", exported.positions), strict=True)):
+            names = self.names.setdefault(slot, {})
+            invariant(
+                names.setdefault(keys[at * size : (at + 1) * size], position) > 0, "a name is at no place"
+            )
+        self.idle = len(self.names)
+        columns = (array("q", exported.handles), array("I", exported.indices), array("i", exported.slots))
+        for handle, index, slot in zip(*columns, strict=True):
+            self.take(handle, iter([(index, slot)]))
+
+    def export(self) -> ev.SharingGroup:
+        """The group with all that it has, in a fixed order."""
+        named = [
+            (slot, *name) for slot, names in sorted(self.names.items()) for name in sorted(names.items())
+        ]
+        held = [
+            (handle, *row) for handle, table in sorted(self.tables.items()) for row in sorted(table.items())
+        ]
+        made = self.created
+        return ev.SharingGroup(
+            kind=made.kind,
+            tokens_per_block=made.tokens_per_block,
+            window=made.window,
+            layers=made.layers,
+            named=array("i", [slot for slot, _, _ in named]).tobytes(),
+            keys=b"".join([key for _, key, _ in named]),
+            positions=array("I", [position for _, _, position in named]).tobytes(),
+            handles=array("q", [handle for handle, _, _ in held]).tobytes(),
+            indices=array("I", [index for _, index, _ in held]).tobytes(),
+            slots=array("i", [slot for _, _, slot in held]).tobytes(),
+        )
