@@ -156,6 +156,7 @@ class TestReplay:
     def test_what_is_no_request_does_no_harm(self, router: Router) -> None:
         """Without the delimiter, with too many frames or too large, nothing comes, and others are answered."""
         with Worker() as worker:
+            worker.settle()
             dealer = router.dealer(worker)
             for frames in ([bytes(8)], [b"x", bytes(8)], [b"", bytes(8), b""]):
                 dealer.send_multipart(frames)
