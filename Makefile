@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 help:
 	@echo 'make run        install into .venv and run the demonstration (options: ARGS="--help")'
 	@echo 'make test       lint, check formatting and types, and run the tests: four minutes on two cores'
-	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: most of an hour on two cores'
+	@echo 'make test-long  run the tests that take minutes, and check types as on macOS: more than an hour on two cores'
 	@echo 'make bench      run the benchmark (ARGS=TRACE)'
 	@echo 'make clean      remove .venv and all caches'
 	@echo
