@@ -54,7 +54,7 @@ def wanted(given: object, directory: str | None, rank: int | None) -> Wanted:
     if not isinstance(sinks, list | tuple) or not all(isinstance(sink, str) for sink in sinks):
         problems.append('"sinks" must be a list of URLs')
     if not isinstance(further, Mapping):
-        problems.append('"settings" must be an object, as {"log": {"compress": true}}')
+        problems.append('"settings" must be an object, as {"log": {"retain_bytes": "20GB"}}')
     else:
         problems += [f"vLLM decides {key!r}" for key in further if key not in _SETTINGS]
     if not problems and log is None and not sinks:
