@@ -62,6 +62,7 @@ from events.types import Gap as Gap
 from events.types import GroupCreated as GroupCreated
 from events.types import GroupExported as GroupExported
 from events.types import HitDeferred as HitDeferred
+from events.types import LoadFailed as LoadFailed
 from events.types import MoveReason as MoveReason
 from events.types import Namespace as Namespace
 from events.types import PoolCreated as PoolCreated

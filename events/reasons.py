@@ -60,3 +60,5 @@ class RemoveReason(StrEnum):
     UNREACHABLE = "unreachable"
     """An ancestor was removed."""
     CLEARED = "cleared"
+    INVALIDATED = "invalidated"
+    """What an engine had cached is not what it should be, as after a failed load, or continues what is not."""

@@ -38,6 +38,7 @@ from events.kinds.blocks import BlocksReused as BlocksReused
 from events.kinds.blocks import BlocksStored as BlocksStored
 from events.kinds.blocks import BlocksUnpinned as BlocksUnpinned
 from events.kinds.blocks import BlocksUpdated as BlocksUpdated
+from events.kinds.cache import FIRST_FORMAT as FIRST_FORMAT
 from events.kinds.cache import FORMAT_VERSION as FORMAT_VERSION
 from events.kinds.cache import CacheCleared as CacheCleared
 from events.kinds.cache import CacheCreated as CacheCreated
@@ -53,6 +54,7 @@ from events.kinds.sequences import AdmissionRefused as AdmissionRefused
 from events.kinds.sequences import ContextComputed as ContextComputed
 from events.kinds.sequences import EncoderAdded as EncoderAdded
 from events.kinds.sequences import EncoderRemoved as EncoderRemoved
+from events.kinds.sequences import LoadFailed as LoadFailed
 from events.kinds.sequences import SequenceAdded as SequenceAdded
 from events.kinds.sequences import SequenceForked as SequenceForked
 from events.kinds.sequences import SequenceRemoved as SequenceRemoved
@@ -126,6 +128,7 @@ AnyEvent = (
     | SymbolsInterned
     | SymbolsForgotten
     | AdmissionRefused
+    | LoadFailed
     | PoolShared
     | SlotsTaken
     | SlotsLeft

@@ -37,7 +37,6 @@ from kvcache.settings.fields import (
     MAX_BLOCKS,
     MAX_BYTES,
     MAX_LAYERS,
-    POWERS_OF_TWO,
     Bytes,
     Flag,
     MaybeBlocks,
@@ -57,7 +56,6 @@ from kvcache.settings.fields import (
     as_numbers,
     one_or_more,
     or_one_in_schema,
-    power_of_two,
     rule_or_numbers,
     storable,
 )
@@ -177,9 +175,8 @@ class KVCacheConfig(_Settings, frozen=True, json_schema_extra={"anyOf": _LIMITS,
     """Tokens of the longest sequence, prompt and output."""
     tokens_per_block: Annotated[
         int,
-        Field(ge=1, le=2**30, json_schema_extra={"enum": POWERS_OF_TWO}),
-        AfterValidator(power_of_two),
-        Accepts("a power of two, at least 1, at most 2**30"),
+        Field(ge=1, le=2**30),
+        Accepts("an integer from 1 to 2**30"),
     ] = 32
     """Tokens of a block, the unit of allocation and reuse."""
     num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS), Accepts(f"an integer from 1 to {MAX_LAYERS}")] = 2

@@ -116,11 +116,13 @@ class _Storing(NamedTuple):
 class Recorder(PositionalCalls):
     """Records what an engine with a cache manager of its own decides, and mirrors its cache.
 
-    `config` says what its cache is: `tokens_per_block` (a power of two), `primary_blocks`, `max_sequence_length`, and
+    `config` says what its cache is: `tokens_per_block`, `primary_blocks`, `max_sequence_length`, and
     if it keeps blocks in host memory `secondary_blocks`; `log.*` are the log's settings. `engine` is who decides, as in
     "vllm 0.33.0". `log` and `sinks` are as a `KVCacheManager` takes them. Its block ids count from `first_block_id`.
     `name_bytes`: it names blocks itself, by so many bytes each (8, 16 or 32); None: names are made here, as
-    `config.block_hash` says. `groups`: further layers, whose blocks lie in the same pool. One thread makes all calls.
+    `config.block_hash` says. `drops_last_hit`: it computes the last block of each hit again by design, as speculative
+    decoding with EAGLE does. `groups`: further layers,
+    whose blocks lie in the same pool. One thread makes all calls.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Recorder(PositionalCalls):
         first_block_id: int = 0,
         name_bytes: int | None = None,
         groups: Items[LayerGroup] = (),
+        drops_last_hit: bool = False,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
@@ -141,7 +144,7 @@ class Recorder(PositionalCalls):
         self.config = config = config.model_copy(update={"enable_partial_reuse": False})
         self.engine, sinks, started = _checked_engine(engine), listed(sinks, "sinks"), time_from(wall_ns)
         layout = Layout.of(config)
-        created = self._created(layout, name_bytes, heard=log is not None or bool(sinks))
+        created = self._created(layout, name_bytes, drops_last_hit, heard=log is not None or bool(sinks))
         first = checked_natural(first_block_id, "first_block_id")
         primary, secondary = created.groups[0].num_blocks
         self._ids, self._lower_ids = BlockIds(first, primary), BlockIds(0, secondary)
@@ -159,13 +162,20 @@ class Recorder(PositionalCalls):
             outputs.close()
             raise
 
-    def _created(self, layout: Layout, name_bytes: int | None, *, heard: bool) -> ev.CacheCreated:
+    def _created(
+        self, layout: Layout, name_bytes: int | None, drops_last_hit: bool, *, heard: bool
+    ) -> ev.CacheCreated:
         if len(layout.groups) != 1 or layout.groups[0].kind != FULL:
             raise Unsupported(
                 "recording a cache with sliding windows or cross attention",
                 "record the layers with full attention, and leave max_attention_window out",
             )
-        created = msgspec.structs.replace(cache_created(self.config, layout, heard=heard), engine=self.engine)
+        created = msgspec.structs.replace(
+            cache_created(self.config, layout, heard=heard),
+            format_version=ev.FORMAT_VERSION,
+            engine=self.engine,
+            drops_last_hit=drops_last_hit,
+        )
         if name_bytes is None:
             return created
         algorithm = NAMED_BY_ENGINE.get(checked_integer(name_bytes, "name_bytes"))
@@ -237,19 +247,23 @@ class Recorder(PositionalCalls):
         multimodal: Items[MultimodalItem] = (),
         extra_ids: Tokens | None = None,
         resumed: bool = False,
+        external: int = 0,
     ) -> None:
         """A request was admitted with all its tokens so far, and reuses these cached blocks, from its first one on.
 
-        Behind those of primary may come `onboarded` ones, ids of secondary blocks that are copied to the free primary
-        blocks `onto`. At least one token is left to be computed. `resumed`: it ran before, and was preempted. The
-        arguments behind are those of a `Request`. What else it takes, `allocated` says.
+        After those of primary may come `onboarded` ones, ids of secondary blocks that are copied to the free primary
+        blocks `onto`. `external`: so many tokens after these are to be loaded from outside of the cache; `computed`
+        says when they are there, `not_loaded` that they do not come. At least one token is left to be computed.
+        `resumed`: it ran before, and was preempted. The other arguments are those of a `Request`. What else it takes,
+        `allocated` says.
         """
         given = (request_id, tokens, lora_id, lora_name, cache_salt, multimodal, extra_ids, resumed)
         request = self._checker.check_one(*given, None, None, None)
         blocks, targets = listed_blocks(reused), listed_blocks(onto)
         lower = listed_blocks(onboarded)
         slots, below, free = self._ids.slots(blocks), self._lower_ids.slots(lower), self._ids.slots(targets)
-        self._mirror.refuse_other_path(request, blocks, slots, lower, below)
+        loaded = checked_natural(external, "external")
+        self._mirror.refuse_other_path(request, blocks, slots, lower, below, loaded)
         self._mirror.refuse_taken(targets, free, request.request_id)
         if len(free) != len(below):
             raise UsageError(f"{len(below)} blocks are onboarded to {len(free)}")
@@ -260,12 +274,18 @@ class Recorder(PositionalCalls):
             intern(self._emit, pages)
             self._ids.hold(handle, blocks, slots)
             self._fresh.add(handle)
-            self._admit(handle, request.with_symbols(self.state.symbols), slots, below, free)
+            self._admit(handle, request.with_symbols(self.state.symbols), slots, below, free, loaded)
         if self._salts.wanted:
             self._salts.remember([cache_salt])
 
     def _admit(
-        self, handle: Handle, request: CheckedRequest, slots: array[int], below: array[int], free: array[int]
+        self,
+        handle: Handle,
+        request: CheckedRequest,
+        slots: array[int],
+        below: array[int],
+        free: array[int],
+        external: int,
     ) -> None:
         size, sequences = self._size, self.state.sequences
         self._emit(
@@ -280,6 +300,7 @@ class Recorder(PositionalCalls):
                 reused_secondary=(len(below) * size,),
                 reused_partial=0,
                 resumed=request.resumed,
+                reused_external=external,
             )
         )
         if slots:
@@ -350,23 +371,48 @@ class Recorder(PositionalCalls):
         if not slots:
             return
         self._mirror.refuse_taken(ids, slots, sequence.request_id)
-        if sequence.handle in self._fresh:
-            why = ev.AllocateReason.PROMPT
-        elif len(sequence.tables[0]) * self._size < sequence.num_prompt_tokens:
-            why = ev.AllocateReason.RESERVE
-        else:
-            why = ev.AllocateReason.DECODE
         with self._guard:
-            self._fresh.discard(sequence.handle)
-            self._emit(
-                ev.BlocksAllocated(
-                    handles=array("q", [sequence.handle]).tobytes(),
-                    counts=array("I", [len(slots)]).tobytes(),
-                    group=self._group.index,
-                    slots=slots.tobytes(),
-                    why=why,
-                )
+            self._allocate([sequence], array("I", [len(slots)]).tobytes(), slots, self._why(sequence))
+
+    @exclusive
+    def grown(self, request_ids: Items[RequestId], blocks: Blocks, *, group: int = 0) -> None:
+        """As `allocated`, of one block for each of these requests: one call, and mostly one event, for a step."""
+        self._refuse_group(group)
+        sequences, ids = self._mirror.running(listed(request_ids, "request_ids")), listed_blocks(blocks)
+        slots = self._ids.slots(ids)
+        if len(slots) != len(sequences):
+            raise UsageError(f"{len(slots)} blocks are given to {len(sequences)} requests: one each")
+        if not self._group.levels[PRIMARY].are_blank(slots):
+            for at, sequence in enumerate(sequences):
+                self._mirror.refuse_taken(ids[at : at + 1], slots[at : at + 1], sequence.request_id)
+            raise Contradiction("a block is given to two requests")
+        reasons = [self._why(sequence) for sequence in sequences]
+        with self._guard:
+            for why in dict.fromkeys(reasons):
+                these = [at for at, other in enumerate(reasons) if other == why]
+                given = array("i", [slots[at] for at in these])
+                self._allocate([sequences[at] for at in these], b"", given, why)
+
+    def _why(self, sequence: Sequence) -> ev.AllocateReason:
+        if sequence.handle in self._fresh:
+            return ev.AllocateReason.PROMPT
+        if len(sequence.tables[0]) * self._size < sequence.num_prompt_tokens:
+            return ev.AllocateReason.RESERVE
+        return ev.AllocateReason.DECODE
+
+    def _allocate(
+        self, sequences: list[Sequence], counts: bytes, slots: array[int], why: ev.AllocateReason
+    ) -> None:
+        self._fresh.difference_update([sequence.handle for sequence in sequences])
+        self._emit(
+            ev.BlocksAllocated(
+                handles=packed_handles(sequences),
+                counts=counts,
+                group=self._group.index,
+                slots=slots.tobytes(),
+                why=why,
             )
+        )
 
     @exclusive
     def computed(self, request_id: RequestId, num_tokens: int) -> None:
@@ -389,6 +435,19 @@ class Recorder(PositionalCalls):
         if number != sequence.computed:
             with self._guard:
                 self._emit(ev.ContextComputed(handle=sequence.handle, num_tokens=number))
+
+    @exclusive
+    def not_loaded(self, request_id: RequestId, num_tokens: int) -> None:
+        """So many of a request's `external` tokens do not come, and are computed like others."""
+        number, sequence = checked_natural(num_tokens, "num_tokens"), self._mirror.sequence(request_id)
+        if number >= sequence.num_tokens:
+            raise Contradiction(
+                f"request {shown(sequence.request_id)} has {sequence.num_tokens} tokens: {number} cannot be missing",
+                sequence.request_id,
+            )
+        if number:
+            with self._guard:
+                self._emit(ev.LoadFailed(handle=sequence.handle, num_tokens=number))
 
     @exclusive
     def stored(
@@ -579,6 +638,36 @@ class Recorder(PositionalCalls):
                 )
 
     @exclusive
+    def invalidated(self, blocks: Blocks, *, group: int = 0) -> list[int]:
+        """These blocks cannot be found any more, and so cannot what continues them: they do not hold what they should,
+        as after a load that failed. What running requests hold stays theirs, without a name.
+
+        Returns all blocks of which that is so from now on.
+        """
+        self._refuse_group(group)
+        ids = listed_blocks(blocks)
+        slots = self._ids.slots(ids)
+        self._mirror.refuse_uncached(ids, slots)
+        with self._guard:
+            lost = self._invalidate(self._ids.invalidate(ids, slots))
+        return list(dict.fromkeys([*map(int, ids), *lost]))
+
+    def _invalidate(self, slots: array[int]) -> list[int]:
+        lost = list[int]()
+        for level, piece, names in self._mirror.tails(slots):
+            self._emit(
+                ev.BlocksRemoved(
+                    group=self._group.index,
+                    level=level,
+                    slots=piece.tobytes(),
+                    names=names,
+                    why=ev.RemoveReason.INVALIDATED,
+                )
+            )
+            lost += self._ids.lose(piece) if level == PRIMARY else ()
+        return lost
+
+    @exclusive
     def moved(
         self, blocks: Blocks, to: Blocks, request_id: RequestId | None = None, *, group: int = 0
     ) -> None:
@@ -624,6 +713,17 @@ class Recorder(PositionalCalls):
             self._ids.forget_names()
 
     # -- steps
+
+    @exclusive
+    def counted(self, prompt_tokens: int, reused_tokens: int) -> None:
+        """What the engine has itself counted so far: tokens of prompts, and those of them that it reused.
+
+        Checkpoints have it, so that `audit` says whether the log has the same.
+        """
+        self._whole.engine_counts = (
+            checked_natural(prompt_tokens, "prompt_tokens"),
+            checked_natural(reused_tokens, "reused_tokens"),
+        )
 
     @exclusive
     def flush(self) -> EventBatch | None:

@@ -144,6 +144,7 @@ def _cache_created(e: ev.CacheCreated, known: Known) -> str:
         for i, g in enumerate(e.groups)
     )
     engine = f" engine={text(e.engine)}" if e.engine else ""
+    engine += " drops_last_hit=yes" if e.drops_last_hit else ""
     return f"tokens_per_block={e.tokens_per_block} hash={text(e.hash_algorithm)} {groups}{engine}"
 
 
@@ -167,7 +168,8 @@ def _sequence_added(e: ev.SequenceAdded, known: Known) -> str:
     reused = f"{e.reused - e.reused_partial - secondary}+{secondary}+{e.reused_partial}"
     who = f"{_handle(e.handle)} request={text(e.request_id)}"
     again = " resumed=yes" if e.resumed else ""
-    return f"{who} tokens={e.num_tokens} reused={reused}{again}{_namespace(e.namespace)}"
+    outside = f" external={e.reused_external}" if e.reused_external else ""
+    return f"{who} tokens={e.num_tokens} reused={reused}{outside}{again}{_namespace(e.namespace)}"
 
 
 def _blocks_reused(e: ev.BlocksReused, known: Known) -> str:
@@ -314,6 +316,7 @@ _DETAILS: dict[type, Callable[[Any, Known], str]] = {
     ),
     ev.TokensAppended: _tokens_appended,
     ev.ContextComputed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
+    ev.LoadFailed: lambda e, known: f"{_whose(e.handle, known)} tokens={e.num_tokens}",
     ev.BlocksDetached: lambda e, known: (
         f"{_sequences(e.handles, known)} group={e.group} {_blocks(e.slots)} freed={len(e.freed) // SLOT_BYTES}"
     ),

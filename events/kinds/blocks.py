@@ -134,7 +134,10 @@ class BlocksMoved(Event, frozen=True):
 
 
 class BlocksRemoved(Event, frozen=True):
-    """Cached content is gone; deepest block first. Slots that no sequence holds become blank."""
+    """Cached content is gone; deepest block first. Slots that no sequence holds become blank.
+
+    Only invalidated blocks may be held: they stay with their sequences, without a name.
+    """
 
     group: GroupIndex
     level: Level

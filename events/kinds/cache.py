@@ -15,8 +15,10 @@ from events.structs import (
     TransferExported,
 )
 
-FORMAT_VERSION = 1
-"""Raised when the meaning of an event changes. A reader refuses a newer one."""
+FORMAT_VERSION = 2
+"""The newest that is understood. Raised when there is something that older readers cannot fold: they refuse it."""
+FIRST_FORMAT = 1
+"""Of a log that they can fold: this library's manager has decided, and blocks have a power of two of tokens."""
 
 
 class CacheCreated(Event, frozen=True):
@@ -30,11 +32,13 @@ class CacheCreated(Event, frozen=True):
     key_bytes: int
     content_id: str
     """Digest of what a block's bytes mean (layers, heads, dims, dtype, layout)."""
-    format_version: int = FORMAT_VERSION
+    format_version: int = FIRST_FORMAT
     attention_dp_rank: int | None = None
     """Of the engine, where its attention is data-parallel: TensorRT-LLM's dicts tell it."""
     engine: str = ""
     """Whose decisions a recorder wrote down, as in "vllm 0.33.0"; empty: this library's manager decided."""
+    drops_last_hit: bool = False
+    """Whether the engine computes the last block of each hit again by design, as speculative decoding with EAGLE."""
 
 
 class EpochStarted(Event, frozen=True):
@@ -98,6 +102,9 @@ class Checkpoint(Event, frozen=True):
     num_sequences: int
     num_cached: tuple[tuple[int, int], ...]
     """Per group: blocks per level."""
+    engine_counts: tuple[int, ...] = ()
+    """What a recorded engine has itself counted since `CacheCreated`: tokens of prompts that it looked up, and those of
+    them that it found. Empty: it counts none."""
 
 
 class TransferLanded(Event, frozen=True):

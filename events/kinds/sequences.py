@@ -31,6 +31,9 @@ class SequenceAdded(Event, frozen=True):
     clock: int = 0
     """Nanoseconds since the cache was created, while it has run; 0 as long as no request has stated a duration. Events
     tell it which let go of blocks."""
+    reused_external: int = 0
+    """Tokens after `reused` that are to be loaded from outside of this cache, as by a connector: they count as computed
+    when `ContextComputed` says so."""
 
 
 class EncoderAdded(Event, frozen=True):
@@ -121,6 +124,13 @@ class SequenceRewound(Event, frozen=True):
     freed: tuple[Slots, ...]
     """Per group: slots that become blank, deepest first."""
     clock: int = 0
+
+
+class LoadFailed(Event, frozen=True):
+    """A note: of what a sequence was to get from outside of the cache, so many tokens do not come, and are computed."""
+
+    handle: Handle
+    num_tokens: int
 
 
 class AdmissionRefused(Event, frozen=True):

@@ -45,7 +45,7 @@ from events.log.durable import Lock, sync_file, write_all
 from events.log.making import check_segment, make_segment, renew_segment, unfinished_path
 from events.log.segments import segment_name
 from events.log.zstd import window_log
-from events.types import FORMAT_VERSION, EventBatch
+from events.types import FIRST_FORMAT, EventBatch
 
 EXPANDED_TIMES = 8
 """A segment ends, too, when its frames have so many times the bytes that its file may have: that is the most which is
@@ -375,7 +375,7 @@ class LogOutput:
         assert chain.log_id is not None
         header = frames.SegmentHeader(
             frames.VERSION,
-            FORMAT_VERSION,
+            FIRST_FORMAT,
             self._window_log,
             chain.log_id,
             chain.epoch,

@@ -31,7 +31,7 @@ from events.log import frames
 from events.log.durable import replace_file
 from events.log.frames import FRAME_HEADER_BYTES, SEGMENT_HEADER_BYTES, Chain, FrameHeader, SegmentHeader
 from events.log.segments import SNAPSHOT_SUFFIX, Segment, first_seq, open_file, segment_paths
-from events.types import FORMAT_VERSION, EventBatch, Gap
+from events.types import FIRST_FORMAT, FORMAT_VERSION, EventBatch, Gap
 
 MAGIC = b"KVEVSNP\0"
 UNFINISHED_SUFFIX = ".new"
@@ -163,7 +163,7 @@ def write_snapshot(directory: Path, chain: Chain, about: About, batch: EventBatc
         raise OverflowError(f"the state has {len(payloads[1])} bytes, a snapshot holds {frames.MAX_PAYLOAD}")
     seed, crc = frames.seed_of(chain.log_id, chain.epoch), chain.crc
     header = SegmentHeader(
-        frames.VERSION, FORMAT_VERSION, 0, chain.log_id, chain.epoch, chain.number, batch.seq, crc
+        frames.VERSION, FIRST_FORMAT, 0, chain.log_id, chain.epoch, chain.number, batch.seq, crc
     )
     parts = [header.pack(MAGIC)]
     for payload, events in zip(payloads, (0, len(batch.events)), strict=True):

@@ -28,6 +28,8 @@ class Admission:
     reused: int
     partial: int
     """Of the reused tokens, those of a copied block."""
+    external: int
+    """Tokens after the reused ones that were to be loaded from outside."""
     tokens_per_block: int
     ids: Ids
     """The contents of the blocks that end before the last token; empty for a log without tokens."""
@@ -54,21 +56,34 @@ class Admission:
             if begin < middle and reason not in (Reason.PRIMARY, Reason.SECONDARY):
                 spans.append((begin, middle, Reason.PARTIAL, -1))
                 begin = middle
+            middle = min(max(self.reused + self.external, begin), end)
+            if begin < middle and reason > Reason.EXTERNAL:
+                spans.append((begin, middle, Reason.EXTERNAL, -1))
+                begin = middle
             if begin < end:
                 spans.append((begin, end, Reason(reason), window))
         return [*spans, (last, last + 1, Reason.LAST_TOKEN, -1)]
 
     def tokens(self) -> npt.NDArray[np.int64]:
-        """Per block the tokens in it that the reason is about: neither reused in part nor the last one."""
+        """Per block the tokens in it that the reason is about: neither reused nor loaded in part, nor the last one."""
         size, last = self.tokens_per_block, self.num_tokens - 1
         begins = np.arange(len(self.reasons)) * size
         tokens = np.minimum(begins + size, last) - begins
         if self.partial:
             tokens[(self.reused - self.partial) // size] -= self.partial
+        if self._begun:
+            tokens[(self.reused + self.external) // size] -= self._begun
         return tokens
+
+    @property
+    def _begun(self) -> int:
+        """Tokens that were to be loaded in a block that was to be loaded only in part."""
+        end = self.reused + self.external
+        return end % self.tokens_per_block if self.external and end < self.num_tokens - 1 else 0
 
     def count(self) -> None:
         """Fill `counts`."""
         self.counts += np.bincount(self.reasons, self.tokens(), len(Reason)).astype(np.int64)
         self.counts[Reason.PARTIAL] += self.partial
+        self.counts[Reason.EXTERNAL] += self._begun
         self.counts[Reason.LAST_TOKEN] += 1

@@ -58,6 +58,14 @@ class Several(Listener):
         for each in self._listeners:
             each.ended(history, sequence, event)
 
+    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.not_loaded(history, sequence, tokens)
+
+    def counted(self, history: History, ours: tuple[int, int], theirs: tuple[int, int]) -> None:  # noqa: D102
+        for each in self._listeners:
+            each.counted(history, ours, theirs)
+
     def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:  # noqa: D102
         for each in self._listeners:
             each.reused(history, window, ids, level)

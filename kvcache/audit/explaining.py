@@ -18,6 +18,7 @@ from kvcache.audit.window import Window
 def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids) -> Admission:
     """The admission, with a reason for each block. What it takes from secondary is told by the events that follow."""
     size, last = history.tokens_per_block, event.num_tokens - 1
+    external = event.reused + event.reused_external
     reasons = np.full(-(-last // size), Reason.UNALIGNED, np.int8)
     windows = np.full(len(reasons), -1, np.int8)
     reused = (event.reused - event.reused_partial) // size
@@ -28,6 +29,10 @@ def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids)
         reasons[reused:full] = Reason.UNKNOWN
     else:
         reasons[reused:full], windows[reused:full] = _why_not(history, ids[reused:])
+        if history.drops_last_hit and (reasons[reused : reused + 2] == Reason.NOT_REUSED).tolist() in _ONE:
+            reasons[reused] = Reason.LAST_HIT
+    loaded = len(reasons) if external == last else external // size
+    reasons[reused:loaded], windows[reused:loaded] = Reason.EXTERNAL, -1
     reasons[:reused] = Reason.PRIMARY
     lacking = _lacking(history, ids, reused)
     if lacking is not None:
@@ -41,6 +46,7 @@ def explain(history: History, event: SequenceAdded, sequence: Running, ids: Ids)
         num_tokens=event.num_tokens,
         reused=event.reused,
         partial=event.reused_partial,
+        external=event.reused_external,
         tokens_per_block=size,
         ids=ids,
         reasons=reasons,
@@ -125,15 +131,19 @@ def _computing(history: History, content: int, block: int) -> int:
     return -1
 
 
+_ONE = ([True], [True, False])
+"""Of two blocks after what is reused, whether they could have been: only the first."""
 _COMPUTING = np.full(len(Reason), Reason.COMPUTING_AGAIN)
 _COMPUTING[Reason.CLEARED] = Reason.COMPUTING_CLEARED
 _COMPUTING[Reason.COPY_FAILED] = Reason.COMPUTING_COPY_FAILED
+_COMPUTING[Reason.INVALIDATED] = Reason.COMPUTING_INVALIDATED
 _COMPUTING[Reason.RESTARTED] = Reason.COMPUTING_RESTARTED
 """By why a block is gone: its reason while a running request computes it again."""
 _PENDING = (
     Reason.COMPUTING_AGAIN,
     Reason.COMPUTING_CLEARED,
     Reason.COMPUTING_COPY_FAILED,
+    Reason.COMPUTING_INVALIDATED,
     Reason.COMPUTING_RESTARTED,
     Reason.BEING_COMPUTED,
 )

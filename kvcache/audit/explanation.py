@@ -96,6 +96,8 @@ class Stay:
     parts: list[Part]
     computed_again: int = 0
     """Tokens that an earlier stay had computed already, and that this one had to compute again."""
+    not_loaded: int = 0
+    """Tokens that were to be loaded from outside, and did not come."""
     ended: Moment | None = None
     tokens_at_end: int = 0
     computed_at_end: int = 0
@@ -136,6 +138,7 @@ class Explanations(Listener):
         self._open: dict[int, Stay | Exported] = {}
         """What has not ended, by these numbers."""
         self._ended: list[tuple[int, ev.SequenceRemoved]] = []
+        self._not_loaded: list[tuple[int, int]] = []
 
     def _of(self, request_id: RequestId) -> Explanation | None:
         if not self._wanted(request_id):
@@ -189,10 +192,14 @@ class Explanations(Listener):
             admission.num_tokens,
             admission.reused,
             list(_parts(history, admission)),
-            max(0, min(before, admission.num_tokens) - admission.reused),
+            max(0, min(before, admission.num_tokens) - admission.reused - admission.external),
         )
         explanation.stays.append(stay)
         self._open[admission.number] = stay
+
+    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:
+        """Note what did not come."""
+        self._not_loaded.append((sequence.number, tokens))
 
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """Note an end."""
@@ -202,6 +209,11 @@ class Explanations(Listener):
 
     def batch_ended(self, history: History) -> None:
         """Tell the ends of the batch, whose admissions are known now."""
+        for number, tokens in self._not_loaded:
+            waited = self._open.get(number)
+            if isinstance(waited, Stay):
+                waited.not_loaded += tokens
+        self._not_loaded.clear()
         for number, event in self._ended:
             stay = self._open.pop(number)
             stay.ended = Moment(history.batch, history.now)
@@ -245,10 +257,14 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
     block = first // admission.tokens_per_block
     window = history.windows[group].created.window if group >= 0 and len(history.windows) > 1 else None
     last = (stop - 1) // admission.tokens_per_block
-    if block >= len(admission.facts["slot"]) or reason in (Reason.LAST_TOKEN, Reason.PARTIAL):
+    if block >= len(admission.facts["slot"]) or reason in (
+        Reason.LAST_TOKEN,
+        Reason.PARTIAL,
+        Reason.EXTERNAL,
+    ):
         return Part(first, stop, block, last, reason, window)
     facts = {name: int(column[block]) for name, column in admission.facts.items()}
-    known = reason.is_reuse or reason.is_lost or reason in (Reason.NOT_SERVABLE, Reason.NOT_REUSED)
+    known = reason.is_reuse or reason.is_lost or reason in _CACHED
     lost = reason.is_lost
     lacking = admission.lacking if reason == Reason.NOT_SERVABLE else None
     if lacking is not None:
@@ -270,6 +286,10 @@ def _part(history: History, admission: Admission, first: int, stop: int, reason:
         group=None if lacking is None else lacking.group,
         kind="" if lacking is None else lacking.kind,
     )
+
+
+_CACHED = (Reason.NOT_SERVABLE, Reason.LAST_HIT, Reason.NOT_REUSED)
+"""Of blocks that were cached, and not reused."""
 
 
 def _request(history: History, number: int) -> RequestId | None:

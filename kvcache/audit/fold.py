@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 
 from events import types as ev
+from events.ids import first_number
 from events.packed import NAME_BYTES, TOKEN_BYTES, names_of_keys
 from events.tokens.sequences import RunningTokens
-from events.types import PRIMARY, SECONDARY, SLIDING, EventBatch, MoveReason, RequestId
+from events.types import PRIMARY, SECONDARY, SLIDING, EventBatch, MoveReason, RemoveReason, RequestId
 from kvcache.audit.admission import Admission
 from kvcache.audit.columns import Columns, Ids
 from kvcache.audit.explaining import explain, facts_of, note_reused
@@ -47,13 +48,18 @@ class HistoryFold(History):
         self._tokens = RunningTokens(self.running)
         self._admitted: dict[int, Admission] = {}
         """Of this batch, by handle: what they claim follows."""
+        self._counts: tuple[int, int] | None = None
+        """Prompt tokens and reused ones since the cache was created; None: something is missing."""
         self._failed = False
         """Whether a copy fails in this batch: by it all that goes in it is lost."""
         self._pinned: dict[int, list[Ids]] = {}
         """By number of the pin: per window, contents that it holds."""
         self._losing: list[tuple[Window, Ids]] = []
         """What was cached when everything went, as long as a state may bring it back."""
-        self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
+        self._handlers = self._event_handlers()
+
+    def _event_handlers(self) -> dict[type[ev.Event], Callable[[Any], None]]:
+        return {
             ev.EpochStarted: self._on_epoch,
             ev.CacheCreated: self._on_created,
             ev.StateExported: self._on_exported,
@@ -69,11 +75,14 @@ class HistoryFold(History):
             ev.BlocksUnpinned: self._on_unpinned,
             ev.TokensAppended: self._on_appended,
             ev.ContextComputed: self._on_computed,
+            ev.LoadFailed: self._on_load_failed,
             ev.SequenceForked: self._on_forked,
             ev.SequenceRewound: self._on_rewound,
             ev.SequenceRemoved: self._on_ended,
             ev.TransferFailed: self._on_failed,
             ev.CacheCleared: self._on_cleared,
+            ev.Checkpoint: self._on_checkpoint,
+            ev.Gap: self._on_gap,
             ev.AdmissionRefused: self._on_refused,
             ev.SymbolsInterned: self._on_interned,
             ev.PoolShared: self._on_shared,
@@ -120,8 +129,8 @@ class HistoryFold(History):
         self.pending["count"].fill(0)
         settings = msgspec.json.decode(event.config)
         self.reuse, self.tokens_per_block = settings["enable_block_reuse"], event.tokens_per_block
-        self.key_bytes = event.key_bytes
-        self.engine = event.engine
+        self.key_bytes, self._counts = event.key_bytes, (0, 0)
+        self.engine, self.drops_last_hit = event.engine, event.drops_last_hit
         # Where every window attends to everything, what is cached can be reused, and our manager does.
         slides = any(group.kind == SLIDING for group in event.groups)
         self.not_taken = Reason.NOT_REUSED if event.engine and not slides else Reason.NOT_SERVABLE
@@ -133,6 +142,8 @@ class HistoryFold(History):
     def _on_exported(self, event: ev.StateExported) -> None:
         """What is not in it is gone: batches were lost before it, or the cache began with it."""
         self.shared.end(self.batch, self.now)
+        if event.next_handle > first_number(self.replayed.state.epoch):
+            self._counts = None
         running = {each.handle: self.running.get(each.handle) for each in event.sequences}
         self.contents.learn(event.symbols, anew=True)
         self._lose_all(Reason.RESTARTED)
@@ -198,6 +209,14 @@ class HistoryFold(History):
         for sequence in self.running.values():
             self._set_computed(sequence, 0)
 
+    def _on_gap(self, event: ev.Gap) -> None:
+        self._counts = None
+
+    def _on_checkpoint(self, event: ev.Checkpoint) -> None:
+        if event.engine_counts and self._counts is not None:
+            prompt_tokens, reused = event.engine_counts
+            self.listener.counted(self, self._counts, (prompt_tokens, reused))
+
     def _on_cleared(self, event: ev.CacheCleared) -> None:
         self._lose_all(Reason.COPY_FAILED if self._failed else Reason.CLEARED)
         self.shared.clear(self.batch, self.now)
@@ -223,6 +242,8 @@ class HistoryFold(History):
     def _on_added(self, event: ev.SequenceAdded) -> None:
         symbols = _symbols(event.tokens, event.num_tokens)
         number = self._numbered(event.request_id)
+        if self._counts is not None:
+            self._counts = self._counts[0] + event.num_tokens, self._counts[1] + event.reused
         sequence = Running(number, event.request_id, symbols, event.namespace, len(self.windows))
         sequence.left = [window.left_behind(event.reused, self.tokens_per_block) for window in self.windows]
         last_block = (event.num_tokens - 1) // self.tokens_per_block
@@ -268,6 +289,9 @@ class HistoryFold(History):
     def _on_computed(self, event: ev.ContextComputed) -> None:
         sequence = self.running[event.handle]
         self._set_computed(sequence, min(event.num_tokens, sequence.num_prompt_tokens))
+
+    def _on_load_failed(self, event: ev.LoadFailed) -> None:
+        self.listener.not_loaded(self, self.running[event.handle], event.num_tokens)
 
     def _on_appended(self, event: ev.TokensAppended) -> None:
         if not event.draft and (event.counts or event.handles != self._tokens.handles):
@@ -400,8 +424,12 @@ class HistoryFold(History):
     def _on_removed(self, event: ev.BlocksRemoved) -> None:
         window = self.windows[event.group]
         by = self.running[event.handle].number if event.handle in self.running else -1
-        ids = window.remove(event.level, event.slots, by, self.batch, self.now)
-        self.listener.evicted(self, window, ids, event.level)
+        invalid = event.why == RemoveReason.INVALIDATED
+        ids = window.remove(event.level, event.slots, by, self.batch, self.now, invalid=invalid)
+        for sequence in self.running.values() if invalid else ():
+            sequence.forget(event.group, ids)
+        if not invalid:
+            self.listener.evicted(self, window, ids, event.level)
         self.listener.removed(self, window, ids, event)
 
     def _on_detached(self, event: ev.BlocksDetached) -> None:

@@ -28,6 +28,8 @@ class History:
         self.reuse = True
         self.engine = ""
         """Who decides; empty: this library's manager."""
+        self.drops_last_hit = False
+        """As in `CacheCreated`."""
         self.not_taken = Reason.NOT_SERVABLE
         """Why a block is not reused that is cached in every window."""
         self.tokens_per_block = 0

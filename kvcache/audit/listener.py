@@ -28,6 +28,12 @@ class Listener:
     def ended(self, history: History, sequence: Running, event: ev.SequenceRemoved) -> None:
         """A request ended."""
 
+    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:
+        """Prompt tokens that were to be loaded from outside have not come."""
+
+    def counted(self, history: History, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+        """Prompt tokens and reused ones since the cache was created: of the log, and as its engine has counted them."""
+
     def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
         """A request is about to reuse full blocks from a level."""
 

@@ -67,7 +67,7 @@ class BlockLife(NamedTuple):
     gone_seq: int | None
     gone_ts: int | None
     gone_why: str | None
-    """``evicted``, ``dropped``, ``cleared``, ``copy_failed`` or ``restarted``, as docs/audit.md has them."""
+    """``evicted``, ``dropped``, ``cleared``, ``copy_failed``, ``invalidated`` or ``restarted``, as in docs/audit.md."""
     gone_for: RequestId | None
     gone_for_admission: int | None
     eviction: int | None
@@ -84,7 +84,7 @@ class EvictionRow(NamedTuple):
     window: int
     level: str
     why: str
-    """As in `BlocksRemoved`: ``capacity``, ``superseded``, ``unreachable`` or ``cleared``."""
+    """As in `BlocksRemoved`: ``capacity``, ``superseded``, ``unreachable``, ``cleared`` or ``invalidated``."""
     blocks: int
     full_blocks: int
     """The others have fewer tokens, and no `BlockLife`."""

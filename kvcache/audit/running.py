@@ -67,6 +67,11 @@ class Running(NamedTokens):
             self.held[group] = held = longer
         held[first : first + len(ids)] = ids
 
+    def forget(self, group: int, ids: Ids) -> None:
+        """These contents are nowhere any more: it holds blocks without a name instead."""
+        held = self.held[group]
+        held[np.isin(held, ids)] = -1
+
     def let_go(self, group: int, first: int, stop: int | None = None) -> Ids:
         """Let go of blocks; returns the contents that were held there."""
         held = self.held[group][first:stop]

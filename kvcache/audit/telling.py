@@ -83,6 +83,8 @@ def _what(part: Part) -> str:
 
 def _facts(stay: Stay, when: When) -> list[tuple[str, str]]:
     facts = [("reused", f"{count(stay.reused, 'token')}: {share(stay.reused / stay.num_tokens)}")]
+    if stay.not_loaded:
+        facts.append(("not loaded", f"{count(stay.not_loaded, 'token')} that were to come from outside"))
     if namespace := namespace_in_words(stay.namespace):
         facts.append(("namespace", namespace))
     if stay.computed_again:

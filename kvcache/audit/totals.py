@@ -20,6 +20,7 @@ from kvcache.audit.history import History
 from kvcache.audit.listener import Listener
 from kvcache.audit.prefixes import Prefix, hot_prefixes
 from kvcache.audit.reasons import EVICTIONS, Reason
+from kvcache.audit.running import Running
 from kvcache.audit.timeline import Timeline
 from kvcache.audit.window import Window
 
@@ -65,6 +66,11 @@ class Audit:
     by_namespace: dict[Namespace, npt.NDArray[np.int64]] = field(default_factory=dict)
     over_time: Timeline = field(default_factory=lambda: Timeline(len(Reason)))
     refusals: int = 0
+    not_loaded: int = 0
+    """Of the tokens that were to be loaded from outside, those that did not come."""
+    counts: tuple[tuple[int, int], tuple[int, int]] | None = None
+    """Prompt tokens and reused ones since a cache was created, in the log and as its engine has counted them: where
+    they differ for the first time, or else those compared last. None: there is nothing to compare."""
     lost_ages: Ages = field(default_factory=Ages)
     """Per block that was computed again because it had been evicted: since it went."""
     lost_by_priority: Counter[int] = field(default_factory=Counter)
@@ -100,8 +106,13 @@ class Audit:
 
     @property
     def reused(self) -> int:
-        """Prompt tokens that were not computed."""
+        """Prompt tokens that were found in the cache."""
         return int(self.reasons[: Reason.PARTIAL + 1].sum())
+
+    @property
+    def loaded(self) -> int:
+        """Prompt tokens that came from outside."""
+        return int(self.reasons[Reason.EXTERNAL]) - self.not_loaded
 
 
 class Totals(Listener):
@@ -153,6 +164,16 @@ class Totals(Listener):
     def refused(self, history: History, event: ev.AdmissionRefused) -> None:
         """Count a refusal."""
         self.audit.refusals += self.counting
+
+    def not_loaded(self, history: History, sequence: Running, tokens: int) -> None:
+        """Count what did not come."""
+        self.audit.not_loaded += tokens * self.counting
+
+    def counted(self, history: History, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+        """Keep what differs."""
+        before = self.audit.counts
+        if self.counting and (before is None or before[0] == before[1]):
+            self.audit.counts = ours, theirs
 
     def reused(self, history: History, window: Window, ids: Ids, level: int) -> None:
         """Note how long reused blocks had been idle."""

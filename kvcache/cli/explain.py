@@ -99,6 +99,7 @@ def _stay_json(stay: Stay) -> dict[str, Any]:
         "salt_digest": salt.hex() if salt is not None else None,
         "prompt_tokens": stay.num_tokens,
         "reused_tokens": stay.reused,
+        "not_loaded_tokens": stay.not_loaded,
         "recomputed_tokens": stay.computed_again,
         **_end_json(stay),
         "parts": [_part_json(each) for each in stay.parts],

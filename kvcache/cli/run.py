@@ -97,7 +97,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cache").add_argument
-    add("--tokens-per-block", type=positive, metavar="N", help="a power of two (64)")
+    add("--tokens-per-block", type=positive, metavar="N", help="tokens of a block (64)")
     add("--primary-blocks", type=positive, metavar="N", help="blocks on the device")
     add("--secondary-blocks", type=natural, metavar="N", help="blocks in host memory; 0: none")
     add(

@@ -29,6 +29,8 @@ class WholeCache:
         slots = sum(level.size for group in state.groups for level in group.levels)
         self.checkpoint_due = checkpoint_spacing * slots
         """Blocks changed since the last checkpoint after which there should be another."""
+        self.engine_counts: tuple[int, ...] = ()
+        """As in `Checkpoint`."""
 
     def note_refusal(self, request_id: RequestId, refusal: OutOfBlocks) -> None:
         """Record that a request did not fit: once until it is admitted, however often it is tried."""
@@ -90,5 +92,6 @@ class WholeCache:
                 fingerprint=fingerprint(self._state),
                 num_sequences=len(self._state.handles),
                 num_cached=tuple((primary, secondary) for primary, secondary in cached),
+                engine_counts=self.engine_counts,
             )
         )

@@ -178,7 +178,11 @@ class BlockFold(Contents):
         _check_level(event.level)
         slots = array("i", event.slots)
         self.changed_blocks += len(slots)
-        self.groups[event.group].remove(event.level, slots, event.why)
+        group = self.groups[event.group]
+        if event.why == ev.RemoveReason.INVALIDATED and event.level == PRIMARY:
+            group.invalidate(slots, self.sequences.values())
+        else:
+            group.remove(event.level, slots, event.why)
 
     def _detach(self, event: ev.BlocksDetached) -> None:
         sequences = [self.sequences[handle] for handle in array("q", event.handles)]

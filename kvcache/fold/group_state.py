@@ -6,6 +6,7 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -176,18 +177,21 @@ class GroupState(HeldPaths):
         level.unreferenced -= take
         level.blank += gone
         self.watcher.gone(run.level, gone)
-        keep = len(run.slots) - take
-        if not keep:
+        if take == len(run.slots):
             self._cut_off(run)
             return
-        tree = self.tree
+        self._cut(run, take)
+        self._offer(run)
+
+    def _cut(self, run: Run, take: int) -> None:
+        """Make a run shorter by its last `take` blocks."""
+        tree, keep = self.tree, len(run.slots) - take
         del run.symbols[keep * tree.block_bytes :]
         del run.slots[keep:]
         if tree.key_bytes:
             del run.keys[keep * tree.key_bytes :]
         run.end -= take
         run.partial = 0
-        self._offer(run)
 
     def _cut_off(self, run: Run) -> None:
         parent = run.parent
@@ -195,6 +199,38 @@ class GroupState(HeldPaths):
         if isinstance(parent, Run):
             self._offer(parent)
             self._settle_children(parent)
+
+    def invalidate(self, slots: array[int], sequences: Iterable[Sequence]) -> None:
+        """Forget cached blocks of primary, deepest first; what some of `sequences` hold stays theirs."""
+        ends: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            end = sequence.path_ends[self.index]
+            if isinstance(end, Run):
+                ends.setdefault(end.id, []).append(sequence)
+        done = 0
+        while done < len(slots):
+            run = self.run_at(PRIMARY, slots[done])
+            most, take = min(len(run.slots), len(slots) - done), 0
+            # What was a branching has become one run, perhaps, when one branch was gone.
+            while take < most and run.slots[-1 - take] == slots[done + take]:
+                take += 1
+            gone, done = slots[done : done + take], done + take
+            invariant(take > 0 and not run.children, "invalidated blocks are not the end of a path")
+            invariant(len(ends.get(run.id, ())) == run.refs, "an invalidated block is pinned")
+            if not run.refs:
+                self._drop(run, take, gone)
+                continue
+            self._share(run.refs, gone)
+            self.watcher.gone(PRIMARY, gone)
+            if take < len(run.slots):
+                self._cut(run, take)
+                continue
+            parent = run.parent
+            for sequence in ends.pop(run.id):
+                sequence.path_ends[self.index] = parent
+                if isinstance(parent, Run):
+                    ends.setdefault(parent.id, []).append(sequence)
+            self._cut_off(run)
 
     def _settle_children(self, parent: Run) -> None:
         """A run that lost a child may have become equal to its only other one."""

@@ -82,6 +82,7 @@ IN_PRIMARY: Life = {
         ev.SequenceForked: {REFERENCED},
         ev.SequenceRewound: {REFERENCED, UNREFERENCED},
         ev.BlocksUnpinned: {REFERENCED, UNREFERENCED},
+        ev.BlocksRemoved: {HELD, SHARED},  # invalidated
         ev.CacheCleared: {HELD, SHARED},
     },
     UNREFERENCED: {

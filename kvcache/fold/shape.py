@@ -25,7 +25,7 @@ _MAX_TOKENS_PER_BLOCK = 2**30
 def check_created(event: CacheCreated) -> None:
     """Raises `InvariantViolated` if no cache can have been created like that."""
     size = event.tokens_per_block
-    invariant(0 < size <= _MAX_TOKENS_PER_BLOCK and not size & (size - 1), "blocks have an impossible size")
+    invariant(0 < size <= _MAX_TOKENS_PER_BLOCK, "blocks have an impossible size")
     invariant(bool(event.groups), "a cache has no group")
     for index, group in enumerate(event.groups):
         crosses = group.kind == CROSS and group.window == CROSS_WINDOW and 0 < index == len(event.groups) - 1

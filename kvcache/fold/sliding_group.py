@@ -10,6 +10,7 @@ Only `kvcache.fold.state` calls the methods that change something, and only whil
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -331,6 +332,10 @@ class SlidingGroup(SlidingTree):
         self.take_out(places)
         self.levels[level].blank += slots
         self.levels[level].unreferenced -= len(slots)
+
+    def invalidate(self, slots: array[int], sequences: Iterable[Sequence]) -> None:
+        """Blocks of a sliding window are not invalidated."""
+        raise InvariantViolated("blocks of a sliding window are invalidated")
 
     def _check_unreferenced(self, places: array[int]) -> None:
         released = self.released_at

@@ -63,6 +63,7 @@ class CacheState(PositionalFold):
             ev.SymbolsInterned: self.symbols.intern,
             ev.SymbolsForgotten: self.symbols.forget,
             ev.AdmissionRefused: self._note_refusal,
+            ev.LoadFailed: self._note_failure,
             ev.PoolShared: self._share_pool,
             ev.SlotsTaken: self._take_slots,
             ev.SlotsLeft: self._leave_slots,
@@ -110,6 +111,7 @@ class CacheState(PositionalFold):
         install(self, event)
 
     def _checkpoint(self, event: ev.Checkpoint) -> None:
+        invariant(len(event.engine_counts) in (0, 2), "an engine has counted something else")
         self.changed_blocks = 0
 
     def _clear(self, event: ev.CacheCleared) -> None:
@@ -133,6 +135,10 @@ class CacheState(PositionalFold):
         tokens = self.tokens_of(event.num_tokens, event.tokens, self.longest)
         if not 0 <= event.reused < event.num_tokens:
             raise InvariantViolated("more is reused than there is to compute")
+        if event.reused_external and (
+            event.reused_partial or not 0 < event.reused_external < event.num_tokens - event.reused
+        ):
+            raise InvariantViolated("more is loaded than there is to compute, or in the middle of a block")
         sequence = Sequence(handle, request_id, namespace, tokens, self.roots(namespace))
         sequence.computed, sequence.retention = event.reused, event.retention
         self.all_kept_alike = self.all_kept_alike and event.retention is None
@@ -150,6 +156,10 @@ class CacheState(PositionalFold):
         self.refused[event.request_id] = None
         if len(self.refused) > REMEMBERED_REFUSALS:
             del self.refused[next(iter(self.refused))]
+
+    def _note_failure(self, event: ev.LoadFailed) -> None:
+        if not 0 < event.num_tokens < self.sequences[event.handle].num_tokens:
+            raise InvariantViolated("more was to be loaded than there is")
 
     def _append_tokens(self, event: ev.TokensAppended) -> None:
         if event.counts:

@@ -27,7 +27,7 @@ _FEW = 16
 class Copies:
     """Blocks of an engine that hold the same content, for which the log has one slot."""
 
-    __slots__ = ("first", "holders", "named", "spares")
+    __slots__ = ("first", "holders", "spares", "unnamed")
 
     def __init__(self, first: int, holders: int) -> None:
         self.first = first
@@ -36,8 +36,13 @@ class Copies:
         """By block, the sequences that hold it."""
         self.spares: list[int] = []
         """The slots that the other copies left blank."""
-        self.named = True
-        """False once the cache was cleared: then each copy is there only as long as it is held."""
+        self.unnamed: set[int] = set()
+        """Copies that cannot be found any more, and are there only as long as they are held."""
+
+    @property
+    def can_be_found(self) -> bool:
+        """Whether there is another copy than these."""
+        return len(self.unnamed) < len(self.holders)
 
 
 class BlockIds:
@@ -129,13 +134,14 @@ class BlockIds:
             copies = self.copies[slot]
             block = held.get(slot, copies.first)
             copies.holders[block] -= 1
-            if not copies.named and not copies.holders[block]:
+            if block in copies.unnamed and not copies.holders[block]:
                 self.leave(block, slot)
 
     def leave(self, block: int, slot: int) -> None:
         """A copy is gone, others are left: it gets one of the slots that these do not need."""
         copies = self.copies[slot]
         del copies.holders[block]
+        copies.unnamed.discard(block)
         spare = copies.spares.pop()
         self._slots[block], self._blocks[spare] = spare, block
         if len(copies.holders) == 1:
@@ -145,13 +151,40 @@ class BlockIds:
     def forget_names(self) -> None:
         """Nothing is cached any more: copies that nobody holds are blank."""
         for slot, copies in list(self.copies.items()):
-            copies.named = False
-            for block in [block for block, holders in copies.holders.items() if not holders]:
-                if slot in self.copies:
-                    self.leave(block, slot)
+            for block in list(copies.holders):
+                self._forget(block, slot)
+
+    def _forget(self, block: int, slot: int) -> None:
+        """A copy cannot be found any more: it is blank, unless it is held or there is no other one."""
+        copies = self.copies.get(slot)
+        if copies is not None:
+            copies.unnamed.add(block)
+            if not copies.holders[block]:
+                self.leave(block, slot)
+
+    def invalidate(self, blocks: Blocks, slots: array[int]) -> array[int]:
+        """These blocks cannot be found any more; returns the slots whose content cannot, either."""
+        lost = array("i")
+        for block, slot in zip(blocks, slots, strict=True):
+            copies = self.copies.get(slot)
+            self._forget(int(block) - self.first, slot)
+            if copies is None or not copies.can_be_found:
+                lost.append(slot)
+        return lost
+
+    def lose(self, slots: array[int]) -> list[int]:
+        """What these slots hold cannot be found any more; returns the blocks of which it is news."""
+        lost = list[int]()
+        for slot in slots:
+            copies = self.copies.get(slot)
+            found = [self._blocks[slot]] if copies is None else list(copies.holders.keys() - copies.unnamed)
+            lost += [block + self.first for block in found]
+            for block in found:
+                self._forget(block, slot)
+        return lost
 
     def evictable(self, blocks: Blocks, slots: array[int]) -> tuple[list[tuple[int, int]], array[int]]:
-        """Which of these blocks leave copies behind, with their slots, and the slots whose content goes with them."""
+        """Which of these blocks leave copies, with their slots, and the slots whose content goes with them."""
         if not self.copies:
             return [], slots
         leaving, going, left = list[tuple[int, int]](), array("i"), dict[int, int]()
@@ -166,9 +199,14 @@ class BlockIds:
                 )
             if (at, slot) in leaving:
                 raise Contradiction(f"block {block} is evicted twice in one call", block=int(block))
-            left[slot] = left.get(slot, len(copies.holders)) - 1
+            left[slot] = left.get(slot, len(copies.holders) - len(copies.unnamed)) - 1
             if left[slot]:
                 leaving.append((at, slot))
+            elif copies.unnamed:
+                raise Contradiction(
+                    f"block {block} is evicted, and a running request holds a copy of it that was invalidated",
+                    block=int(block),
+                )
             else:
                 going.append(slot)
         return leaving, going

@@ -7,7 +7,15 @@ import msgspec
 from events.bus import EventBus
 from events.ids import epoch_of, first_number
 from events.tokens.names import ALGORITHMS, DEFAULT_ALGORITHM
-from events.types import CacheCreated, Event, EventBatch, PoolShared, StateExported
+from events.types import (
+    FIRST_FORMAT,
+    FORMAT_VERSION,
+    CacheCreated,
+    Event,
+    EventBatch,
+    PoolShared,
+    StateExported,
+)
 from kvcache.config import KVCacheConfig
 from kvcache.errors import Unsupported
 from kvcache.fold.exported_state import export
@@ -26,7 +34,9 @@ def cache_created(config: KVCacheConfig, layout: Layout, *, heard: bool) -> Cach
         # Names are for others: where nobody listens, computing them would be most of the work.
         named = heard or config.eviction_policy == "levels"
         algorithm = DEFAULT_ALGORITHM if named else "none"
+    odd = config.tokens_per_block & (config.tokens_per_block - 1)
     return CacheCreated(
+        format_version=FORMAT_VERSION if odd else FIRST_FORMAT,
         config=config.model_dump_json(),
         tokens_per_block=config.tokens_per_block,
         groups=tuple(group.group_created() for group in layout.groups),

@@ -8,14 +8,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
+from events.ids import LevelIndex
 from events.packed import names_of_keys
 from events.types import PRIMARY, SECONDARY, RequestId
 from kvcache.decide.eviction import last_names
 from kvcache.errors import Contradiction, UnknownRequest, UsageError, shown
 from kvcache.fold.group_state import GroupState
 from kvcache.fold.matching import Piece, match
-from kvcache.fold.prefix_tree import Node, Root, common_bytes
+from kvcache.fold.prefix_tree import Node, Root, Run, common_bytes, runs_below
 from kvcache.fold.sequence import Sequence
+from kvcache.fold.slots import last_reversed
 from kvcache.fold.state import CacheState
 from kvcache.inputs.arguments import checked_request_id
 from kvcache.inputs.requests import CheckedRequest
@@ -114,8 +116,8 @@ class Mirror:
         for slot in table[first:last] if self.group.shared else ():
             if slot in self.group.shared:
                 raise Contradiction(
-                    f"block {self.ids.id_of(slot)} lost its name when the cache was cleared, and others hold it "
-                    f"still: request {name} cannot name it",
+                    f"block {self.ids.id_of(slot)} lost its name, as when the cache is cleared, and others hold it: "
+                    f"request {name} cannot name it",
                     sequence.request_id,
                     self.ids.id_of(slot),
                 )
@@ -142,12 +144,24 @@ class Mirror:
         )
 
     def refuse_other_path(
-        self, request: CheckedRequest, blocks: Blocks, slots: array[int], lower: Blocks, below: array[int]
+        self,
+        request: CheckedRequest,
+        blocks: Blocks,
+        slots: array[int],
+        lower: Blocks,
+        below: array[int],
+        external: int,
     ) -> None:
         """Raise `Contradiction` unless these blocks of primary, and then these of secondary, are the beginning of the
-        prompt, and not all of it.
+        prompt, and not all of it with so many tokens from outside.
         """
         name, count = shown(request.request_id), len(slots) + len(below)
+        if external >= request.num_tokens - count * self._size > 0:
+            raise Contradiction(
+                f"request {name} reuses {count} blocks of {self._size} tokens, {external} tokens are loaded, and its "
+                f"prompt has {request.num_tokens}: at least the last token is computed",
+                request.request_id,
+            )
         if count * self._size >= request.num_tokens:
             raise Contradiction(
                 f"request {name} reuses {count} blocks of {self._size} tokens, and its prompt has "
@@ -245,6 +259,34 @@ class Mirror:
             yield slots[done : done + take], last_names(keys, size, take)
             left[run.id] = rest - take
             done += take
+
+    def tails(self, slots: array[int]) -> list[tuple[LevelIndex, array[int], bytes]]:
+        """These cached blocks of primary and all that continues them, with their names, deepest first."""
+        cuts: dict[int, tuple[Run, int]] = {}
+        for slot in slots:
+            run = self.group.run_at(PRIMARY, slot)
+            cuts.update((each.id, (each, 0)) for each in runs_below(run))
+            at = run.slots.index(slot)
+            cuts[run.id] = run, min(at, cuts.get(run.id, (run, at))[1])
+        found: list[tuple[LevelIndex, array[int], bytes]] = []
+        for run, at in sorted(cuts.values(), key=lambda cut: -cut[0].end):
+            gone = last_reversed(run.slots, len(run.slots) - at)
+            names = last_names(run.keys, self._key_bytes, len(gone))
+            if found and found[-1][0] == run.level:
+                found[-1] = run.level, found[-1][1] + gone, found[-1][2] + names
+            else:
+                found.append((run.level, gone, names))
+        return found
+
+    def refuse_uncached(self, blocks: Blocks, slots: array[int]) -> None:
+        """Raise `Contradiction` unless these blocks are cached in primary, each named once."""
+        for at, slot in enumerate(slots):
+            if not self.group.is_cached(PRIMARY, slot):
+                raise Contradiction(
+                    f"block {blocks[at]} is invalidated, and not cached", block=int(blocks[at])
+                )
+        if len({int(block) for block in blocks}) < len(slots):
+            raise UsageError("a call names a block twice")
 
     def _stays(self, level: int, slot: int, told: str) -> Contradiction:
         block = self.ids.id_of(slot) if level == PRIMARY else slot

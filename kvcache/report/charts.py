@@ -159,7 +159,7 @@ def _markers(marked: Sequence[tuple[int, Bill]], top: int, clock: Clock) -> Char
 def misses(audit: Audit) -> Chart:
     """Computed prompt tokens by reason, the most on top."""
     reasons = sorted(
-        (reason for reason in Reason if not reason.is_reuse and audit.reasons[reason]),
+        (reason for reason in Reason if reason.is_computed and audit.reasons[reason]),
         key=lambda reason: int(audit.reasons[reason]),
     )
     bar = {

@@ -30,6 +30,7 @@ class Group(NamedTuple):
 GROUPS = (
     Group("reused from primary", BLUE, (Reason.PRIMARY, Reason.PARTIAL)),
     Group("reused from secondary", SKY, (Reason.SECONDARY,)),
+    Group("loaded from outside", GREEN, (Reason.EXTERNAL,)),
     Group(
         "computed again: evicted",
         VERMILION,
@@ -46,6 +47,7 @@ GROUPS = (
         YELLOW,
         (
             Reason.NOT_SERVABLE,
+            Reason.LAST_HIT,
             Reason.NOT_REUSED,
             Reason.OUT_OF_WINDOW,
             Reason.OTHER_NAMESPACE,

@@ -83,6 +83,8 @@ def headlines(found: Gathered) -> list[tuple[str, str, str]]:
     ]
     if partial:
         rows.append(("from parts of blocks", _part(partial, prompt), f"{partial:,} tokens, copied"))
+    if audit.loaded:
+        rows.append(("from outside", _part(audit.loaded, prompt), f"{audit.loaded:,} tokens, loaded"))
     rows.append(("computed again", _part(lost, prompt), f"{lost:,} tokens, because they were evicted"))
     if cleared := int(reasons[list(LOSSES)].sum()):
         said = f"{cleared:,} tokens, because they were cleared or lost"
@@ -141,9 +143,9 @@ def _add_misses(parts: Parts, found: Gathered) -> None:
     all_reasons = table(
         "Prompt tokens by what became of them", ["prompt tokens", "count", "share"], rows, ("count", "share")
     )
-    computed = audit.prompt_tokens - audit.reused
+    computed = audit.prompt_tokens - audit.reused - audit.loaded
     summary = f"{computed:,} of {audit.prompt_tokens:,} prompt tokens were computed."
-    misses = [reason for reason in Reason if not reason.is_reuse and audit.reasons[reason]]
+    misses = [reason for reason in Reason if reason.is_computed and audit.reasons[reason]]
     if misses:
         most = max(misses, key=lambda reason: int(audit.reasons[reason]))
         summary += f" Most often: {IN_WORDS[most]} ({_part(int(audit.reasons[most]), computed)} of them)."

@@ -14,14 +14,6 @@ MAX_BLOCKS = 2**31 - 1
 MAX_BYTES = 2**62
 """Sizes in bytes are int64 in the log."""
 MAX_LAYERS = 65536
-POWERS_OF_TWO = [1 << exponent for exponent in range(31)]
-
-
-def power_of_two(value: int) -> int:
-    """Refuse other numbers."""
-    if value & (value - 1):
-        raise ValueError("not a power of two")
-    return value
 
 
 def storable(value: str) -> str:

@@ -161,7 +161,7 @@ def test_none_takes_a_value_back(kvcache: Kvcache, monkeypatch: pytest.MonkeyPat
         ("head_dimm=1", "head_dimm: no such field; did you mean head_dim?"),
         ("log=1", "log: given '1'; accepted: a mapping"),
         ("=1", "write FIELD=VALUE"),
-        ("tokens_per_block=3", "tokens_per_block: given '3'; accepted: a power of two, at least 1"),
+        ("tokens_per_block=0", "tokens_per_block: given '0'; accepted: an integer from 1 to 2**30"),
     ],
 )
 def test_wrong_settings(kvcache: Kvcache, setting: str, says: str) -> None:

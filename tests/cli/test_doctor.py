@@ -98,8 +98,8 @@ def test_environment(kvcache: Kvcache, monkeypatch: pytest.MonkeyPatch) -> None:
         ("KVCACHE_HEAD_DIM", "x", "head_dim: given 'x'; accepted: an integer from 1 to 2147483647"),
         (
             "KVCACHE_TOKENS_PER_BLOCK",
-            "3",
-            "tokens_per_block: given '3'; accepted: a power of two, at least 1, at most 2**30",
+            "0",
+            "tokens_per_block: given '0'; accepted: an integer from 1 to 2**30",
         ),
         ("KVCACHE_LOG__FSYNC", "z", "log.fsync: given 'z'; accepted: always, group, interval or never"),
         (
@@ -239,7 +239,7 @@ class TestEngines:
         assert found["tensorrt_llm"] == ("note", f"1.2.0{events}")
         assert found["lmcache"] == (
             "note",
-            "0.3.9; a vLLM that has it as its KV connector cannot be recorded",
+            "0.3.9; what vLLM loads through it is recorded as coming from outside",
         )
         assert not {"vllm plugin", "KVCACHE_LOG"} & found.keys()
 

@@ -127,7 +127,7 @@ def test_refuses_what_the_settings_refuse(outer: str, inner: str | None) -> None
 @pytest.mark.parametrize(
     "changed",
     [
-        {"tokens_per_block": 48},
+        {"tokens_per_block": 0},
         {"primary_blocks": None},
         {"primary_blocks": None, "max_tokens": None},
         {"primary_blocks": []},
@@ -168,6 +168,7 @@ def test_what_is_needed(missing: str) -> None:
     "changed",
     [
         *({"tokens_per_block": 1 << exponent} for exponent in range(31)),
+        {"tokens_per_block": 48},
         {"primary_blocks": None, "max_tokens": 64},
         {"max_tokens": 64},
         {"primary_blocks": None, "primary_bytes": 2**62},

@@ -89,7 +89,6 @@ def exported(manager: KVCacheManager) -> StateExported:
     [
         {"tokens_per_block": 0},
         {"tokens_per_block": -4},
-        {"tokens_per_block": 3},
         {"tokens_per_block": 2**40},
         {"groups": ()},
         {"hash_algorithm": "nope"},

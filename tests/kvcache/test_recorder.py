@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import typing
 from array import array
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from events.errors import LogTooNew
 from events.feed.fold import Feed
 from events.log import LogReader
 from events.types import AnyEvent, BlocksReused, BlocksStored, CacheCreated
@@ -31,6 +33,7 @@ from kvcache.errors import (
     UsageError,
 )
 from kvcache.fold.fingerprint import fingerprint
+from kvcache.fold.life import SlotState, slot_states
 from kvcache.fold.slots import Level
 from kvcache.replay import replay
 from sinks.known import Known
@@ -41,7 +44,7 @@ from tests.support.engines.foreign_engine import ForeignEngine
 from tests.support.feeds.strict import StrictIndex
 from tests.support.seeds import seeds
 
-BLOCKS, SIZES = (6, 12, 24), (1, 2, 4)
+BLOCKS, SIZES = (6, 12, 24), (1, 3, 4)
 STEPS = 120
 
 
@@ -71,7 +74,7 @@ def test_everything_happens() -> None:
         seen["onboarded"] += engine.counters.secondary_hits
     least = {name: seen[name] for name in sorted(seen)}
     assert min(least.values()) >= 5, least
-    assert len(least) == 14, least
+    assert len(least) == 17, least
 
 
 @pytest.mark.parametrize("seed", seeds(range(300), quick=8))
@@ -91,6 +94,9 @@ def test_the_log_says_what_the_engine_has_counted(seed: int, tmp_path: Path) -> 
         counted.hits,
         counted.refusals,
     )
+    assert (audit.reasons[Reason.EXTERNAL], audit.not_loaded) == (counted.external, counted.not_loaded)
+    assert audit.counts is not None
+    assert audit.counts[0] == audit.counts[1] == (counted.prompt_tokens, counted.hits)
     if tokens:
         assert audit.reasons[Reason.SECONDARY] == counted.secondary_hits
         oracle, sums = NaiveAudit(), Counter[str]()
@@ -135,6 +141,46 @@ def test_what_the_engine_could_have_reused(tmp_path: Path, kvcache: Kvcache) -> 
         "cached, and the engine did not reuse it"
         in kvcache("explain", tmp_path / "log", "--request", "d").out
     )
+
+
+def test_the_last_block_of_a_hit(tmp_path: Path, kvcache: Kvcache) -> None:
+    """An engine that computes it again by design says so, and no audit wonders about it."""
+    config = KVCacheConfig(tokens_per_block=4, primary_blocks=8, max_sequence_length=32)
+    with Recorder(config, engine="toy", log=tmp_path / "log", drops_last_hit=True) as recorder:
+        for name, reused, own in (("a", [], [0, 1, 2]), ("b", [0], [3, 4]), ("c", [], [5, 6, 7])):
+            recorder.admitted(name, PROMPT_C, reused)
+            recorder.allocated(name, own)
+            recorder.stored(name, 2)
+    audit = audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+    assert (audit.reasons[Reason.LAST_HIT], audit.reasons[Reason.NOT_REUSED]) == (4, 8)
+    said = kvcache("explain", tmp_path / "log", "--request", "b").out
+    assert "speculative decoding computes the last block of a hit again" in said
+
+
+def test_what_comes_from_outside(tmp_path: Path, kvcache: Kvcache) -> None:
+    """An audit, an explanation and a report tell it apart from hits, and what does not come."""
+    config = KVCacheConfig(tokens_per_block=4, primary_blocks=8, max_sequence_length=32)
+    with Recorder(config, engine="toy", log=tmp_path / "log") as recorder:
+        recorder.admitted("a", PROMPT_C, external=6)
+        recorder.allocated("a", [0, 1, 2])
+        recorder.computed("a", 4)
+        recorder.not_loaded("a", 2)
+        recorder.counted(9, 1)
+    said = kvcache("audit", tmp_path / "log").out
+    assert "from outside   4 tokens loaded, 2 did not come" in said
+    assert "its own count  another: 9 looked up, 1 reused; the log has 9 and 0" in said
+    answer = json.loads(kvcache("audit", tmp_path / "log", "--json").out)
+    assert [answer[key] for key in ("reused_tokens", "loaded_tokens", "not_loaded_tokens")] == [0, 4, 2]
+    assert answer["engine_counts"]["in_log"] == {"prompt_tokens": 9, "reused_tokens": 0}
+    said = kvcache("explain", tmp_path / "log", "--request", "a").out
+    assert "not loaded  2 tokens that were to come from outside" in said
+    assert [line.split()[:4] for line in said.splitlines()[6:9]] == [
+        ["0–1", "0–5", "6", "loaded"],
+        ["1", "6–7", "2", "never"],
+        ["2", "8", "1", "the"],
+    ]
+    kvcache("report", tmp_path / "log", "--output", tmp_path / "report.html")
+    assert "loaded from outside" in (tmp_path / "report.html").read_text()
 
 
 # -- what cannot be true
@@ -265,6 +311,28 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
         "one row of integers",
     ),
     "blocks that are nothing": (lambda r: r.allocated("a", None), UsageError, "block ids must be a list"),
+    "loaded to the last token": (
+        lambda r: r.admitted("d", OTHER, [8], external=5),
+        Contradiction,
+        "reuses 1 blocks of 4 tokens, 5 tokens are loaded, and its prompt has 9",
+    ),
+    "less than nothing is loaded": (
+        lambda r: r.admitted("d", OTHER, external=-1),
+        UsageError,
+        "external",
+    ),
+    "more is missing than there is": (
+        lambda r: r.not_loaded("a", 12),
+        Contradiction,
+        "has 12 tokens: 12 cannot be missing",
+    ),
+    "a free block is invalidated": (
+        lambda r: r.invalidated([8, 10]),
+        Contradiction,
+        "block 10 is invalidated, and not cached",
+    ),
+    "invalidated twice": (lambda r: r.invalidated([8, 8]), UsageError, "names a block twice"),
+    "counted less than nothing": (lambda r: r.counted(-1, 0), UsageError, "prompt_tokens"),
     "refused while it runs": (lambda r: r.refused("a", 1), DuplicateRequest, "running already"),
     "refused for less than nothing": (lambda r: r.refused("d", -1), UsageError, "negative"),
     "allocated to nobody": (lambda r: r.allocated("d", [10]), UnknownRequest, "not running"),
@@ -288,6 +356,13 @@ WRONG: dict[str, tuple[Call, type[KVCacheError], str]] = {
         Contradiction,
         "block 10 is given to request 'a' twice",
     ),
+    "grown by too few": (lambda r: r.grown(["a", "b"], [10]), UsageError, "1 blocks are given to 2 requests"),
+    "grown by what is cached": (
+        lambda r: r.grown(["a", "b"], [10, 8]),
+        Contradiction,
+        "block 8 is given to request 'b', and is cached",
+    ),
+    "grown by one for both": (lambda r: r.grown(["a", "b"], [10, 10]), Contradiction, "to two requests"),
     "computed beyond its tokens": (lambda r: r.computed("a", 13), Contradiction, "13 cannot be computed"),
     "computed beyond its slots": (
         lambda r: [r.admitted("d", [1] * 9), r.allocated("d", [10]), r.computed("d", 5)],
@@ -467,12 +542,51 @@ def test_a_block_that_lost_its_name_is_not_named_while_others_hold_it() -> None:
     """After the cache was cleared, what two requests hold has one slot: it can be named once one of them is left."""
     recorder = begin()
     recorder.cleared()
-    with pytest.raises(Contradiction, match="lost its name when the cache was cleared"):
+    with pytest.raises(Contradiction, match="lost its name"):
         recorder.stored("a", 1)
     recorder.ended("b")
     recorder.stored("a", 3)
     recorder.check()
     recorder.allocated("a", [6, 7, 8])
+
+
+def test_blocks_in_use_are_invalidated() -> None:
+    """With all that continues them, and nobody else's: they stay with their requests, and are free when these end."""
+    recorder = begin()
+    assert sorted(recorder.invalidated([3])) == [3, 4, 6]
+    recorder.check()
+    states = slot_states(recorder.state, 0)[0].tolist()
+    held, shared, cached = (SlotState.HELD, SlotState.SHARED, SlotState.UNREFERENCED)
+    assert [states[block - 3] for block in (3, 4, 6, 8, 9)] == [
+        shared,
+        shared,
+        SlotState.BLANK,
+        cached,
+        cached,
+    ]
+    recorder.ended("b")
+    assert slot_states(recorder.state, 0)[0].tolist()[:2] == [held, held]
+    recorder.ended("a")
+    recorder.check()
+    recorder.admitted("d", OTHER, [8])
+    recorder.allocated("d", [3, 4, 5, 6, 7, 10])
+
+
+def test_a_copy_is_invalidated() -> None:
+    """The other one can be found still, and is not evicted before the one that is held is free."""
+    recorder = begin()
+    assert recorder.invalidated([4]) == [4]
+    recorder.admitted("d", [*range(8), 1], [3, 6])
+    recorder.ended("b")
+    recorder.ended("d")
+    recorder.check()
+    with pytest.raises(Contradiction, match="block 6 is evicted, and a running request holds a copy of it"):
+        recorder.evicted([6])
+    recorder.ended("a")
+    recorder.evicted([6])
+    recorder.check()
+    recorder.admitted("e", [*range(8), 1], [3])
+    recorder.allocated("e", [4, 5, 6, 7])
 
 
 # -- what the log says
@@ -490,6 +604,19 @@ def test_the_log_says_who_decided(tmp_path: Path) -> None:
     assert created.engine == "toy 1"
     with pytest.raises(Unsupported, match="going on with a cache in which toy 1 decided"):
         KVCacheManager.resume(replay(tmp_path / "log").state)
+
+
+def test_older_readers_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they would not understand has a newer version; what they would has none."""
+    finish(begin(tmp_path / "log"))
+    odd = KVCacheConfig(tokens_per_block=3, primary_blocks=8, max_sequence_length=24)
+    for name, config in {"odd": odd, "plain": odd.model_copy(update={"tokens_per_block": 4})}.items():
+        KVCacheManager(config, log=tmp_path / name).close()
+    monkeypatch.setattr("events.log.reader.FORMAT_VERSION", 1)
+    for name in ("log", "odd"):
+        with pytest.raises(LogTooNew, match="has format version 2, which is newer than this software"):
+            list(LogReader(tmp_path / name))
+    assert list(LogReader(tmp_path / "plain"))
 
 
 STORY: list[tuple[Call, list[str]]] = [
@@ -533,6 +660,23 @@ STORY: list[tuple[Call, list[str]]] = [
             "why=onboard transfer=2",
         ],
     ),
+    (
+        lambda r: r.admitted("d", range(50, 59), external=5),
+        ["SequenceAdded", "reused=0+0+0 external=5"],
+    ),
+    (lambda r: r.not_loaded("d", 0), []),
+    (lambda r: r.not_loaded("d", 2), ["LoadFailed", "request=d tokens=2"]),
+    (lambda r: r.allocated("c", [7]), ["BlocksAllocated", "why=prompt"]),
+    (
+        lambda r: r.grown(["c", "d"], [8, 9]),
+        ["BlocksAllocated", "request=c", "why=decode", "BlocksAllocated", "request=d", "why=prompt"],
+    ),
+    (
+        lambda r: r.grown(["d", "c"], [5, 6]),
+        ["BlocksAllocated", "request=d", "why=reserve", "BlocksAllocated"],
+    ),
+    (lambda r: r.grown([], []), []),
+    (lambda r: r.invalidated([3]), ["BlocksRemoved", "primary blocks=2", "why=invalidated"]),
     (lambda r: r.cleared(), ["CacheCleared"]),
     (lambda r: r.flush(), ["TransferLanded", "transfers=1..2"]),
 ]

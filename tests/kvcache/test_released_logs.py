@@ -1,9 +1,9 @@
 """Logs as released versions have written them, kept as they are: every later version reads them to the same states.
 
 `tests/golden/log_1` was written when format 1 was released, by a random program with all kinds of events of a cache but
-`TransferFailed`, over several lives of two caches; `log_1z` is the same with segments compressed as format 1 had them,
-which are converted before they are read; `log_2` the same in format 2, compressed; `log_1.json` has the fingerprint of
-the state after each batch. A new format gets logs of its own beside them.
+`TransferFailed` and `LoadFailed`, over several lives of two caches; `log_1z` is the same with segments compressed as
+format 1 had them, which are converted before they are read; `log_2` the same in format 2, compressed; `log_1.json` has
+the fingerprint of the state after each batch. A new format gets logs of its own beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from events.errors import LogOutdated
 from events.log import LogReader, LogWriter
 from events.log.frames import VERSION
 from events.log.retention import Kept, Limits
-from events.types import FORMAT_VERSION, TransferFailed
+from events.types import FIRST_FORMAT, LoadFailed, TransferFailed
 from kvcache.keep.compress import compress
 from kvcache.keep.prune import prune
 from kvcache.keep.verify import verify
@@ -69,8 +69,8 @@ def test_it_holds_all_kinds_of_events() -> None:
     kinds = {type(event) for batch in LogReader(GOLDEN / "log_1") for event in batch.events}
     of_feeds = {kind for kind in typing.get_args(AnyEvent) if "feed" in kind.__module__}
     newer = {kind for kind in typing.get_args(AnyEvent) if "sharing" in kind.__module__}
-    assert kinds == {*typing.get_args(AnyEvent)} - of_feeds - newer - {TransferFailed}
-    assert (VERSION, FORMAT_VERSION) == (2, 1)
+    assert kinds == {*typing.get_args(AnyEvent)} - of_feeds - newer - {TransferFailed, LoadFailed}
+    assert (VERSION, FIRST_FORMAT) == (2, 1)
 
 
 def test_compressed_or_not_the_batches_are_the_same() -> None:

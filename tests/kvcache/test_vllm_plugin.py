@@ -22,7 +22,8 @@ import pytest
 from events.log import LogReader, LogWriter
 from events.types import CacheCreated, EndReason, SequenceRemoved
 from kvcache import Recorder
-from kvcache.audit.totals import audit_batches
+from kvcache.audit.reasons import Reason
+from kvcache.audit.totals import Audit, audit_batches
 from kvcache.fold.prefix_tree import runs_below
 from kvcache.integrations.vllm import plugin
 from kvcache.integrations.vllm.recording import Recording
@@ -194,10 +195,6 @@ def test_wrong_settings_are_a_warning(
     assert scheduler.serve(Request("a", PROMPT)) == [[1, 2, 3]] * 3
 
 
-def _connector(scheduler: Any) -> None:
-    scheduler.connector = object()
-
-
 def _partial(scheduler: Any) -> None:
     scheduler.kv_cache_manager.coordinator.enable_partial_hash_hits = True
 
@@ -206,15 +203,18 @@ def _uncached(scheduler: Any) -> None:
     scheduler.kv_cache_manager.enable_caching = False
 
 
+def _hashes_of_larger_blocks(scheduler: Any) -> None:
+    scheduler.kv_cache_manager.block_pool.hash_block_size = 8
+
+
 def _renamed(scheduler: Any) -> None:
     del scheduler.kv_cache_manager.coordinator.single_type_managers[0].num_cached_block
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Any], None], str]] = {
-    "a connector": ({}, _connector, "KV connector"),
     "partial hits": ({}, _partial, "end inside a block"),
     "no caching": ({}, _uncached, "caches no prefixes"),
-    "odd blocks": ({"block_size": 12}, lambda _: None, "blocks of 12 tokens"),
+    "hashes of larger blocks": ({}, _hashes_of_larger_blocks, "blocks of 4 tokens"),
     "no full attention": (
         {"kinds": (SlidingWindowManager,)},
         lambda _: None,
@@ -363,11 +363,111 @@ def test_unsuited_requests_end_the_recording(
     assert (end.kind, end.next_seq) == ("clean", (end.last_seq or 0) + 2)
 
 
-def test_blocks_that_lose_their_names_end_the_recording(make: Make, tmp_path: Path) -> None:
-    """As after a failed load, which only connectors have."""
+def begun(make: Make, tmp_path: Path) -> tuple[Any, Any]:
+    """A scheduler's manager, and what listens to it."""
     scheduler = make(additional={"kvcache": {"log": str(tmp_path / "log")}})
-    scheduler.kv_cache_manager.evict_blocks({1})
-    assert not attached(scheduler).attached
+    return scheduler.kv_cache_manager, attached(scheduler)
+
+
+def audited(listening: Any, tmp_path: Path) -> Audit:
+    """The log's audit, when the recorder has closed it in good order."""
+    assert listening.attached
+    listening.close()
+    replay(tmp_path / "log", verify=True)
+    return audit_batches((batch, True) for batch in LogReader(tmp_path / "log"))
+
+
+def test_blocks_that_lose_their_names(make: Make, tmp_path: Path) -> None:
+    """As after a failed load: nobody finds them, the reason is told, and the request names no more."""
+    manager, listening = begun(make, tmp_path)
+    request = Request("a", PROMPT)
+    manager.allocate_slots(request, 9)
+    manager.evict_blocks({2, 3})  # 3 has no name yet
+    assert [run.slots.tolist() for run in listening.recorder.state.groups[0].tree.runs.values()] == [[0]]
+    manager.allocate_slots(request, 1)
+    request.append(7)
+    manager.take_events()
+    manager.allocate_slots(request, 1)
+    manager.take_events()
+    manager.allocate_slots(Request("b", [*PROMPT, 1, 2]), 12)
+    audit = audited(listening, tmp_path)
+    assert audit.reasons[Reason.INVALIDATED] == 4
+    assert audit.reasons[Reason.COMPUTING_INVALIDATED] == 0
+
+
+def test_loads_from_outside(make: Make, tmp_path: Path) -> None:
+    """At once, or awaited: counted as such, and computed when they are there."""
+    manager, listening = begun(make, tmp_path)
+    state = listening.recorder.state
+    manager.allocate_slots(Request("a", PROMPT), 3, num_external_computed_tokens=7)
+    awaited = Request("b", [5] * 10, status=Status.WAITING_FOR_REMOTE_KVS)
+    manager.allocate_slots(awaited, 0, num_external_computed_tokens=10, delay_cache_blocks=True)
+    manager.take_events()
+    computed = {each.request_id: each.computed for each in state.sequences.values()}
+    assert computed == {"a": 10, "b": 0}
+    manager.cache_blocks(awaited, 10)
+    awaited.num_computed_tokens, awaited.status = 9, Status.RUNNING
+    manager.allocate_slots(awaited, 1)
+    manager.take_events()
+    assert [each.computed for each in state.sequences.values()] == [10, 10]
+    assert sum(len(run.slots) for run in state.groups[0].tree.runs.values()) == 4
+    audit = audited(listening, tmp_path)
+    assert (audit.loaded, audit.not_loaded, audit.reasons[Reason.EXTERNAL]) == (16, 0, 16)
+
+
+LOST: dict[str, tuple[int, bool, Status, int]] = {
+    "a part of an awaited load": (4, True, Status.RUNNING, 3),
+    "all of an awaited load": (0, True, Status.WAITING_FOR_REMOTE_KVS, 7),
+    "a part of a load in a step": (4, False, Status.RUNNING, 3),
+    "nothing, as it was aborted": (7, True, Status.FINISHED_ABORTED, 0),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_loads_that_fail(make: Make, tmp_path: Path, name: str) -> None:
+    """What did not come is told, whatever becomes of the request."""
+    there, awaited, status, missing = LOST[name]
+    manager, listening = begun(make, tmp_path)
+    request = Request("a", PROMPT, status=Status.WAITING_FOR_REMOTE_KVS)
+    manager.allocate_slots(request, 0, num_external_computed_tokens=7, delay_cache_blocks=awaited)
+    manager.take_events()
+    request.num_computed_tokens, request.status = there, status
+    manager.take_events()
+    if status != Status.RUNNING:
+        manager.free(request)
+    audit = audited(listening, tmp_path)
+    assert (audit.reasons[Reason.EXTERNAL], audit.not_loaded) == (7, missing)
+    assert listening.recorder.state.sequences.keys() == ({1} if status == Status.RUNNING else set())
+
+
+@pytest.mark.parametrize("more", [0, 3])
+def test_vllms_own_count(make: Make, tmp_path: Path, more: int) -> None:
+    """An audit says whether it is that of the log; what vLLM looks up for nobody is none."""
+    manager, listening = begun(make, tmp_path)
+    counts = SimpleNamespace(queries=6, preempted_queries=4, hits=0, preempted_hits=0)
+    manager.prefix_cache_stats = counts
+    manager.allocate_slots(Request("a", PROMPT), 10)
+    manager.allocate_slots(Request("b", PROMPT, skip_reading_prefix_cache=True), 10)
+    manager.take_events()
+    assert manager.make_prefix_cache_stats() is counts
+    manager.prefix_cache_stats = SimpleNamespace(queries=10, preempted_queries=0, hits=more, preempted_hits=0)
+    manager.allocate_slots(Request("c", PROMPT), 10)
+    manager.take_events()
+    assert audited(listening, tmp_path).counts == ((30, 0), (30, more))
+
+
+def test_eagle_is_told(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of such an engine a log says that it drops the last block of a hit."""
+    original = toy_vllm.Manager.__init__
+
+    def with_eagle(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.coordinator.eagle_group_ids = {0}
+
+    monkeypatch.setattr(toy_vllm.Manager, "__init__", with_eagle)
+    _, listening = begun(make, tmp_path)
+    listening.close()
+    assert created(tmp_path / "log").drops_last_hit
 
 
 def test_who_has_wrapped_it_since_keeps_its_own(make: Make, tmp_path: Path) -> None:

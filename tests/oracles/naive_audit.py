@@ -22,19 +22,23 @@ REASONS = (
     "partial",
     "secondary",
     "primary",
+    "external",
     "reuse_off",
     "unaligned",
     "unknown",
     "not_servable",
+    "last_hit",
     "not_reused",
     "computing_again",
     "computing_cleared",
     "computing_copy_failed",
+    "computing_invalidated",
     "computing_restarted",
     "evicted",
     "dropped",
     "cleared",
     "copy_failed",
+    "invalidated",
     "restarted",
     "out_of_window",
     "same_step",
@@ -48,6 +52,7 @@ COMPUTING = {
     "dropped": "computing_again",
     "cleared": "computing_cleared",
     "copy_failed": "computing_copy_failed",
+    "invalidated": "computing_invalidated",
     "restarted": "computing_restarted",
 }
 """Of what is gone for these reasons, while a running request computes it again."""
@@ -161,7 +166,7 @@ class NaiveAudit:
         self.size = 1
         """Tokens per block."""
         self.reuse_on = True
-        self.engine, self.slides = "", False
+        self.engine, self.slides, self.drops_last_hit = "", False, False
         self.groups: tuple[ev.GroupCreated, ...] = ()
         self.all_windows: list[Window] = []
         """By number, those of earlier epochs too."""
@@ -282,6 +287,8 @@ class NaiveAudit:
             if token >= event.reused - event.reused_partial:
                 return "partial"
             return "secondary" if index in secondary else "primary"
+        if token < event.reused + event.reused_external:
+            return "external"
         if not self.reuse_on:
             return "reuse_off"
         if (index + 1) * self.size > event.num_tokens - 1:
@@ -290,6 +297,10 @@ class NaiveAudit:
         if block is None:
             return "unknown"
         at = self.first_window_without(block)
+        if at is None and self.drops_last_hit and index * self.size == event.reused:
+            behind = self.block(prompt, index + 1) if (index + 2) * self.size < event.num_tokens else None
+            if behind is None or self.first_window_without(behind) is not None:
+                return "last_hit"
         if at is None:
             return "not_reused" if self.engine and not self.slides else "not_servable"
         reason = self.why_missing(at, block)
@@ -420,6 +431,7 @@ class NaiveAudit:
             window.lose_all(Gone("restarted", self.seq, None))
         self.size, self.groups = event.tokens_per_block, event.groups
         self.engine, self.slides = event.engine, any(group.kind == "sliding" for group in event.groups)
+        self.drops_last_hit = event.drops_last_hit
         self.reuse_on = json.loads(event.config)["enable_block_reuse"]
         self.all_windows += [Window() for _ in range(len(self.all_windows), len(event.groups))]
         self.running, self.pages = {}, {}
@@ -472,6 +484,7 @@ class NaiveAudit:
         running = None if event.handle is None else self.running.get(event.handle)
         needed_by = None if running is None else running.request_id
         reason = "dropped" if event.level == SECONDARY else "evicted"
+        reason = "invalidated" if event.why == ev.RemoveReason.INVALIDATED else reason
         for slot in array("i", event.slots):
             window.lose((event.level, slot), Gone(reason, self.seq, needed_by))
         window.note_lives(self.now)

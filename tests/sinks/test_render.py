@@ -69,6 +69,7 @@ LINES = [
     "SymbolsInterned   pages=2 items=1 cdcdcdcd",
     "SymbolsForgotten  pages=2",
     "AdmissionRefused  request=chat-2 needed=3/10 available=7/9",
+    "LoadFailed        #7 tokens=17",
     "PoolShared        groups=2 sliding:4,state:8 named=2/0 held=1/0",
     "SlotsTaken        #7 group=2 blocks=2 at=1..3 reused",
     "SlotsLeft         #7 group=2 blocks=1 at=1",

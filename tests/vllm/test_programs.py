@@ -31,6 +31,9 @@ def test_the_mirror_is_what_vllm_has(first: int) -> None:
         "priorities",
         "sliding",
         "played",
+        "loaded",
+        "not loaded",
+        "invalidated",
     )
     assert all(seen[name] for name in least), seen
 

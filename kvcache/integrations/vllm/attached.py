@@ -37,7 +37,7 @@ def attach(scheduler: Any, given: object, directory: str | None) -> None:
     try:
         version = _known_version()
         manager = scheduler.kv_cache_manager
-        group = _recorded_group(scheduler, manager)
+        group = _recorded_group(manager)
         asked = wanted(given, directory, _rank(scheduler.vllm_config.parallel_config))
         _open(scheduler, group, asked, f"vllm {version}")
     except Exception as error:  # noqa: BLE001
@@ -68,15 +68,11 @@ def _rank(parallel: Any) -> int | None:
     return rank if rank or of_several or parallel.data_parallel_size > 1 else None
 
 
-def _recorded_group(scheduler: Any, manager: Any) -> int:
+def _recorded_group(manager: Any) -> int:
     """The group of layers that is recorded. Raises `Unsupported` where that is none."""
     managers = manager.coordinator.single_type_managers
     kinds = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
     full = [at for at, each in enumerate(managers) if type(each) is kinds.FullAttentionManager]
-    if getattr(scheduler, "connector", None) is not None:
-        raise Unsupported(
-            "an engine with a KV connector, whose loads would look like computed blocks", "go without"
-        )
     if not full:
         raise Unsupported("a model without layers of full attention", "there is no other way yet")
     if getattr(manager.coordinator, "enable_partial_hash_hits", False):
@@ -84,8 +80,10 @@ def _recorded_group(scheduler: Any, manager: Any) -> int:
     if not manager.enable_caching:
         raise Unsupported("an engine that caches no prefixes", "leave out --no-enable-prefix-caching")
     size, unit = managers[full[0]].block_size, manager.block_pool.hash_block_size
-    if size & (size - 1) or size % unit:
-        raise Unsupported(f"blocks of {size} tokens", "a --block-size that is a power of two can be recorded")
+    if size % unit:
+        raise Unsupported(
+            f"blocks of {size} tokens, of which vLLM hashes {unit}", "there is no other way yet"
+        )
     return int(full[0])
 
 
@@ -107,6 +105,7 @@ def _open(scheduler: Any, group: int, asked: Wanted, engine: str) -> None:
             first_block_id=1,
             name_bytes=names,
             groups=others,
+            drops_last_hit=group in scheduler.kv_cache_manager.coordinator.eagle_group_ids,
         )
         failed.callback(recorder.close)
         made = HybridRecording if others else Recording
@@ -172,6 +171,7 @@ class Attached:
         self._precede(manager, "pop_blocks_for_free", recording.freed)
         self._follow(manager, "reset_prefix_cache", recording.reset)
         self._follow(manager, "evict_blocks", recording.unnamed)
+        self._follow(manager, "make_prefix_cache_stats", recording.counted)
         self._follow(manager, "take_events", recording.stepped)
 
     def _follow(self, owner: Any, name: str, tell: Callable[..., None]) -> None:
@@ -191,7 +191,8 @@ class Attached:
 
         def allocate_slots(request: Any, *args: Any, **kwargs: Any) -> Any:
             result = method(request, *args, **kwargs)
-            if result is not nothing:
+            # Blocks for what is loaded from outside are not in the result.
+            if result is not nothing or kwargs.get("num_external_computed_tokens"):
                 self._tell(tell, result, request, *args, **kwargs)
             return result
 

@@ -22,6 +22,8 @@ _HASH_END = 4
 def layer_groups(scheduler: Any, full: int) -> list[LayerGroup]:
     """What the groups are but the one with the number `full`, in vLLM's order. Raises `Unsupported`."""
     manager, groups = scheduler.kv_cache_manager, scheduler.kv_cache_config.kv_cache_groups
+    if len(groups) > 1 and getattr(scheduler, "connector", None) is not None:
+        raise Unsupported("a KV connector for layers of several kinds", "go without the connector")
     return [
         _layer_group(each, manager.block_pool, len(groups[at].layer_names))
         for at, each in enumerate(manager.coordinator.single_type_managers)
@@ -211,6 +213,7 @@ class HybridRecording(Recording):
         for group in self._groups:
             if not (new := group.taken(name)):
                 continue
+            self._tell_evicted()
             found = () if hits is None else hits.blocks[self._vllm_group[group.number]]
             reused = [at for at in new if at < len(found)]
             fresh = [at for at in new if at >= len(found)]

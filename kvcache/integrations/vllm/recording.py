@@ -19,21 +19,27 @@ from kvcache.errors import Unsupported
 
 _FINISHED, _PREEMPTED, _ABORTED = "finished", "preempted", "aborted"
 _BAD_ENDS = frozenset({"FINISHED_ABORTED", "FINISHED_ERROR"})
+_LOADING = "WAITING_FOR_REMOTE_KVS"
+_NEVER = 1 << 62
 _id_of = attrgetter("block_id")
 
 
 class _Running:
     """What was told of a running request."""
 
-    __slots__ = ("computed", "name", "prompt", "request", "stored", "table")
+    __slots__ = ("computed", "external", "loaded_to", "loads", "name", "prompt", "request", "stored", "table")
 
-    def __init__(self, request: Any, table: list[int], computed: int) -> None:
+    def __init__(self, request: Any, table: list[int], computed: int, external: int) -> None:
         self.request, self.name = request, request.request_id
         self.prompt = request.num_tokens
         """Tokens when it was admitted."""
         self.table, self.computed = table, computed
         self.stored = len(table)
         """Leading blocks that others can find."""
+        self.external, self.loaded_to = external, computed + external
+        """Tokens from outside, and where they end."""
+        self.loads = False
+        """Whether they are awaited, and nothing is scheduled before they are there."""
 
 
 class Recording:
@@ -42,9 +48,10 @@ class Recording:
     def __init__(self, recorder: Recorder, manager: Any, group: int, *, named: bool) -> None:
         self.recorder = recorder
         self._group = group
-        blocks = manager.coordinator.single_type_managers[group]
+        self._manager, blocks = manager, manager.coordinator.single_type_managers[group]
         self._named: dict[str, int] = blocks.num_cached_block
         """By request, how many blocks vLLM has named."""
+        self._tables: dict[str, list[Any]] = blocks.req_to_blocks
         self._pool = manager.block_pool
         self._size: int = blocks.block_size
         self._hashes_per_block: int = self._size // self._pool.hash_block_size if named else 0
@@ -52,9 +59,15 @@ class Recording:
         """By block id, whether it was told that something is cached there."""
         self._evicted: list[int] = []
         """What the allocation in progress has evicted."""
+        self._evictions: list[tuple[list[int], str]] = []
+        """What was evicted for a request, which is not told yet."""
         self._running: dict[str, _Running] = {}
         self._prefilling: dict[str, _Running] = {}
         """Those of which not all is computed that they had when they were admitted."""
+        self._loading: dict[str, _Running] = {}
+        """Those with tokens from outside."""
+        self._counts = [0, 0]
+        """Tokens that vLLM has looked up, and those of them that it has found, but for the statistics that it keeps."""
         self._names: list[str] = []
         self._outputs: list[list[int]] = []
         """In the order of the running requests, vLLM's lists of what they have given."""
@@ -84,32 +97,41 @@ class Recording:
         new_computed_blocks: Any = None,
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
         *_: Any,
         **__: Any,
     ) -> None:
         """`KVCacheManager.allocate_slots` has returned, and no empty result."""
-        if num_external_computed_tokens:
-            raise Unsupported("blocks that a connector loads", "go without one")
         running = self._running.get(request.request_id)
         if blocks is None:
             if running is None:
                 self._refuse(request, num_new_tokens, num_new_computed_tokens, new_computed_blocks)
             return
         if running is None:
-            running = self._admit(request, num_new_computed_tokens, new_computed_blocks)
-        name, ids = running.name, list(map(_id_of, blocks.blocks[self._group]))
-        if len(ids) == 1 and not self._evicted and name not in self._prefilling and name not in self._grown:
+            running = self._admit(
+                request, num_new_computed_tokens, new_computed_blocks, num_external_computed_tokens
+            )
+        if running.loads:
+            self._arrive(running)
+        if num_external_computed_tokens:
+            running.loads = delay_cache_blocks
+            new = self._tables[running.name][len(running.table) :]
+        else:
+            new = blocks.blocks[self._group]
+        name, ids = running.name, list(map(_id_of, new))
+        if self._evicted:
+            self._evictions.append((self._evicted, name))
+            self._evicted = []
+        if len(ids) == 1 and name not in self._prefilling and name not in self._grown:
             self._grown[name] = ids[0]
             return
         self._tell_grown()
-        if self._evicted:
-            gone, self._evicted = self._evicted, []
-            self.recorder.evicted(gone, name)
         if ids:
             self.recorder.allocated(name, ids)
             running.table += ids
-        if name in self._prefilling:
-            self._compute(running, request.num_computed_tokens + num_new_computed_tokens + num_new_tokens)
+        if name in self._prefilling and not running.loads:
+            computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+            self._compute(running, computed + num_new_tokens)
             self._store(running)
 
     def freed(self, request: Any) -> None:
@@ -118,11 +140,16 @@ class Recording:
         if running is None:
             return
         self._tell_grown()
-        if running.name in self._prefilling:
+        # What is awaited still may come if it is aborted, and does not if it goes on.
+        running.loads = running.loads and request.is_finished()
+        if running.external and not running.loads:
+            self._arrive(running)
+        if running.name in self._prefilling and not running.loads:
             self._compute(running, request.num_computed_tokens)
         self._append([self._names.index(running.name)])
         self._store(running)
         self._prefilling.pop(running.name, None)
+        self._loading.pop(running.name, None)
         del self._running[running.name]
         self._look_anew()
         # It is preempted before its status says so.
@@ -139,15 +166,32 @@ class Recording:
             self.recorder.cleared()
             self._cached = bytearray(len(self._cached))
 
-    def unnamed(self, *_: Any) -> None:
-        """`KVCacheManager.evict_blocks` has returned."""
-        raise Unsupported("blocks that lose their names while requests hold them", "go without a connector")
+    def unnamed(self, _: Any, blocks: Any) -> None:
+        """`KVCacheManager.evict_blocks` has returned: these cannot be found any more, though requests may hold them."""
+        self._tell_grown()
+        self._store_all()
+        lost = set(self.recorder.invalidated([block for block in sorted(blocks) if self._cached[block]]))
+        for block in lost:
+            self._cached[block] = 0
+        for running in self._running.values():
+            if not lost.isdisjoint(running.table[: running.stored]):
+                # What vLLM names of it from now on continues what cannot be found.
+                running.stored = _NEVER
+
+    def counted(self, stats: Any, *_: Any) -> None:
+        """`KVCacheManager.make_prefix_cache_stats` has returned, and begins new ones."""
+        if stats is not None:
+            self._counts[0] += stats.queries + stats.preempted_queries
+            self._counts[1] += stats.hits + stats.preempted_hits
 
     def stepped(self, *_: Any) -> None:
         """`KVCacheManager.take_events` has returned, at the end of each step."""
         self._tell_grown()
+        for running in self._loading.values():
+            self._arrive(running)
         for running in list(self._prefilling.values()):
-            self._compute(running, running.request.num_computed_tokens)
+            if not running.loads:
+                self._compute(running, running.request.num_computed_tokens)
         told, lengths = self._told, list(map(len, self._outputs))
         if lengths == [length + 1 for length in told] and lengths:
             self.recorder.appended(self._names, [output[-1] for output in self._outputs])
@@ -155,6 +199,12 @@ class Recording:
         elif lengths != told:
             self._append([at for at, length in enumerate(lengths) if length != told[at]])
         self._store_all()
+        stats = self._manager.prefix_cache_stats
+        if stats is not None:
+            self.recorder.counted(
+                self._counts[0] + stats.queries + stats.preempted_queries,
+                self._counts[1] + stats.hits + stats.preempted_hits,
+            )
         self.recorder.flush()
 
     # -- how it is told
@@ -169,7 +219,7 @@ class Recording:
     def _hit(self, tokens: int, blocks: Any) -> Any:
         return blocks.blocks[self._group][: tokens // self._size] if blocks is not None else ()
 
-    def _admit(self, request: Any, hit: int, hit_blocks: Any) -> _Running:
+    def _admit(self, request: Any, hit: int, hit_blocks: Any, external: int) -> _Running:
         if request.resumable:
             raise Unsupported("streaming input", "record an engine whose prompts are complete when they come")
         if request.prompt_embeds is not None:
@@ -178,6 +228,11 @@ class Recording:
         self._tell_grown()
         self._store_all()
         reused = [block.block_id for block in self._hit(hit, hit_blocks)]
+        # Of a prompt that is loaded as a whole the last token is computed again.
+        external = min(external, request.num_tokens - 1 - len(reused) * self._size)
+        if request.skip_reading_prefix_cache:
+            # vLLM does not count it.
+            self._counts[0] += request.num_tokens
         self.recorder.admitted(
             request.request_id,
             request.all_token_ids[:],
@@ -186,8 +241,11 @@ class Recording:
             cache_salt=request.cache_salt or None,
             multimodal=[_item(feature) for feature in request.mm_features],
             resumed=request.num_preemptions > 0,
+            external=external,
         )
-        running = _Running(request, reused, len(reused) * self._size)
+        running = _Running(request, reused, len(reused) * self._size, external)
+        if external:
+            self._loading[running.name] = running
         self._running[running.name] = self._prefilling[running.name] = running
         self._look_anew()
         return running
@@ -209,6 +267,17 @@ class Recording:
             for each in self._running.values()
         ]
 
+    def _arrive(self, running: _Running) -> None:
+        """Look whether what was to be loaded is there: vLLM sets a request back to where something is missing."""
+        if running.loads and running.request.status.name == _LOADING:
+            return
+        running.loads = False
+        missing = min(running.external, running.loaded_to - running.request.num_computed_tokens)
+        if missing > 0:
+            running.external -= missing
+            running.loaded_to -= missing
+            self.recorder.not_loaded(running.name, missing)
+
     def _compute(self, running: _Running, upto: int) -> None:
         """So many tokens of a prompt are computed when what is scheduled has run."""
         upto = min(upto, running.prompt)
@@ -219,13 +288,19 @@ class Recording:
             del self._prefilling[running.name]
 
     def _tell_grown(self) -> None:
-        """Tell the blocks that were given one by one."""
+        """Record what was evicted, and the blocks that were given one by one."""
+        self._tell_evicted()
         if not self._grown:
             return
         grown, self._grown = self._grown, {}
+        self.recorder.grown(list(grown), list(grown.values()))
         for name, block in grown.items():
-            self.recorder.allocated(name, [block])
             self._running[name].table.append(block)
+
+    def _tell_evicted(self) -> None:
+        for gone, name in self._evictions:
+            self.recorder.evicted(gone, name)
+        self._evictions.clear()
 
     def _append(self, grown: list[int]) -> None:
         """Tell the tokens that these of the running requests have got."""

@@ -96,7 +96,7 @@ class Driver:
         self.trusted = trusted
         windows = r.choice(WINDOWS)
         self.settings: dict[str, Any] = dict(
-            tokens_per_block=r.choice([1, 2, 2, 4]),
+            tokens_per_block=r.choice([1, 2, 3, 4]),
             primary_blocks=r.choice([3, 4, 6, 8, 12]),
             secondary_blocks=r.choice([1, 2, 4, 8]),
             enable_partial_reuse=r.random() < 0.8,

@@ -39,12 +39,15 @@ class Traits(NamedTuple):
     unnamed_first: bool
     """Whether blocks without a name are the next to be given out; else they wait behind the cached ones."""
     secondary: int
+    drops_last_hit: bool
+    """Whether it computes the last block of a hit again."""
 
 
 def traits(rng: random.Random) -> Traits:
     """Choose an engine."""
     copies, names, late_slots, at_once, unnamed_first = (rng.random() < 0.5 for _ in range(5))
-    return Traits(copies, names, late_slots, at_once, unnamed_first, rng.choice((0, 0, 6)))
+    secondary = rng.choice((0, 0, 6))
+    return Traits(copies, names, late_slots, at_once, unnamed_first, secondary, rng.random() < 0.3)
 
 
 def continues(content: Content, other: Content) -> bool:
@@ -65,7 +68,7 @@ class Served:
     stored: int
     """Leading blocks that can be found by others."""
     broken: bool = False
-    """The cache was cleared while it ran: what it stores could not be found."""
+    """What it holds was cleared or invalidated while it ran: what it stores could not be found."""
 
 
 @dataclass
@@ -76,6 +79,10 @@ class Counters:
     hits: int = 0
     secondary_hits: int = 0
     refusals: int = 0
+    external: int = 0
+    not_loaded: int = 0
+    dropped: int = 0
+    """Tokens of last blocks of hits, where these are dropped."""
     seen: Counter[str] = field(default_factory=Counter)
 
 
@@ -101,6 +108,7 @@ class ForeignEngine:
             log=log,
             first_block_id=FIRST_ID,
             name_bytes=self.rng.choice((8, 16, 32)) if self.traits.names else None,
+            drops_last_hit=self.traits.drops_last_hit,
         )
         self.key_bytes = self.recorder.state.created.key_bytes if self.recorder.state.created else 0
         self.free = deque(range(FIRST_ID, FIRST_ID + blocks))
@@ -214,10 +222,12 @@ class ForeignEngine:
         most = (len(tokens) - 1) // self.size if self.rng.random() < 0.9 else 0
         hits, lower = self.hits(salt, tokens, most)
         reused = (len(hits) + len(lower)) * self.size
-        chunk = len(tokens) - reused
+        external, lost = self.loads(len(tokens) - 1 - reused)
+        arrived = reused + external - lost
+        chunk = len(tokens) - arrived
         if not self.traits.at_once:
             chunk = self.rng.randint(1, chunk)
-        needed = -(-(reused + chunk) // self.size) - len(hits) - len(lower)
+        needed = -(-max(arrived + chunk, reused + external) // self.size) - len(hits) - len(lower)
         number = self.numbers
         idle = sum(not self.holders[block] for block in hits)
         if needed + len(lower) > len(self.free) - idle:
@@ -245,14 +255,27 @@ class ForeignEngine:
             onto=targets,
             cache_salt=salt,
             resumed=resumed,
+            external=external,
         )
         request = Served(number, salt, tokens, len(tokens), hits + targets, reused, len(hits) + len(lower))
         self.running.append(request)
         self.counters.prompt_tokens += len(tokens)
         self.counters.hits += reused
         self.counters.secondary_hits += len(lower) * self.size
+        self.counters.external += external
+        self.counters.not_loaded += lost
+        self.counters.seen["loaded"] += external > lost
         self.grow(request, needed)
-        self.compute(request, reused + chunk)
+        self.recorder.not_loaded(number, lost)
+        self.compute(request, arrived)
+        self.compute(request, arrived + chunk)
+
+    def loads(self, most: int) -> tuple[int, int]:
+        """How many tokens another engine has, and how many of them get lost on the way."""
+        if most < 1 or self.rng.random() < 0.7:
+            return 0, 0
+        external = self.rng.randint(1, most)
+        return external, self.rng.randint(0, external) if self.rng.random() < 0.3 else 0
 
     def as_given(self, tokens: list[int]) -> list[int] | array[int]:
         """Tokens as some engines have them."""
@@ -284,6 +307,9 @@ class ForeignEngine:
                 lower.append(content)
             else:
                 break
+        if self.traits.drops_last_hit and (hits or lower):
+            self.counters.dropped += self.size
+            (lower or hits).pop()
         return hits, lower
 
     def grow(self, request: Served, count: int) -> bool:
@@ -375,9 +401,10 @@ class ForeignEngine:
         """Each of these gets a token, or some get several; then all before the last one is computed."""
         most = self.rng.choice((1, 1, 3))
         counts = {each: min(self.rng.randint(1, most), self.longest - len(each.tokens)) for each in requests}
-        for each, count in counts.items():
-            if each in self.running:
-                self.have(each, len(each.tokens) + count - self.traits.late_slots)
+        if not self.grow_all(counts):
+            for each, count in counts.items():
+                if each in self.running:
+                    self.have(each, len(each.tokens) + count - self.traits.late_slots)
         requests = [each for each in requests if each in self.running]
         new = {each: [self.rng.randrange(VOCABULARY) for _ in range(counts[each])] for each in requests}
         flat = [token for tokens in new.values() for token in tokens]
@@ -387,6 +414,23 @@ class ForeignEngine:
             each.tokens += tokens
             each.computed = len(each.tokens) - 1
         self.fill(requests)
+
+    def grow_all(self, counts: dict[Served, int]) -> bool:
+        """Give those that need it one block each, by one call; False: some need more, or there is no room."""
+        needed = {
+            each: -(-(len(each.tokens) + count - self.traits.late_slots) // self.size) - len(each.table)
+            for each, count in counts.items()
+        }
+        due = [each for each, blocks in needed.items() if blocks == 1]
+        if max(needed.values(), default=0) > 1 or len(due) > len(self.free) or self.rng.random() < 0.3:
+            return False
+        self.for_whom = None
+        blocks = self.take(len(due))
+        self.recorder.grown([each.number for each in due], blocks)
+        for each, block in zip(due, blocks, strict=True):
+            each.table.append(block)
+        self.counters.seen["grown"] += len(due) > 1
+        return True
 
     def fill(self, requests: list[Served]) -> None:
         """Name what became full: in one call where each has filled one block, and no block is taken instead."""
@@ -421,6 +465,28 @@ class ForeignEngine:
             request.broken = True
         self.counters.seen["cleared"] += 1
 
+    def invalidate(self) -> None:
+        """Some blocks do not hold what they should: nothing that continues them can be found."""
+        some = self.rng.sample(sorted(self.content), min(len(self.content), self.rng.randint(1, 3)))
+        contents = {self.content[block] for block in some}
+        blocks = [block for content in contents for block in self.found[content]]
+        gone = self.cut(contents)
+        assert set(self.recorder.invalidated(blocks)) == gone
+        self.counters.seen["invalidated"] += len(gone) > len(blocks)
+
+    def cut(self, lost: set[Content]) -> set[int]:
+        """Forget these contents and what continues them; returns the blocks."""
+        gone = set[int]()
+        for content in [each for each in self.found if any(continues(each, other) for other in lost)]:
+            for block in self.found.pop(content):
+                del self.content[block]
+                gone.add(block)
+        for content in [each for each in self.below if any(continues(each, other) for other in lost)]:
+            self.free_below.append(self.below.pop(content))
+        for request in self.running:
+            request.broken |= request.stored > 0 and self.of(request, request.stored) not in self.found
+        return gone
+
     def act(self) -> None:
         """Do something."""
         kind = self.rng.random()
@@ -428,13 +494,16 @@ class ForeignEngine:
             self.admit()
         elif kind < 0.8:
             self.step()
-        elif kind < 0.97 and self.running:
+        elif kind < 0.94 and self.running:
             self.end(
                 self.rng.choice(self.running),
                 self.rng.choice(("finished", "finished", "aborted", "preempted")),
             )
         elif kind > 0.99:
             self.clear()
+        elif kind > 0.94 and self.content:
+            self.invalidate()
+        self.recorder.counted(self.counters.prompt_tokens, self.counters.hits)
         if self.rng.random() < 0.7 and (batch := self.recorder.flush()) is not None:
             self.batches.append(batch)
 

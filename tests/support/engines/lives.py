@@ -138,7 +138,7 @@ class Program:
         self.keeps = seed % 3 == 2
         """Whether blocks are pinned, and kept for a time: every third program, since that leaves less to the rest."""
         settings = strategies.config(
-            tokens_per_block=rng.choice([1, 2, 4]),
+            tokens_per_block=rng.choice([1, 2, 3, 4]),
             primary_blocks=rng.randint(4, 12),
             secondary_blocks=rng.choice([0, 2, 4, 8]),
             secondary_offload_min_priority=rng.choice([0, 35]),

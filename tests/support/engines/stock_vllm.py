@@ -19,6 +19,7 @@ from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVEventsConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -54,7 +55,8 @@ def _config(
     hashing: str,
     drafts: int,
     tells_events: bool,
-    additional: dict[str, Any],
+    additional: dict[str, Any] | None,
+    on_failure: str | None,
 ) -> VllmConfig:
     config = ModelConfig(
         model=str(model),
@@ -73,8 +75,17 @@ def _config(
             target_parallel_config=ParallelConfig(),
         )
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null") if tells_events else None
+    transfer = None
+    if on_failure is not None:
+        transfer = KVTransferConfig(
+            kv_connector="Elsewhere",
+            kv_connector_module_path="tests.support.engines.vllm_connector",
+            kv_role="kv_both",
+            kv_load_failure_policy=on_failure,
+        )
     return VllmConfig(
         model_config=config,
+        kv_transfer_config=transfer,
         cache_config=CacheConfig(
             block_size=block_size, enable_prefix_caching=True, prefix_caching_hash_algo=hashing
         ),
@@ -82,7 +93,7 @@ def _config(
         device_config=DeviceConfig("cpu"),
         speculative_config=speculative,
         kv_events_config=events,
-        additional_config=additional,
+        additional_config=additional or {},
     )
 
 
@@ -134,6 +145,7 @@ class StockVLLM:
         tells_events: bool = False,
         others: Sequence[str] = (),
         retention: int | None = 0,
+        on_failure: str | None = None,
     ) -> None:
         scheduling = SchedulerConfig(
             max_num_seqs=in_flight,
@@ -146,7 +158,7 @@ class StockVLLM:
             policy="priority" if by_priority else "fcfs",
         )
         self.config = _config(
-            model, longest, scheduling, block_size, hashing, drafts, tells_events, additional or {}
+            model, longest, scheduling, block_size, hashing, drafts, tells_events, additional, on_failure
         )
         # Not every kind of drafts goes with it for a whole engine; the scheduler does not mind.
         self.config.scheduler_config.async_scheduling = runs_ahead
@@ -188,6 +200,11 @@ class StockVLLM:
         """Whether outputs of steps are still to come."""
         return bool(self._flying)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a connector has something on its way."""
+        return self.scheduler.connector is not None and self.scheduler.connector.busy
+
     def add(
         self,
         name: str,
@@ -224,7 +241,7 @@ class StockVLLM:
 
         How many drafts are right, and the tokens, are drawn.
         """
-        if not self.scheduler.has_requests() and not self._flying:
+        if not self.scheduler.has_requests() and not self._flying and not self.waits:
             return False
 
         def sampled(_: str, drafts: int) -> list[int]:
@@ -256,7 +273,7 @@ class StockVLLM:
     def serve_step(self, sampled: Callable[[str, int], list[int]]) -> None:
         """Schedule, and hand over what was `sampled` for a request and so many drafts."""
         scheduled, self.amid_step = 0, True
-        if self.scheduler.has_requests():
+        if self.scheduler.has_requests() or self.waits:
             output = self.scheduler.schedule()
             scheduled = output.total_num_scheduled_tokens
             if self.remembers:
@@ -273,7 +290,10 @@ class StockVLLM:
             [] if self.scheduler.requests[name].is_prefill_chunk else sampled(name, len(drafts.get(name, ())))
             for name in names
         ]
-        return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
+        sampled_by = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
+        if self.scheduler.connector is not None:
+            sampled_by.kv_connector_output = self.scheduler.connector.outcome(output.kv_connector_metadata)
+        return sampled_by
 
     def _deliver(self, output: Any, sampled: Any) -> None:
         for outputs in self.scheduler.update_from_output(output, sampled).values():

@@ -82,7 +82,7 @@ def configs(
         config,
         num_layers=st.just(3),
         max_attention_window=any_windows() if windows is None else windows,
-        tokens_per_block=st.sampled_from([1, 2, 4]),
+        tokens_per_block=st.sampled_from([1, 2, 3, 4]),
         primary_blocks=st.integers(2, 12),
         secondary_blocks=st.integers(0, 8),
         enable_block_reuse=st.sampled_from([True, True, True, False]),

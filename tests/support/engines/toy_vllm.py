@@ -21,6 +21,7 @@ class Status(IntEnum):
     RUNNING = 1
     FINISHED_STOPPED = 2
     FINISHED_ABORTED = 3
+    WAITING_FOR_REMOTE_KVS = 0
 
 
 class Request:
@@ -34,6 +35,7 @@ class Request:
         self.lora_request = self.cache_salt = self.prompt_embeds = None
         self.mm_features: list[Any] = []
         self.resumable, self.hash_bytes = False, 32
+        self.skip_reading_prefix_cache = False
         vars(self).update(further)
 
     @property
@@ -65,6 +67,7 @@ class FullAttentionManager:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.num_cached_block: dict[str, int] = {}
+        self.req_to_blocks: dict[str, list[Any]] = {}
 
 
 class SlidingWindowManager:
@@ -119,29 +122,59 @@ class Manager:
     """Gives out blocks, names them, and finds none again."""
 
     def __init__(self, blocks: int, block_size: int, managers: list[Any]) -> None:
-        self.coordinator = SimpleNamespace(single_type_managers=managers, enable_partial_hash_hits=False)
+        self.coordinator = SimpleNamespace(
+            single_type_managers=managers, enable_partial_hash_hits=False, eagle_group_ids=set()
+        )
         self.block_pool, self.enable_caching = Pool(blocks, block_size), True
         for each in managers[1:]:
             each.block_pool = self.block_pool
         self.empty_kv_cache_blocks = SimpleNamespace(blocks=((),) * len(managers))
-        self.tables: dict[str, list[Any]] = {}
+        self.tables: dict[str, list[Any]] = managers[0].req_to_blocks
+        self.prefix_cache_stats: Any = None
+        self.loaded: list[tuple[Request, int]] = []
+        """Tokens from outside in this step."""
 
     def allocate_slots(
-        self, request: Request, num_new_tokens: int, num_new_computed_tokens: int = 0, **_: Any
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        *,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
     ) -> Any:
         """Room for more tokens, or None."""
         table = self.tables.setdefault(request.request_id, [])
-        needed = -(-(request.num_computed_tokens + num_new_tokens) // SIZE) - len(table)
-        if needed > self.block_pool.get_num_free_blocks():
+        outside = self._more(table, num_external_computed_tokens)
+        self.loaded.append((request, num_external_computed_tokens))
+        total = request.num_computed_tokens + num_external_computed_tokens + num_new_tokens
+        new = self._more(table, total)
+        if outside is None or new is None:
             return None
-        new = self.block_pool.get_new_blocks(needed) if needed > 0 else []
-        table += new
-        full = min(request.num_computed_tokens + num_new_tokens, request.num_tokens) // SIZE
-        self.coordinator.single_type_managers[0].num_cached_block[request.request_id] = full
+        if not delay_cache_blocks:
+            self.cache_blocks(request, total)
         request.num_computed_tokens += num_new_tokens
         if not new:
             return self.empty_kv_cache_blocks
         return SimpleNamespace(blocks=(new, *((),) * (len(self.coordinator.single_type_managers) - 1)))
+
+    def _more(self, table: list[Any], num_tokens: int) -> list[Any] | None:
+        needed = -(-num_tokens // SIZE) - len(table)
+        if needed > self.block_pool.get_num_free_blocks():
+            return None
+        new = self.block_pool.get_new_blocks(needed) if needed > 0 else []
+        table += new
+        return new
+
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Name what is full."""
+        full = min(num_tokens, request.num_tokens) // SIZE
+        self.coordinator.single_type_managers[0].num_cached_block[request.request_id] = full
+
+    def make_prefix_cache_stats(self) -> Any:
+        """Begin anew to count."""
+        stats, self.prefix_cache_stats = self.prefix_cache_stats, None
+        return stats
 
     def free(self, request: Request) -> None:
         """Its blocks go to the end of the queue, the last one first."""
@@ -165,6 +198,9 @@ class Manager:
 
     def take_events(self) -> list[Any]:
         """A step is over."""
+        for request, tokens in self.loaded:
+            request.num_computed_tokens += tokens
+        self.loaded.clear()
         return []
 
 

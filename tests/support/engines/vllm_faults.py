@@ -27,7 +27,7 @@ SECRET = "12345 is a token that no message may hold"
 PLACES: dict[str, Any] = {
     **dict.fromkeys(("taken", "allocated", "freed", "reset", "stepped"), Recording),
     **dict.fromkeys(
-        ("admitted", "stored", "filled", "appended", "evicted", "ended", "flush", "close"), Recorder
+        ("admitted", "grown", "stored", "filled", "appended", "evicted", "ended", "flush", "close"), Recorder
     ),
 }
 

@@ -15,10 +15,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from events.log import LogReader
-from events.types import EndReason, PoolShared, SequenceRemoved
+from events.types import BlocksRemoved, EndReason, PoolShared, RemoveReason, SequenceRemoved
 from kvcache.audit.admission import Admission
 from kvcache.audit.fold import HistoryFold
 from kvcache.audit.history import History
@@ -69,12 +69,14 @@ class Shape(NamedTuple):
     reserve_all: bool
     record_tokens: bool
     by_priority: bool
+    on_failure: str | None
+    """With a connector: what becomes of requests of which it fails to load something."""
 
 
 def shape_of(rng: random.Random, *, hybrid: bool = False) -> Shape:
     """Choose one. `hybrid`: with layers of several kinds."""
     runs_ahead, drafts = rng.random() < 0.5, rng.choice((0, 0, 2, 3))
-    size = rng.choice((2, 4, 16))
+    size = rng.choice((2, 3, 4, 16, 24))
     blocks = rng.choice((24, 48, 200))
     window = rng.choice((None, None, None, 2 * size))
     others: tuple[str, ...] = ()
@@ -95,6 +97,7 @@ def shape_of(rng: random.Random, *, hybrid: bool = False) -> Shape:
         rng.random() < 0.5,
         rng.random() < 0.8,
         rng.random() < 0.3,
+        None if window or hybrid else rng.choice((None, None, "fail", "recompute")),
     )
 
 
@@ -126,8 +129,18 @@ class Program:
             chunked=shape.chunked,
             reserve_all=shape.reserve_all,
             by_priority=shape.by_priority,
+            on_failure=shape.on_failure,
             additional={"kvcache": {"log": str(self.log), "settings": settings}} if recorded else {},
         )
+        if shape.on_failure:
+            connector = self.engine.scheduler.connector
+            connector.rng = random.Random(seed)
+            # Ahead of its outputs vLLM 0.32 can stop scheduling a request whose tokens it would compute again.
+            connector.fails_in_steps = not (shape.runs_ahead and shape.on_failure == "recompute")
+        self.known: dict[str, Any] = {}
+        """All requests so far."""
+        self.above: dict[bytes, bytes | None] = {}
+        """By name of a block, that of the one before it."""
         self.attached = self.engine.attached
         assert (self.attached is not None) == recorded
         self.numbers, self.prompts = (
@@ -138,7 +151,7 @@ class Program:
     def run(self) -> None:
         """All of it, compared after each step."""
         for _ in self.steps():
-            self.seen["copies"] += compare(self.engine)
+            self.seen["copies"] += compare(self.engine, self._can_be_found)
         self._compare_log()
 
     def steps(self) -> Iterator[None]:
@@ -158,8 +171,9 @@ class Program:
             self.seen["aborted"] += 1
             self.engine.abort(self.rng.choice(list(self.engine.scheduler.requests)))
         elif chance < 0.38:
-            # With all preempted, or only if there is nothing to preempt.
-            self.seen["reset"] += self.engine.scheduler.reset_prefix_cache(self.rng.random() < 0.5)
+            # With all preempted, as vLLM can if nothing is being loaded, or only if there is nothing to preempt.
+            preempt = self.rng.random() < 0.5 and self.shape.on_failure is None
+            self.seen["reset"] += self.engine.scheduler.reset_prefix_cache(preempt)
         else:
             self.engine.step(self.rng)
 
@@ -186,9 +200,32 @@ class Program:
             skip=skip,
             priority=rng.randrange(3),
         )
+        self._learn_names()
+
+    def _learn_names(self) -> None:
+        self.known |= self.engine.scheduler.requests
+        for request in self.known.values():
+            names = list(map(bytes, request.block_hashes))
+            self.above.update(zip(names, [None, *names], strict=False))
+
+    def _can_be_found(self, cached: Counter[bytes]) -> set[bytes]:
+        """What of it can be found: where a load has failed something may be missing before it."""
+        if self.shape.on_failure != "fail":
+            return set(cached)
+        self._learn_names()
+        return {name for name in cached if self._all_before(name) <= cached.keys()}
+
+    def _all_before(self, name: bytes) -> set[bytes]:
+        found, above = set[bytes](), self.above[name]
+        while above is not None:
+            found.add(above)
+            above = self.above[above]
+        return found
 
     def _compare_log(self) -> None:
         audit = compare_log(self.engine, self.log)
+        self.seen["loaded"] += audit.loaded
+        self.seen["not loaded"] += audit.not_loaded
         if self.shape.others and self.shape.record_tokens:
             self._compare_reasons()
         self.seen["admitted"] += audit.requests
@@ -199,6 +236,11 @@ class Program:
             if isinstance(each, SequenceRemoved)
         ]
         self.seen["preempted"] += ends.count(EndReason.PREEMPTED)
+        self.seen["invalidated"] += any(
+            isinstance(each, BlocksRemoved) and each.why == RemoveReason.INVALIDATED
+            for batch in LogReader(self.log)
+            for each in batch.events
+        )
         self.seen["refused"] += audit.refusals
         if self.shape.record_tokens and not self._shares_its_pool():
             then, roomy = play(self.log, [Trial({"primary_blocks": 5000})])

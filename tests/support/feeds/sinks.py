@@ -45,6 +45,7 @@ from events.types import (
     GroupCreated,
     GroupExported,
     HitDeferred,
+    LoadFailed,
     MoveReason,
     Namespace,
     PoolCreated,
@@ -150,6 +151,7 @@ SAMPLES: tuple[AnyEvent, ...] = (
     SymbolsInterned((SymbolPage(5, PLANTED, 0, b"\xcd" * 32, 256), SymbolPage(6, PLANTED, 9))),
     SymbolsForgotten(pack_u32([5, 6])),
     AdmissionRefused("chat-2", (3, 10), (7, 9)),
+    LoadFailed(Handle(7), 17),
     PoolShared(
         (
             SharingGroup(

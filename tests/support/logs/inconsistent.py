@@ -16,7 +16,7 @@ from events.errors import EventDecodeError
 from events.log import frames
 from events.log.frames import AFTER_LOSS, FrameHeader, SegmentHeader
 from events.log.segments import segment_name
-from events.types import FORMAT_VERSION, EpochStarted, EventBatch
+from events.types import FIRST_FORMAT, EpochStarted, EventBatch
 from tests.support.logs.logs import LOG_ID
 
 _INTEGERS = (0, 1, 2, 255, 2**15, 2**20, 2**31 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**64 - 1)
@@ -58,7 +58,7 @@ def write_frames(directory: Path, batches: Sequence[EventBatch], epochs: Sequenc
         if batch.seq in epochs or epoch < 0:
             epoch += 1
             seed, path = frames.seed_of(LOG_ID, epoch), directory / segment_name(batch.seq)
-            header = SegmentHeader(frames.VERSION, FORMAT_VERSION, 0, LOG_ID, epoch, epoch, batch.seq, crc)
+            header = SegmentHeader(frames.VERSION, FIRST_FORMAT, 0, LOG_ID, epoch, epoch, batch.seq, crc)
             path.write_bytes(header.pack())
             expected = batch.seq
         payload = encode_batch(batch)
