@@ -23,7 +23,7 @@ from cuda_ops.copier import Copy, FinishedTicket, Ticket
 from cuda_ops.simulated import LateCopier
 from events.formats.vllm import Hash
 from events.packed import NAME_BYTES
-from events.subscribe.continuity import Missed, Received
+from events.subscribe.continuity import Missed, Received, Restarted
 from events.subscribe.index import Index
 from events.subscribe.subscriber import Subscriber
 from kvcache import KVCacheConfig, KVCacheManager, Request
@@ -338,10 +338,13 @@ class Router:
         self.subscriber: Subscriber | None = None
         self.faults: list[str] = []
         self.begun_anew = self.recovered = 0
+        self.resumes = False
+        """Whether it has come back with what it knew, and received nothing since."""
 
     def connect(self, *, anew: bool) -> None:
         """Come, or come back: with what it knew, or without."""
         self.leave()
+        self.resumes = not anew
         if anew:
             self.index, self.next_seq = Index(), 0
         # Patience is short, because a publisher that was killed will not end its answer.
@@ -368,6 +371,10 @@ class Router:
                 self.begun_anew += 1
                 self.connect(anew=True)
                 return
+            if isinstance(report, Restarted) and not self.resumes:
+                self.faults.append(f"restarted at {self.next_seq - 1}")
+            # To one who resumes, a live message that is late looks like a publisher that began anew.
+            self.resumes = False
             self.index.fold(report)
             if isinstance(report, Received):
                 self.next_seq = report.seq + 1
