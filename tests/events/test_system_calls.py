@@ -17,6 +17,7 @@ import pytest
 
 from events import EventBatch, LogWriteFailed
 from events.log import LogReader, LogWriter
+from events.log.writer import Compression
 from tests.support.logs.interrupted import CONTENT, judge, make_torn
 from tests.support.logs.logs import batch
 from tests.support.places import ROOT
@@ -202,7 +203,8 @@ def test_refused_by_strace(tmp_path: Path, call: str, error: str) -> None:
 
 
 @pytest.mark.long
-def test_a_disk_of_64_kib(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("compression", "count"), [("none", 300), ("zstd", 1500)])
+def test_a_disk_of_64_kib(tmp_path: Path, compression: Compression, count: int) -> None:
     """It fills, the log is suspended and loses batches; with room again, a gap tells which, and all else is read."""
     place = tmp_path / "disk"
     place.mkdir()
@@ -211,8 +213,10 @@ def test_a_disk_of_64_kib(tmp_path: Path) -> None:
         pytest.skip("nothing may be mounted here")
     try:
         (place / "ballast").write_bytes(bytes(40_000))
-        with LogWriter(place / "log", overflow="drop", max_queued_batches=20, segment_bytes=4096) as log:
-            for seq in range(300):
+        with LogWriter(
+            place / "log", overflow="drop", max_queued_batches=20, segment_bytes=4096, compression=compression
+        ) as log:
+            for seq in range(count):
                 if log.append(batch(seq)) and log.stats().state == "running":
                     with suppress(LogWriteFailed):
                         log.flush()
@@ -226,9 +230,9 @@ def test_a_disk_of_64_kib(tmp_path: Path) -> None:
             gap = log.take_gap()
             assert gap is not None
             assert gap.reason.endswith(os.strerror(errno.ENOSPC))
-            assert log.append(EventBatch(300, 0, (gap,)))
+            assert log.append(EventBatch(count, 0, (gap,)))
         content = list(LogReader(place / "log"))
         assert content[:-1] == [batch(seq) for seq in range(gap.first_seq)]
-        assert (gap.last_seq, content[-1].seq) == (299, 300)
+        assert (gap.last_seq, content[-1].seq) == (count - 1, count)
     finally:
         subprocess.run(["umount", str(place)], check=False)
